@@ -45,8 +45,8 @@ KERNELS = {
     "hopper_fp8_gemm_kernel": (_LOW_PRECISION + "fp8.py", None),
     "hopper_fp8_wgrad_kernel": (_LOW_PRECISION + "fp8_wgrad.py", None),
     "hopper_push_kernel": (_HOPPER + "rows.py", None),
-    "hopper_pre_reduce_kernel": (_HOPPER + "rows.py", None),
-    "hopper_pull_kernel": (_HOPPER + "rows.py", None),
+    "hopper_push_sums_kernel": (_HOPPER + "rows.py", None),
+    "hopper_sum_home_kernel": (_HOPPER + "rows.py", None),
     "planted_dispatch_kernel": ("benchmarks/planted_races.py", None),
     "planted_race_kernel": ("benchmarks/planted_races.py", None),
 }

@@ -7,7 +7,7 @@ packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, overload
 
 import torch
@@ -17,7 +17,7 @@ from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
 from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, collect_rows, on_heap
+from symmoe.combine.trip import Collection, collect_rows, readable_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.trip import send, send_rows
@@ -61,9 +61,7 @@ def dispatch_tokens(
         probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
         out: buffer [plan.row_capacity, H] on the heap where the rows land. None: the rows are copied out of a
             transient lease into new memory (counted in `heap.statistics`). Given by all ranks or by none.
-        order: order in which backward sums a token's gradients (see combine_tokens). With "rank", backward
-            overwrites a gradient of the rows that lies on the heap: a buffer given as `grad_input_out` or `grad_out`
-            further up is consumed.
+        order: order in which backward sums a token's gradients (see combine_tokens).
 
     Returns:
         rows [N, H] with exact capacity, [capacity, H] with an undefined tail with static capacity; and row_probs
@@ -130,7 +128,10 @@ class _Dispatch(Function):
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
-            with on_heap(d_rows, plan, name="input gradients") if needs_x else nullcontext() as rows:
+            rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
+            if needs_x:
+                rows_to_read = readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
+            with rows_to_read as rows:
                 collection = Collection(rows, plan, order=ctx.order, row_values=d_row_probs, gradients=gradients)
                 with collection:
                     collection.collect()
@@ -170,14 +171,13 @@ def combine_tokens(
     The sum is unweighted: apply the probs in the experts.
 
     Args:
-        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. On the heap it is read in
-            place, and with order "rank" the primary rows of peers' tokens are overwritten (its version counter tells
-            autograd, whether or not there are any). Anywhere else it is copied to the heap first: the slow path,
-            counted in `heap.statistics`.
+        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. With order "slot", and between nodes, peers
+            read them, so they are copied to the heap if they lie elsewhere: the slow path, counted in
+            `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied with any order.
         plan: the plan of the dispatch.
         order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
-            the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": as
-            "rank" inside a node, then the sums of the nodes; on one node the same as "rank", and between nodes "rank"
+            the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": those of
+            each node in k order, then the sums of the nodes; on one node the same as "slot", and between nodes "rank"
             is the same as "node".
         grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
             they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into new
@@ -217,7 +217,7 @@ class _Combine(Function):
         ctx: _CombineContext, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
-        with on_heap(expert_out, plan, name="expert output") as rows:
+        with readable_rows(expert_out, plan, order=order, name="expert output") as rows:
             return collect_rows(rows, plan, order=order)
 
     @staticmethod

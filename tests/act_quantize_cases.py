@@ -68,6 +68,9 @@ class Problem:
     def blank_dscale(self):
         return torch.full((self.h.shape[0],), torch.nan, device=self.device)
 
+    def blank_dbias(self):
+        return torch.full((len(self.splits), self.h.shape[1]), torch.nan, device=self.device)
+
 
 def exact_problem(ffn, **options):
     """relu(h)^2 of numbers with few bits: no result is rounded before it is quantised."""
@@ -129,12 +132,14 @@ def forward_apart(kernels, p, name):
     return named(rows=rows, columns=columns)
 
 
-def backward(kernels, p, name):
-    """By dact_quantize: the operands, and dscale."""
+def backward(kernels, p, name, *, with_dbias=True):
+    """By dact_quantize: the operands, and the sums by name."""
     hidden = p.h.shape[1]
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
     a_columns, dscale = p.operand(p.ffn, name, columns=True), p.blank_dscale()
-    workspace = torch.full((dact_quantize_workspace_numel(p.h.shape[0], p.ffn),), torch.nan, device=p.device)
+    dbias = p.blank_dbias() if with_dbias else None
+    numel = dact_quantize_workspace_numel(p.h.shape[0], p.ffn, dbias)
+    workspace = torch.full((numel,), torch.nan, device=p.device)
     kernels.dact_quantize(
         p.da,
         p.h,
@@ -147,19 +152,30 @@ def backward(kernels, p, name):
         rows=rows,
         columns=columns,
         a_columns=a_columns,
+        dbias=dbias,
     )
-    return named(rows=rows, columns=columns, a_columns=a_columns), dscale
+    sums = {"dscale": dscale} if dbias is None else {"dscale": dscale, "dbias": dbias}
+    return named(rows=rows, columns=columns, a_columns=a_columns), sums
 
 
-def backward_apart(kernels, p, name):
+def backward_apart(kernels, p, name, *, with_dbias=True):
     """By the functions that it fuses."""
     n, hidden = p.num_rows, p.h.shape[1]
     dh, dscale = torch.zeros_like(p.h), p.blank_dscale()
     kernels.scaled_activation_grad(p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], dscale[:n], p.activation)
     dscale[n:] = 0
+    sums = {"dscale": dscale}
+    if with_dbias:
+        sums["dbias"] = p.blank_dbias()
+        kernels.grouped_bias_grad(dh, p.row_range, sums["dbias"])
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
     kernels.quantize_rows(dh, p.row_range, *rows, FORMATS[name])
     kernels.quantize_columns(dh, p.row_range, *columns, FORMATS[name])
     forward = forward_apart(kernels, p, name)
     a_columns = forward["columns data"], forward["columns scale"]
-    return named(rows=rows, columns=columns, a_columns=a_columns), dscale
+    return named(rows=rows, columns=columns, a_columns=a_columns), sums
+
+
+def assert_same_sums(found, expected):
+    """Bit for bit, on any device."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, check_device=False)

@@ -8,14 +8,23 @@ import quantize_interpreter_checks
 import torch
 import triton
 import triton.language as tl
-from act_quantize_cases import ACTIVATIONS, Problem, backward, backward_apart, exact_problem, forward, forward_apart
+from act_quantize_cases import (
+    ACTIVATIONS,
+    Problem,
+    assert_same_sums,
+    backward,
+    backward_apart,
+    exact_problem,
+    forward,
+    forward_apart,
+)
 from interpreter import spare_the_interpreter
 from quantize_cases import FORMATS, as_bytes, differences
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
 from symmoe.kernels.low_precision import act_quantized, codes, quantize
-from symmoe.kernels.triton import activation, tiles
+from symmoe.kernels.triton import activation, bias, tiles
 
 
 class gpu:
@@ -24,6 +33,7 @@ class gpu:
     act_quantize, dact_quantize = act_quantized.act_quantize, act_quantized.dact_quantize
     scaled_activation, scaled_activation_grad = activation.scaled_activation, activation.scaled_activation_grad
     quantize_rows, quantize_columns = quantize.quantize_rows, quantize.quantize_columns
+    grouped_bias_grad = bias.grouped_bias_grad
 
 
 @triton.jit
@@ -46,9 +56,11 @@ CASES = [  # activation, FFN width, format
 def check_fusion(name, ffn, block_format):
     p = Problem(ACTIVATIONS[name], ffn, splits=SPLITS)
     assert differences(forward(gpu, p, block_format), forward_apart(gpu, p, block_format)) == []
-    (found, dscale), (expected, wanted) = backward(gpu, p, block_format), backward_apart(gpu, p, block_format)
+    (found, sums), (expected, wanted) = backward(gpu, p, block_format), backward_apart(gpu, p, block_format)
     assert differences(found, expected) == [], (name, differences(found, expected))
-    torch.testing.assert_close(dscale, wanted, rtol=0, atol=0, equal_nan=True)
+    assert_same_sums(sums, wanted)
+    expected, _ = backward(gpu, p, block_format, with_dbias=False)
+    assert differences(found, expected) == [], name
 
 
 def check_ranges(name, ffn, block_format):
@@ -70,9 +82,9 @@ def check_ranges(name, ffn, block_format):
 def check_twin(block_format):
     p = exact_problem(144, splits=SPLITS)
     assert differences(forward(gpu, p, block_format), forward(twin, p, block_format)) == []
-    (found, dscale), (expected, wanted) = backward(gpu, p, block_format), backward(twin, p, block_format)
+    (found, sums), (expected, wanted) = backward(gpu, p, block_format), backward(twin, p, block_format)
     assert differences(found, expected) == []
-    assert torch.equal(dscale, wanted)
+    assert_same_sums(sums, wanted)
 
 
 def check_that_differences_are_noticed():
@@ -99,9 +111,9 @@ def main():
     check_that_differences_are_noticed()
     no_rows = Problem(ACTIVATIONS["swiglu"], 128, splits=(0, 0))
     assert differences(forward(gpu, no_rows, "mxfp8"), forward(twin, no_rows, "mxfp8")) == []
-    (found, dscale), (expected, wanted) = backward(gpu, no_rows, "mxfp8"), backward(twin, no_rows, "mxfp8")
+    (found, sums), (expected, wanted) = backward(gpu, no_rows, "mxfp8"), backward(twin, no_rows, "mxfp8")
     assert differences(found, expected) == []
-    assert torch.equal(dscale, wanted)
+    assert_same_sums(sums, wanted)
     print("all is well")
 
 

@@ -15,6 +15,8 @@ from act_quantize_cases import Problem, named, reference_operand  # noqa: E402
 from quantize_cases import FORMATS, differences  # noqa: E402
 
 from symmoe.kernels.activation import SUM_COLUMNS, Activation, num_scale_sums  # noqa: E402
+from symmoe.kernels.bias_sums import bias_slots  # noqa: E402
+from symmoe.kernels.formats import TILE  # noqa: E402
 from symmoe.kernels.low_precision import hopper_dact_quantize  # noqa: E402
 
 NAMES = "float8_block", "float8_block_powers"
@@ -28,11 +30,17 @@ def add_neighbours(x, steps):
     return x
 
 
+def sum_tile(x):
+    half = len(x) // 2
+    return x[0] if half == 0 else sum_tile(x[:half]) + sum_tile(x[half:])
+
+
 def install_arithmetic():
     hopper_dact_quantize.act_value = lambda gate, up, activation: gate * up
     hopper_dact_quantize.act_slopes = lambda gate, up, activation: (up, gate)
     hopper_dact_quantize.scale_terms = lambda da, value: da * value
     hopper_dact_quantize.add_neighbours = add_neighbours
+    hopper_dact_quantize.sum_tile = sum_tile
     hopper_dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
     hopper_dact_quantize.block_scales_or_nan = reference.block_scales_or_nan
     hopper_dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
@@ -48,41 +56,63 @@ def expected_of(p, name):
     sums = (da * (gate * up)).view(n, num_scale_sums(p.ffn), SUM_COLUMNS).numpy()
     while sums.shape[2] > 1:  # neighbours, then neighbouring sums
         sums = sums[:, :, ::2] + sums[:, :, 1::2]
-    return named(
+    operands = named(
         rows=reference_operand(p, dh, name, columns=False),
         columns=reference_operand(p, dh, name, columns=True),
         a_columns=reference_operand(p, a, name, columns=True),
-    ), torch.from_numpy(sums[:, :, 0])
+    )
+    return operands, torch.from_numpy(sums[:, :, 0]), tile_sums(p, dh)
 
 
-def results_of(p, name, num_sms):
+def tile_sums(p, dh):
+    """[slots, 2I] of dh by tiles of a group's rows; NaN where no tile has its slot."""
+    slots, end = torch.full((bias_slots(len(p.h), len(p.splits)), dh.shape[1]), torch.nan), 0
+    for g, length in enumerate(p.splits):
+        end += length
+        for first in range(end - length, end, TILE):
+            padded = np.zeros((TILE, dh.shape[1]), dtype=np.float32)
+            rows = dh[first : min(first + TILE, end)]
+            padded[: len(rows)] = rows
+            while len(padded) > 1:
+                padded = padded[::2] + padded[1::2]
+            slots[first // TILE + g] = torch.from_numpy(padded[0])
+    return slots
+
+
+def results_of(p, name, num_sms, *, with_dbias=True):
     hidden = p.h.shape[1]
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
     a_columns = p.operand(p.ffn, name, columns=True)
     workspace = torch.full((num_scale_sums(p.ffn), len(p.h)), torch.nan)
     inputs = p.da, p.h, p.row_scale, p.row_range, workspace, p.activation, FORMATS[name]
     assert hopper_dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
-    hopper_dact_quantize.launch_dact_quantize(*inputs, rows, columns, a_columns, num_sms=num_sms)
+    slots = torch.full((bias_slots(len(p.h), len(p.splits)), hidden), torch.nan)
+    results = rows, columns, a_columns, slots if with_dbias else None
+    hopper_dact_quantize.launch_dact_quantize(*inputs, *results, num_sms=num_sms)
     assert workspace[:, p.num_rows :].isnan().all()
-    return named(rows=rows, columns=columns, a_columns=a_columns), workspace[:, : p.num_rows].t()
+    return named(rows=rows, columns=columns, a_columns=a_columns), workspace[:, : p.num_rows].t(), slots
 
 
 def check(splits, ffn):
     for name, dtype, num_sms in ((NAMES[0], torch.bfloat16, 2), (NAMES[1], torch.float16, 1)):
         p = Problem(Activation(), ffn, dtype, splits)
-        (found, sums), (expected, wanted) = results_of(p, name, num_sms), expected_of(p, name)
-        assert differences(found, expected) == [], (splits, name, differences(found, expected))
-        torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
+        expected, wanted, wanted_slots = expected_of(p, name)
+        for with_dbias in (False, True):
+            found, sums, slots = results_of(p, name, num_sms, with_dbias=with_dbias)
+            assert differences(found, expected) == [], (splits, name, differences(found, expected))
+            torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(slots, wanted_slots, rtol=0, atol=0, equal_nan=True)
 
 
 def check_that_mistakes_are_noticed():
     p = Problem(Activation(), 128, splits=(130,))
-    expected, wanted = expected_of(p, NAMES[0])
+    expected, wanted, wanted_slots = expected_of(p, NAMES[0])
     p.h = p.h.roll(128, dims=1)  # gates for ups
-    found, _ = results_of(p, NAMES[0], 2)
+    found, _, slots = results_of(p, NAMES[0], 2)
+    assert not torch.equal(slots.nan_to_num(7), wanted_slots.nan_to_num(7))
     assert differences(found, expected) == ["rows data", "rows scale", "columns data", "columns scale"]
     p.da[7] *= 1.02
-    _, sums = results_of(p, NAMES[0], 2)
+    _, sums, _ = results_of(p, NAMES[0], 2)
     assert not torch.equal(sums, wanted)
 
 

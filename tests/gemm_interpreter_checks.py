@@ -16,7 +16,6 @@ from gemm_problem import (
     check_biases,
     check_dgrad,
     check_gemm,
-    check_panels,
     check_ranges,
     check_splits,
     check_wgrad,
@@ -70,39 +69,17 @@ def check_parts(splits, dtype, options):
         check_ranges(p, *part_calls(kernels, p, **options)[name], random_ranges(splits, 3))
 
 
-def check_all_panels():
-    width, splits = 600, (5, 0, 11)
-    panels = (0, 256), (256, 512), (512, width), (256, width)
-    parts = [torch.tensor([[1, 9, 5], [5, 5, 14]], dtype=torch.int32)]
-    parts.append(torch.tensor([[0, 5, 14], [1, 5, 16]], dtype=torch.int32))
-    for dtype in (torch.float32, torch.float16):
-        options = {"num_sms": NUM_SMS, "config": replace(CONFIG, block_n=128, flatten=dtype == torch.float16)}
-        for widths, names in (((8, width), ("plain", "gathered")), ((width, 8), ("dgrad",))):
-            p = Problem(splits, widths, dtype, capacity=20, is_exact=True)
-            for name in names:
-                check_panels(p, *part_calls(kernels, p, **options)[name], parts, panels)
-        p = Problem(splits, (8, width), dtype, capacity=20, is_exact=True)
-        check_sums_in_panels(p, options)
-
-
-def check_sums_in_panels(p, options):
-    """Results that are added, in a panel only."""
-    before = p.before(p.width, accumulate=True)
-    whole = before.clone()
-    kernels.grouped_gemm(p.rows, p.weight, p.row_range, whole, accumulate=True, **options)
-    assert not torch.equal(whole, before)
-    for columns in ((0, 256), (256, p.width)):
-        out, right, inside = before.clone(), before.clone(), slice(*columns)
-        right[:, inside] = whole[:, inside]
-        kernels.grouped_gemm(p.rows, p.weight, p.row_range, out, columns=columns, accumulate=True, **options)
-        assert torch.equal(out, right), columns
-
-
 def check_many_groups():
     """More groups than rows, and more than a power of two."""
     p = Problem((1, 0, 0, 2) * 17, WIDTHS, torch.float32, capacity=CAPACITY)
     options = {"num_sms": NUM_SMS, "config": replace(CONFIG, block_n=64, block_k=32)}
     check_gemm(kernels, p, False, False, "none", True, **options)
+    for case in itertools.product(BOTH, BOTH, BOTH):
+        check_biases(kernels, p, *case)
+
+
+def check_biases_of_several_tiles():
+    p = Problem((0, 300, 1, 129), WIDTHS, torch.float32, capacity=440)
     for case in itertools.product(BOTH, BOTH, BOTH):
         check_biases(kernels, p, *case)
 
@@ -142,7 +119,12 @@ def main():
         timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
     options = {"num_sms": NUM_SMS, "config": CONFIG}
     timed("check_parts of one group", check_parts, (37,), torch.float16, options)
-    for check_it in (check_all_panels, check_many_groups, check_no_rows, check_ragged_descriptor):
+    for check_it in (
+        check_many_groups,
+        check_biases_of_several_tiles,
+        check_no_rows,
+        check_ragged_descriptor,
+    ):
         timed(check_it.__name__, check_it)
     check_splits(kernels)
     print("all is well")

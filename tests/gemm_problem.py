@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from row_ranges import rows_of, spans_of, whole_groups
 
+from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.tensor_table import TensorTable
 
@@ -197,6 +198,10 @@ def check_biases(kernels, p, gather, scaled, accumulate):
         for g, span in enumerate(p.spans):
             addends = rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
             assert_near(dbias[g], addends.sum(dim=0))
+        if out_dtype == torch.float32:  # the order of a sum is the twin's
+            expected = torch.full_like(dbias, torch.nan)
+            twin.grouped_bias_grad(dout, p.row_range, expected, dout_index=index, scale=scale)
+            assert torch.equal(dbias, expected)
     dscale = p.blank(dtype=torch.float32)
     kernels.grouped_bias_dot(dout, p.bias, p.row_range, dscale, dout_index=index, accumulate=accumulate)
     start = SENTINEL if accumulate else 0.0
@@ -247,28 +252,6 @@ def check_ranges(p, width, call, parts, **options):
         assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (call.__name__, ranges)
         call(ranges, union, come)
     assert torch.equal(union, whole), call.__name__
-
-
-def check_panels(p, width, call, parts, panels, **options):
-    """A panel's columns are written, no others, in the tail too; of all rows and of ranges."""
-    whole, union = p.blank(width), p.blank(width)
-    call(p.row_range, whole, all_rows(p), zero_tail=True)
-    for columns in panels:
-        inside = slice(*columns)
-        out, right = p.blank(width), p.blank(width)
-        right[:, inside] = whole[:, inside]
-        call(p.row_range, out, all_rows(p), columns=columns, zero_tail=True, **options)
-        assert torch.equal(out, right), (call.__name__, columns)
-        for ranges in parts:
-            ranges, part, right = ranges.to(p.device), p.blank(width), p.blank(width)
-            come = rows_of(ranges, p.capacity)
-            call(ranges, part, come, columns=columns)
-            right[come, inside] = whole[come, inside]
-            union[come, inside] = part[come, inside]
-            assert torch.equal(part, right), (call.__name__, columns, ranges)
-    assert torch.equal(union[: p.num_rows], whole[: p.num_rows]), call.__name__
-    assert (union[p.num_rows :] == SENTINEL).all()
-    assert not whole[p.num_rows :].any()
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------

@@ -27,8 +27,9 @@ class gpu:
     assign_rows, assign_packed_rows = plan.assign_rows, plan.assign_packed_rows
     split_by_source = plan.split_by_source
     push_rows, push_slots, index_rows = tokens.push_rows, tokens.push_slots, tokens.index_rows
-    fan_out, pre_reduce, gather_values = tokens.fan_out, tokens.pre_reduce, tokens.gather_values
-    pull_rows, pull_sums, pull_values = tokens.pull_rows, tokens.pull_sums, tokens.pull_values
+    place_rows = tokens.place_rows
+    fan_out, push_sums, gather_values = tokens.fan_out, tokens.push_sums, tokens.gather_values
+    pull_rows, sum_home, pull_values = tokens.pull_rows, tokens.sum_home, tokens.pull_values
 
 
 # Every loop over parts of something takes several turns with these.

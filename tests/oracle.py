@@ -229,8 +229,8 @@ def sum_slots(layout: Layout, source: int, out_bits: list[np.ndarray], dtype: to
 
 
 def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Rows of rank `rank` after the first half of `order="rank"`: a token's rows there are summed in fp32, in k
-    order, from its primary row on, and rounded; a token with one row there is left alone."""
+    """The first half of `order="rank"`: where a token's primary row on rank `rank` was, the sum of its rows there, in
+    fp32, in k order, from the primary row on, and rounded. A row that is alone is its own sum."""
     reduced = out_bits.copy()
     with np.errstate(all="ignore"):
         for places in layout.packed_to_row[rank]:
@@ -244,7 +244,7 @@ def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch
 
 
 def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
-    """Bit patterns [T, H] of the second half of `order="rank"`: primary rows in fp32 from zero, in rank order."""
+    """Bit patterns [T, H] of the second half of `order="rank"`: these sums in fp32 from zero, in rank order."""
     sums = np.zeros((len(layout.slot_to_row[source]), reduced_bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
         for token in range(sums.shape[0]):
@@ -256,19 +256,19 @@ def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype
 
 
 def sum_nodes(
-    layout: Layout, source: int, reduced_bits: list[np.ndarray], nodes: list[list[int]], dtype: torch.dtype
+    layout: Layout, source: int, out_bits: list[np.ndarray], nodes: list[list[int]], dtype: torch.dtype
 ) -> np.ndarray:
-    """Bit patterns [T, H] of `order="node"`: the primary rows of each node's ranks as in sum_ranks, rounded; then these
-    sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
-    sums = np.zeros((len(layout.slot_to_row[source]), reduced_bits[0].shape[1]), dtype=np.float32)
+    """Bit patterns [T, H] of `order="node"`: in each node a token's rows in fp32 from zero, in k order, rounded; then
+    these sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
+    sums = np.zeros((len(layout.slot_to_row[source]), out_bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
         for token in range(sums.shape[0]):
+            slots = list(zip(layout.slot_to_rank[source][token], layout.slot_to_row[source][token], strict=True))
             for ranks in nodes:
                 of_node = np.zeros(sums.shape[1], dtype=np.float32)
-                for rank in ranks:
-                    row = layout.token_to_primary_row[source][token, rank]
-                    if row >= 0:
-                        of_node += widen(reduced_bits[rank][row], dtype)
+                for rank, row in slots:
+                    if row >= 0 and rank in ranks:
+                        of_node += widen(out_bits[rank][row], dtype)
                 sums[token] += widen(narrow(of_node, dtype), dtype)
     return narrow(sums, dtype)
 

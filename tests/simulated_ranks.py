@@ -15,7 +15,7 @@ from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
-ROWS, PACKED, SLOTS, PROBS, VALUES = range(5)  # buffers of a rank's arena
+ROWS, PACKED, SLOTS, PROBS, VALUES, RETURNED = range(6)  # buffers of a rank's arena
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ class _Call:
             num_rows * case.top_k * 4,
             num_rows * case.top_k * 4,
             num_rows * case.top_k * 4,
+            case.num_ranks * max(1, *case.tokens) * case.hidden * item_bytes,
         )
         self.offsets: list[list[int]] = []
         views, unit = [], 64 if case.num_ctas is None else 256
@@ -288,11 +289,13 @@ class _Call:
                 probs = torch.rand((num_tokens, case.top_k), generator=generator).to(self.device)
             peers = self.peers[rank]
             ops.push_rows(x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options)
-            for peer in range(case.num_ranks):  # one after the other, as when GEMMs run beside it
-                ranks = range(peer, peer + 1)
-                ops.push_rows(
-                    x, maps["token_to_primary_row"], peers, ready_rows, column=READY_ROWS, ranks=ranks, **options
-                )
+            primary = x, maps["token_to_primary_row"], peers, ready_rows
+            if rank % 2:
+                ops.push_rows(*primary, column=READY_ROWS, but=rank, **options)
+            for peer in range(case.num_ranks) if rank % 2 == 0 else ():  # in turn, as when GEMMs run meanwhile
+                ops.push_rows(*primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options)
+            slots = maps["slot_to_rank"], maps["slot_to_row"]
+            ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
             ops.push_slots(
                 maps["slot_to_row"],
                 maps["slot_to_rank"],
@@ -332,9 +335,9 @@ class _Call:
                 )
             self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
             maps["packed_to_row"], maps["num_packed"] = packed_to_row, start[-1:]
-            for source in reversed(range(0, case.num_ranks, step)):
-                end = source + step
-                ops.fan_out(self.rows(rank), packed_to_row, start[source : source + 1], start[end : end + 1], **options)
+            # The ranks that index all rows at once copy them one rank after the other.
+            for source in [None] if step == 1 else range(case.num_ranks):
+                ops.fan_out(self.rows(rank), packed_to_row, start, rank=rank, source=source)
         self.keep_arenas("fanned out")
 
     def combine(self) -> None:
@@ -353,35 +356,52 @@ class _Call:
             packed_values = self.buffer(rank, VALUES, (self.num_packed, case.top_k), torch.float32)
             ops.gather_values(row_values, maps["packed_to_row"], maps["num_packed"], packed_values)
         self.keep_arenas("values gathered")
-        # By panels of columns, which begin where a 16-byte access does.
-        middle = case.hidden // 2 // 8 * 8
-        panels = [None] if not middle else [(0, middle), (middle, case.hidden)]
-        for order in ("slot", "rank"):
-            for rank, maps in enumerate(self.maps):
-                self.keep(f"rank {rank} rows before {order}", self.rows(rank))
-                for columns in panels[rank % 2 :] if order == "rank" else ():  # odd ranks leave the first panel alone
-                    ops.pre_reduce(
-                        self.rows(rank),
-                        maps["packed_to_row"],
-                        maps["source_to_packed_start"],
-                        rank=rank,
-                        columns=columns,
-                        **self.options,
-                    )
-                self.keep(f"rank {rank} rows for {order}", self.rows(rank))
-            self.keep_arenas(f"ready for {order}")
-            for rank, maps in enumerate(self.maps):
-                out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
-                slots, home = (maps["slot_to_rank"], maps["slot_to_row"]), (self.peers[rank], ready, out)
-                for columns in panels if rank % 2 else [None]:
-                    part = {"column": 0, "columns": columns, **self.options}
-                    if order == "rank":
-                        ops.pull_sums(maps["token_to_primary_row"], *slots, *home, **part)
-                    else:
-                        ops.pull_rows(*slots, *home, **part)
-                    self.keep(f"rank {rank} sum by {order}, {columns}", out)
-                self.keep(f"rank {rank} sum by {order}", out)
-            self.keep_arenas(f"after {order}")
+        for rank, maps in enumerate(self.maps):
+            self.keep(f"rank {rank} rows", self.rows(rank))
+            out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
+            slots = maps["slot_to_rank"], maps["slot_to_row"]
+            ops.pull_rows(*slots, self.peers[rank], ready, out, column=0)
+            self.keep(f"rank {rank} sum by slot", out)
+        ready = self.received((RETURNED, RETURNED), case.trip_fails)
+        row_bytes = case.hidden * case.dtype.itemsize
+        for rank, num_tokens in enumerate(case.tokens):
+            ready[rank, 1] += (max(1, num_tokens) - 1) * row_bytes * (not case.trip_fails)
+        for rank, maps in enumerate(self.maps):
+            # Odd ranks send to one rank after the other, the last one first.
+            for source in reversed(range(case.num_ranks)) if rank % 2 else [None]:
+                ops.push_sums(
+                    self.rows(rank),
+                    maps["packed_to_row"],
+                    maps["source_to_packed_start"],
+                    self.peers[rank],
+                    ready,
+                    column=0,
+                    source=source,
+                    **self.options,
+                )
+            self.keep(f"rank {rank} rows after its sums", self.rows(rank))
+        for rank in range(case.num_ranks):
+            self.keep(f"rank {rank} returned", self.returned(rank))
+        self.keep_arenas("sums returned")
+        arrived = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for rank, maps in enumerate(self.maps):
+            out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
+            ops.sum_home(
+                self.rows(rank),
+                self.returned(rank),
+                maps["token_to_packed_row"],
+                maps["packed_start"],
+                maps["slot_to_rank"],
+                maps["slot_to_row"],
+                ready,
+                arrived,
+                out,
+                rank=rank,
+                **self.options,
+            )
+            self.keep(f"rank {rank} sum by rank", out)
+        self.keep_arenas("after rank")
+        ready = self.received((ROWS, VALUES), case.trip_fails)
         for rank, maps in enumerate(self.maps):
             values = torch.full((case.tokens[rank], case.top_k), -7.0, device=self.device)
             ops.pull_values(
@@ -391,6 +411,10 @@ class _Call:
 
     def rows(self, rank: int) -> torch.Tensor:
         return self.buffer(rank, ROWS, (self.num_rows, self.case.hidden), self.case.dtype)
+
+    def returned(self, rank: int) -> torch.Tensor:
+        num_rows = max(1, self.case.num_ranks - 1) * max(1, self.case.tokens[rank])
+        return self.buffer(rank, RETURNED, (num_rows, self.case.hidden), self.case.dtype)
 
     def buffer(self, rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.peers[rank].region(rank, self.offsets[rank][buffer], shape, dtype)

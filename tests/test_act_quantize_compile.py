@@ -18,11 +18,12 @@ from quantize_cases import FORMATS, row_range_of
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import act_quantized
-from symmoe.kernels.triton import gemm_act
+from symmoe.kernels.triton import bias, gemm_act
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 N, G = 65536, 32
 MAX_SPILLED = {"mxfp8": 64, "float8_block": 8}  # bytes, of a strip: MXFP8 has four times the blocks
+MAX_SPILLED_BY_SUMS = 136
 CASES = [  # activation, FFN width, format
     ("swiglu", 2048, "float8_block"),
     ("swiglu", 2048, "mxfp8"),
@@ -40,7 +41,7 @@ cases = pytest.mark.parametrize(
 
 @pytest.fixture
 def launches(monkeypatch):
-    return catch_launches(monkeypatch, act_quantized, gemm_act)
+    return catch_launches(monkeypatch, act_quantized, gemm_act, bias)
 
 
 def buffers(width, name, *, columns=False):
@@ -60,10 +61,11 @@ def launch_act(name, ffn, block_format, operand, dtype=BF16):
     act_quantized.act_quantize(h, row_scale, row_range, activation, FORMATS[block_format], **options)
 
 
-def launch_dact(name, ffn, block_format, dtype=BF16):
+def launch_dact(name, ffn, block_format, dtype=BF16, *, with_dbias=False):
     activation = ACTIVATIONS[name]
     hidden = activation.hidden_width(ffn)
-    workspace = meta(dact_quantize_workspace_numel(N, ffn), dtype=FP32)
+    dbias = meta(G, hidden, dtype=dtype) if with_dbias else None
+    workspace = meta(dact_quantize_workspace_numel(N, ffn, dbias), dtype=FP32)
     act_quantized.dact_quantize(
         meta(N, ffn, dtype=dtype),
         meta(N, hidden, dtype=dtype),
@@ -76,12 +78,13 @@ def launch_dact(name, ffn, block_format, dtype=BF16):
         rows=buffers(hidden, block_format),
         columns=buffers(hidden, block_format, columns=True),
         a_columns=buffers(ffn, block_format, columns=True),
+        dbias=dbias,
     )
 
 
-def check(code, block_format):
+def check(code, block_format, most_spilled=None):
     ptx = code.ptx
-    assert code.spilled <= MAX_SPILLED.get(block_format, 0)
+    assert code.spilled <= (MAX_SPILLED.get(block_format, 0) if most_spilled is None else most_spilled)
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"ex2.approx.ftz.f32"}  # of the sigmoid
     if FORMATS[block_format].scale == "fp32":  # powers of two need no division
         assert "div.rn.f32" in ptx
@@ -112,9 +115,13 @@ def test_every_number_is_converted_once(launches, operand):
 
 
 @cases
-def test_dact(launches, name, ffn, block_format, arch):
-    launch_dact(name, ffn, block_format)
-    check(launches.compile("dact_quantize_kernel", arch), block_format)
+@pytest.mark.parametrize("with_dbias", [False, True])
+def test_dact(launches, name, ffn, block_format, arch, with_dbias):
+    launch_dact(name, ffn, block_format, with_dbias=with_dbias)
+    code = launches.compile("dact_quantize_kernel", arch)
+    check(code, block_format, MAX_SPILLED_BY_SUMS if with_dbias else None)
+    if with_dbias:
+        assert not atomics(launches.compile("sum_dbias_kernel", arch).ptx)
 
 
 def test_steps_do_not_compile_again(monkeypatch):
@@ -127,5 +134,5 @@ def test_steps_do_not_compile_again(monkeypatch):
         forward(act_quantized, p, "mxfp8")
         backward(act_quantized, p, "mxfp8")
 
-    compiled = assert_compiled_once(monkeypatch, (act_quantized, gemm_act), step, (16,), (1,), (333,), (500,))
-    assert sum(compiled.values()) == 4
+    compiled = assert_compiled_once(monkeypatch, (act_quantized, gemm_act, bias), step, (16,), (1,), (333,), (500,))
+    assert sum(compiled.values()) == 5

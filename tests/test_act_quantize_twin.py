@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from act_quantize_cases import (
     ACTIVATIONS,
     NAMES,
     Problem,
+    assert_same_sums,
     backward,
     backward_apart,
     exact_problem,
@@ -51,13 +53,16 @@ def test_bits_against_numpy(name):
         positive = np.maximum(h, 0)
         a, dh = positive**2 * scale, da * scale * 2 * positive
         dscale = (da.astype(np.float64) * positive**2).sum(axis=1)
+        groups = np.split(dh[: p.num_rows].astype(np.float64), np.cumsum(p.splits)[:-1])
+        dbias = np.stack([rows.sum(axis=0) for rows in groups])
     rows, columns = (reference_operand(p, a, name, columns=each) for each in (False, True))
     assert differences(forward(twin, p, name), named(rows=rows, columns=columns)) == []
     dh_rows, dh_columns = (reference_operand(p, dh, name, columns=each) for each in (False, True))
-    found, found_dscale = backward(twin, p, name)
+    found, sums = backward(twin, p, name)
     assert differences(found, named(rows=dh_rows, columns=dh_columns, a_columns=columns)) == []
     dscale[p.num_rows :] = 0
-    assert np.array_equal(found_dscale.numpy(), dscale)
+    assert np.array_equal(sums["dscale"].numpy(), dscale)
+    assert np.array_equal(sums["dbias"].numpy(), dbias)
 
 
 def float64_results(p, name):
@@ -78,7 +83,7 @@ def float64_results(p, name):
 def test_dequantised_results_are_near_float64(activation, name):
     p = Problem(ACTIVATIONS[activation], 256, splits=(0, 37, 20, 1))  # few enough rows to be finite
     a, dh, dscale = float64_results(p, activation)
-    found, (grads, found_dscale) = forward(twin, p, name), backward(twin, p, name)
+    found, (grads, sums) = forward(twin, p, name), backward(twin, p, name)
     pairs = [
         (a, found, "rows", "rows"),
         (a, found, "columns", "columns"),
@@ -98,18 +103,21 @@ def test_dequantised_results_are_near_float64(activation, name):
         got = quantized.dequantize()[: p.num_rows].double()
         largest = expected.abs().amax(dim=1 if layout == "rows" else 0, keepdim=True)
         assert ((got - expected).abs() <= 0.07 * expected.abs() + 1e-4 * largest).all(), operand
-    torch.testing.assert_close(found_dscale[: p.num_rows].double(), dscale, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(sums["dscale"][: p.num_rows].double(), dscale, rtol=1e-4, atol=1e-3)
+    for found, rows in zip(sums["dbias"].double(), dh.split(p.splits), strict=True):  # dh is rounded to bf16
+        assert ((found - rows.sum(dim=0)).abs() <= 2**-8 * rows.abs().sum(dim=0) + 1e-30).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_bits_of_what_is_fused(activation, dtype):
     p = Problem(ACTIVATIONS[activation], 256, dtype)
-    for name in NAMES:
+    for name, with_dbias in product(NAMES, (False, True)):
         assert differences(forward(twin, p, name), forward_apart(twin, p, name)) == []
-        (found, dscale), (expected, wanted) = backward(twin, p, name), backward_apart(twin, p, name)
+        found, sums = backward(twin, p, name, with_dbias=with_dbias)
+        expected, wanted = backward_apart(twin, p, name, with_dbias=with_dbias)
         assert differences(found, expected) == []
-        torch.testing.assert_close(dscale, wanted, rtol=0, atol=0, equal_nan=True)
+        assert_same_sums(sums, wanted)
     before = forward_apart(twin, p, name)
     p.row_scale[40] *= 2
     assert "columns data" in differences(forward(twin, p, name), before)
@@ -122,7 +130,7 @@ def test_operands_that_are_not_wanted():
         operand = p.operand(256, "mxfp8", columns=which == "columns")
         twin.act_quantize(p.h, p.row_scale, p.row_range, p.activation, FORMATS["mxfp8"], **{which: operand})
         assert differences(named(**{which: operand}), {k: v for k, v in both.items() if k.startswith(which)}) == []
-    dscale, wanted = p.blank_dscale(), backward(twin, p, "mxfp8")[1]
+    dscale, wanted = p.blank_dscale(), backward(twin, p, "mxfp8")[1]["dscale"]
     workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 256))
     arguments = (p.da, p.h, p.row_scale, p.row_range, dscale, workspace, p.activation, FORMATS["mxfp8"])
     twin.dact_quantize(*arguments)
@@ -135,9 +143,9 @@ def test_rows_of_no_group_are_left_alone():
         if name.startswith("rows"):
             assert (as_bytes(tensor[p.num_rows :]) == FILL).all()
     empty = Problem(ACTIVATIONS["swiglu"], 256, splits=(0, 0))
-    results, dscale = backward(twin, empty, "float8_block")
+    results, sums = backward(twin, empty, "float8_block")
     assert all((as_bytes(tensor) == FILL).all() for tensor in results.values())
-    assert (dscale == 0).all()
+    assert not any(total.any() for total in sums.values())
 
 
 def test_what_is_taken():
@@ -209,3 +217,8 @@ def test_bad_gradients():
         twin.dact_quantize(*arguments[:5], workspace[1:], p.activation, FORMATS["mxfp8"])
     with pytest.raises(ArgumentError, match=r"da must be of torch\.bfloat16, got torch\.float16"):
         twin.dact_quantize(p.da.half(), *arguments[1:], FORMATS["mxfp8"])
+    with pytest.raises(ArgumentError, match=r"dbias must be \[6, 576\], got \[6, 288\]"):
+        twin.dact_quantize(*arguments, FORMATS["mxfp8"], dbias=torch.empty(6, 288))
+    # Six slots of groups, and two of the 337 rows.
+    with pytest.raises(ArgumentError, match=f"workspace must have {337 * 5 + 8 * 576} contiguous fp32 elements"):
+        twin.dact_quantize(*arguments, FORMATS["mxfp8"], dbias=torch.empty(6, 576))

@@ -768,17 +768,17 @@ def check_unforeseen(rank: int, num_ranks: int, schedule: str) -> list[str]:
             for owner, name in (
                 (layer.router, "forward"),
                 (layer.shared_expert, "forward"),
-                *((ops, name) for name in ("count_slots", "grouped_gemm_act", "grouped_gemm", "pull_sums")),
+                *((ops, name) for name in ("count_slots", "grouped_gemm_act", "grouped_gemm", "push_sums", "sum_home")),
                 *((ops, name) for name in ("grouped_gemm_dact", "grouped_gemm_dgrad", "grouped_gemm_wgrad")),
             ):
                 spoiled(lambda: layer(x)[0].sum().backward(), owner, name, culprit)
             plan = plan_of(heap)
             spoiled(partial(dispatch_tokens, x, plan), ops, "push_rows", culprit)
             rows, _ = dispatch_tokens(x, plan)
-            spoiled(partial(combine_tokens, rows.detach().clone(), plan), ops, "pull_sums", culprit)
+            spoiled(partial(combine_tokens, rows.detach().clone(), plan), ops, "push_sums", culprit)
             loss = dispatch_tokens(x, plan)[0].sum()
             del rows
-            spoiled(loss.backward, ops, "pull_sums", culprit)
+            spoiled(loss.backward, ops, "push_sums", culprit)
             findings.check(bool(layer(x)[0].isfinite().all()), "the layer works no more")
     return findings.texts
 

@@ -108,6 +108,7 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     assert {r["preset"] for r in loaded} == {f"{experts}x128x128" for experts in (8, 64, 256)}
     for record in loaded:
         assert record["yardstick"] == "stock_ms"
+        assert 0 < record["in_a_row_us"] < 50 * 1e3 * record["ms_p90"]
         against = record["variant"].replace("pack_weight_ptrs", "torch.tensor")
         (stock,) = [r for r in records if (r["variant"], r["preset"]) == (against, record["preset"])]
         assert record["stock_ms"] == stock["ms_median"]
@@ -165,7 +166,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
         ("push_rows", "x", "dispatch"),
         ("fan_out", "rows", "dispatch"),
         ("pull_rows", "out", "combine"),
-        ("pull_sums", "out", "combine"),
+        ("sum_home", "out", "combine"),
         ("pull_values", "out", "combine"),
         ("assign_rows", "slot_to_row", "plan"),
         ("grouped_gemm", "out", "overhead"),

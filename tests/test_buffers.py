@@ -753,9 +753,9 @@ def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
 class Step:
     """One rank: dispatch, experts, combine, with or without buffers on the heap."""
 
-    def __init__(self, heap: SymmetricHeap) -> None:
+    def __init__(self, heap: SymmetricHeap, order: str = "rank") -> None:
         generator = torch.Generator().manual_seed(3)
-        self.heap = heap
+        self.heap, self.order = heap, order
         self.ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])
         self.x = torch.randn(7, H, generator=generator).requires_grad_()
         self.probs = torch.rand(7, 2, generator=generator).requires_grad_()
@@ -771,9 +771,9 @@ class Step:
                 return None
             return buffers.get(name, self.heap.lease((plan.row_capacity, H), torch.float32).tensor)[: plan.num_rows]
 
-        rows, row_probs = dispatch_tokens(self.x, plan, probs=self.probs, out=into("rows"))
+        rows, row_probs = dispatch_tokens(self.x, plan, probs=self.probs, out=into("rows"), order=self.order)
         out = self.model(rows, plan.splits, row_probs, **{name: into(name) for name in BOTH})
-        return combine_tokens(out, plan, grad_out=into("grad_out"))
+        return combine_tokens(out, plan, grad_out=into("grad_out"), order=self.order)
 
     def run(self, *, on_heap: bool, **buffers: torch.Tensor) -> list[torch.Tensor]:
         """y, d_x, d_probs, gradients of the experts."""
@@ -795,9 +795,10 @@ def test_no_copies_between_the_parts(heap):
     assert heap.statistics.num_staging_copies == copies, "every buffer was read and written in place"
 
 
-@pytest.mark.parametrize(("name", "copies"), [("out", 1), ("grad_input_out", 1)])
-def test_buffers_that_combine_reads_are_copied_if_not_on_the_heap(heap, name, copies):
-    step = Step(heap)
+@pytest.mark.parametrize(("order", "copies"), [("rank", 0), ("slot", 1)])
+@pytest.mark.parametrize("name", ["out", "grad_input_out"])
+def test_buffers_that_peers_read_are_copied_if_not_on_the_heap(heap, name, order, copies):
+    step = Step(heap, order)
     want = step.run(on_heap=True)
     before = heap.statistics.num_staging_copies
     for found, expected in zip(step.run(on_heap=True, **{name: buffer(14, H)}), want, strict=True):
@@ -815,16 +816,24 @@ def test_buffers_that_peers_write_must_be_on_the_heap(heap, name):
         assert_same_bits(found, expected)
 
 
-def test_combine_overwrites_the_experts_output(heap):
-    """With order "rank", combine sums in place; who keeps the experts' output for backward is told."""
+@pytest.mark.parametrize("order", ["rank", "slot"])
+def test_combine_leaves_the_experts_output_alone(heap, order):
+    """It may be kept, and saved for backward: here a penalty on it has its gradient, too."""
     step = Step(heap)
     plan = make_plan(step.ids, num_experts=4, heap=heap)
     rows, row_probs = dispatch_tokens(step.x, plan, probs=step.probs)
-    out = step.model(rows, plan.splits, row_probs, out=heap.lease(tuple(rows.shape), torch.float32).tensor)
-    penalty = (out**2).sum()
-    y = combine_tokens(out, plan, order="rank")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (y.sum() + penalty).backward()
+    rows, row_probs = rows.detach(), row_probs.detach()
+    buffer = heap.lease(tuple(rows.shape), torch.float32).tensor
+    found = []
+    for out in (None, buffer):
+        result = step.model(rows, plan.splits, row_probs, out=out)
+        kept = result.detach().clone()
+        penalty = (result**2).sum()
+        y = combine_tokens(result, plan, order=order)
+        assert_same_bits(result.detach(), kept)
+        found.append(torch.autograd.grad((y * step.d_y).sum() + penalty, list(step.model.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("what", ["parts", "layer"])

@@ -21,7 +21,7 @@ from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
 from symmoe.kernels.hopper import launchers  # noqa: E402
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
-from symmoe.kernels.triton import gemm_act  # noqa: E402
+from symmoe.kernels.triton import bias, gemm_act  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 N, G = 65536, 32
@@ -30,18 +30,18 @@ POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
 LAYOUT, PAIRS, COPY = hopper_dact_quantize.LAYOUT, hopper_dact_quantize.PAIRS, hopper_dact_quantize.COPY
 STRAIGHT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
-CASES = {  # activation, FFN width, dtype, format, most spilled bytes
-    "deepseek-like": (Activation(), 2048, BF16, FLOAT8_BLOCK, 0),
-    "mixtral-8x7b": (Activation(), 14336, BF16, FLOAT8_BLOCK, 0),
-    "powers": (Activation(), 768, BF16, POWERS, {"3.6": 16, "3.7": 44}[VERSION]),
-    "fp16": (Activation(), 768, FP16, FLOAT8_BLOCK, 0),
-    "limited": (LIMITED, 2944, BF16, FLOAT8_BLOCK, 16),
+CASES = {  # activation, FFN width, dtype, format, most spilled bytes without dbias and with it
+    "deepseek-like": (Activation(), 2048, BF16, FLOAT8_BLOCK, (0, 4)),
+    "mixtral-8x7b": (Activation(), 14336, BF16, FLOAT8_BLOCK, (0, 4)),
+    "powers": (Activation(), 768, BF16, POWERS, ({"3.6": 16, "3.7": 44}[VERSION], 120)),
+    "fp16": (Activation(), 768, FP16, FLOAT8_BLOCK, (0, 4)),
+    "limited": (LIMITED, 2944, BF16, FLOAT8_BLOCK, (16, 16)),
 }
 
 
-def arguments(activation, ffn, dtype=BF16, num_rows=N):
+def arguments(activation, ffn, dtype=BF16, num_rows=N, dbias=None):
     """da, h, row_scale, row_range, dscale, workspace of dact_quantize."""
-    workspace = meta(dact_quantize_workspace_numel(num_rows, ffn), dtype=FP32)
+    workspace = meta(dact_quantize_workspace_numel(num_rows, ffn, dbias), dtype=FP32)
     numbers = meta(num_rows, ffn, dtype=dtype), meta(num_rows, 2 * ffn, dtype=dtype)
     return *numbers, meta(num_rows, dtype=FP32), meta(2, G, dtype=torch.int32), meta(num_rows, dtype=FP32), workspace
 
@@ -54,19 +54,21 @@ def operands(ffn, name="float8_block"):
     }
 
 
+@pytest.mark.parametrize("with_dbias", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_every_number_is_computed_once(monkeypatch, case):
+def test_every_number_is_computed_once(monkeypatch, case, with_dbias):
     launches = catch_launches(monkeypatch, hopper_dact_quantize)
     activation, ffn, dtype, block_format, most_spilled = CASES[case]
     buffers_of = operands(ffn, "float8_block")
     inputs = arguments(activation, ffn, dtype)
-    launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *buffers_of.values(), num_sms=132)
+    results = *buffers_of.values(), inputs[5] if with_dbias else None
+    launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *results, num_sms=132)
     code = launches.compile()
     ptx = code.ptx
     programs = hopper_dact_quantize.PROGRAMS_PER_SM
     assert programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024  # an SM keeps 1 KB for each program
     assert programs * code.registers * 32 * hopper_dact_quantize.NUM_WARPS <= REGISTERS
-    assert code.spilled <= most_spilled
+    assert code.spilled <= most_spilled[with_dbias]
     numbers = hopper_dact_quantize.TILE.value**2 // (32 * hopper_dact_quantize.NUM_WARPS)  # of a thread and a matrix
     assert ptx.count("ex2.approx.ftz.f32") == numbers
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) == {"ex2.approx.ftz.f32"}  # of the sigmoid
@@ -120,22 +122,25 @@ def test_rows_have_no_bank_conflicts():
 
 def test_what_is_launched(monkeypatch):
     """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
-    launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act)
+    launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act, bias)
     monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(select, "hopper_kernels", lambda *_: launchers)
 
-    def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, **changes):
+    def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, dbias=None, **changes):
         launches.clear()
         name = "float8_block" if block_format.block == 128 else "mxfp8"
         wanted = {**operands(ffn, name), **changes}
-        act_quantized.dact_quantize(*arguments(activation, ffn), activation, block_format, **wanted)
-        first, second = launches
-        assert second.name == "sum_dscale_kernel"
-        return first.name
+        inputs = arguments(activation, ffn, dbias=dbias)
+        act_quantized.dact_quantize(*inputs, activation, block_format, dbias=dbias, **wanted)
+        first, *sums = (launch.name for launch in launches)
+        assert sums == ["sum_dscale_kernel", "sum_dbias_kernel"][: 1 if dbias is None else 2]
+        return first
 
     on_hopper, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
     assert launched_for(Activation(), 256) == on_hopper
     assert launched_for(LIMITED, 256, POWERS) == on_hopper
+    assert launched_for(LIMITED, 256, dbias=meta(G, 512, dtype=BF16)) == on_hopper
+    assert launched_for(Activation(interleave=32), 256, dbias=meta(G, 512, dtype=FP32)) == general
     assert launched_for(Activation(), 256, rows=None) == general
     assert launched_for(Activation(), 256, a_columns=None) == general
     assert launched_for(Activation(interleave=32), 256) == general

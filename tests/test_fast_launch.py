@@ -457,10 +457,8 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
         gpu.scaled_activation(h, scale, a, act)
         gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
         gpu.grouped_gemm_wgrad(h[:0], x[:0], row_range, table(w1), num_sms=8)
-        wide = empty(G, 512, H, dtype=dtype)
         partials = gpu.grouped_gemm_dact(y, w2, row_range, h, scale, h, a, None, workspace, act, num_sms=8)
         gpu.sum_dact_partials(workspace, row_range, dscale, partials)
-        gpu.grouped_gemm(x, wide, row_range, empty(num_rows, 512, dtype=dtype), columns=(256, 512), num_sms=8)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
@@ -481,31 +479,16 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         act.launch_act(x, w1, row_range, scale, h, a, swiglu, num_sms=8)
         act.launch_dact(x, w2, row_range, h, scale, h, a, sums, swiglu, row_index=index, num_sms=8)
         act.launch_dact(x, w2, row_range, h, scale, h, a, sums, swiglu, num_sms=8)
-        hopper_gemm.launch_gemm(x, w1, row_range, h, weight_k_first=False, columns=(256, 512), num_sms=8)
+        hopper_gemm.launch_gemm(x, w1, row_range, h, weight_k_first=False, num_sms=8)
         wgrad.launch_wgrad(h, x, row_range, w1, num_sms=8)
         wide, table = empty(num_rows, 256, dtype=dtype), empty(num_rows, 2, dtype=torch.int32)
         received = torch.zeros(2, 3, dtype=torch.int64)
         rows.launch_push(wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7)
-        rows.launch_pre_reduce(wide, table, empty(3, dtype=torch.int32), rank=0, columns=None, num_ctas=3)
-        rows.launch_pull(table, table, table, peers, received, wide, column=0, columns=None, num_ctas=3)
+        starts = empty(3, dtype=torch.int32)
+        rows.launch_push_sums(wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3)
+        rows.launch_sum_home(wide, wide, table, starts[:2], table, table, received, received, wide, rank=0, num_ctas=3)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
-
-
-def test_panels_of_a_gemm_are_variants_by_their_width(fake_driver, monkeypatch):
-    """Widths are constants, and nothing else differs: where a panel begins is a number at run time."""
-    jits = fake_jits(monkeypatch, gemm, hopper_gemm)
-    G, H, N, dtype = 4, 64, 48, torch.bfloat16
-    x, weight, out = (torch.empty(*shape, dtype=dtype) for shape in ((N, H), (G, 1024, H), (N, 1024)))
-    row_range, kinds = torch.empty(2, G, dtype=torch.int32), (None, (0, 256), (256, 512), (768, 1024), (256, 1024))
-    for _ in range(3):
-        for columns in kinds:
-            gpu.grouped_gemm(x, weight, row_range, out, columns=columns, num_sms=8)
-            hopper_gemm.launch_gemm(x, weight, row_range, out, weight_k_first=False, columns=columns, num_sms=8)
-    for name in ("grouped_gemm_kernel", "hopper_gemm_kernel"):
-        calls = jits[name].calls
-        assert len(calls) == 3
-        assert len({tuple(sorted((n, str(v)) for n, v in named.items())) for _, _, named in calls}) == 3
 
 
 def table(matrices):

@@ -18,7 +18,7 @@ from symmoe.errors import PeerError, PeerTimeout
 from symmoe.kernels import control, twin
 from symmoe.symm_mem.waits import FirstTimes
 
-H = 256  # one panel of columns: so no wait of a first step follows one of its own kind
+H = 256
 COLD_S, SHORT_S = 0.1, 0.02
 WAITS = ("barrier", "send_signal", "wait_for_signal")
 

@@ -118,18 +118,12 @@ def test_biases(launches, shape, is_scaled, is_table):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("columns", "zero_tail", "dtype"),
-    [((256, 512), True, FP16), ((512, 712), False, BF16)],
-    ids=["panel", "last panel"],
-)
-def test_parts_of_products(launches, columns, zero_tail, dtype):
-    operands = gemm_operands(SHAPES["odd"], dtype)
-    launchers.launch_fp8_gemm(*operands, columns=columns, zero_tail=zero_tail, num_sms=132)
+@pytest.mark.parametrize(("zero_tail", "dtype"), [(True, FP16), (False, BF16)])
+def test_other_products(launches, zero_tail, dtype):
+    launchers.launch_fp8_gemm(*gemm_operands(SHAPES["odd"], dtype), zero_tail=zero_tail, num_sms=132)
     code = compiled(launches)
-    ptx = code.ptx
-    assert code.spilled <= ODD_SPILLED
-    check_products(ptx)
+    assert code.spilled <= GEMM_SPILLED
+    check_products(code.ptx)
 
 
 @pytest.mark.parametrize(
@@ -207,10 +201,10 @@ def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatc
 
     monkeypatch.setattr(select, "hopper_kernels", taken)
     shape = SHAPES["odd"]
-    gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), columns=(256, 512), num_sms=5)
+    gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), num_sms=5)
     launch = launches.pop_one()
     pipe = launch.kwargs["PIPE"]
-    assert (launch.grid, launch.args[12], pipe.num_n_tiles, pipe.num_k) == ((5,), 256, 1, 9)
+    assert (launch.grid, pipe.num_n_tiles, pipe.num_k) == ((5,), 3, 9)
     for dtype, accumulate in ((BF16, False), (FP32, True)):
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
         launch = launches.pop_one()

@@ -13,7 +13,7 @@ from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize, hopper_fp8, hopper_fp8_wgrad
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
-from symmoe.kernels.triton import gemm_act
+from symmoe.kernels.triton import bias, gemm_act
 
 E4M3 = torch.float8_e4m3fn
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
@@ -34,7 +34,6 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
         for launch in (hopper_fp8.launch_fp8_gemm, gpu_fp8.grouped_gemm_fp8):
             launch(*operands, row_range, out, num_sms=8, **addend)
             launch(*operands, row_range, out, zero_tail=True, num_sms=8)
-            launch(*operands, row_range, out, columns=(256, 512), num_sms=8)
         dout, columns = empty(O, tokens, dtype=E4M3), empty(C, tokens, dtype=E4M3)
         dout_scale, columns_scale = empty(tokens // BLOCK, O).t(), empty(tokens // BLOCK, C).t()
         for launch in (hopper_fp8_wgrad.launch_fp8_wgrad, gpu_fp8.grouped_gemm_wgrad_fp8):
@@ -48,7 +47,7 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
 
 def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, act_quantized, hopper_dact_quantize, gemm_act)
+    jits = fake_jits(monkeypatch, act_quantized, hopper_dact_quantize, gemm_act, bias)
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
@@ -61,12 +60,18 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
         arguments = (h, factor, row_range, activation, FLOAT8_BLOCK)
         act_quantized.act_quantize(*arguments, rows=(data, scale), columns=columns)
         act_quantized.act_quantize(*arguments, rows=(data, scale))
-        workspace = empty(dact_quantize_workspace_numel(num_rows, I))
-        act_quantized.dact_quantize(da, *arguments[:3], factor, workspace, *arguments[3:], a_columns=columns)
+        dbias = empty(G, 2 * I, dtype=torch.bfloat16)
+        workspace = empty(dact_quantize_workspace_numel(num_rows, I, dbias))
+        for sums in ({}, {"dbias": dbias}):
+            inputs = da, *arguments[:3], factor, workspace, *arguments[3:]
+            act_quantized.dact_quantize(*inputs, a_columns=columns, **sums)
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
         dh_columns = empty(2 * I, tokens, dtype=E4M3), empty(num_blocks(tokens), 2 * I).t()
-        operands = (dh_rows, dh_columns, columns)
-        hopper_dact_quantize.launch_dact_quantize(da, *arguments[:3], workspace, *arguments[3:], *operands, num_sms=8)
+        for bias_sums in (None, workspace[num_rows * 4 :]):
+            results = dh_rows, dh_columns, columns, bias_sums
+            hopper_dact_quantize.launch_dact_quantize(
+                da, *arguments[:3], workspace, *arguments[3:], *results, num_sms=8
+            )
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}
@@ -76,6 +81,7 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
         "act_quantize_rows_kernel",
         "act_quantize_columns_kernel",
         "dact_quantize_kernel",
+        "sum_dbias_kernel",
     }
     for num_rows in (1, 64, 65, 4096):
         step(num_rows)

@@ -15,6 +15,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
+from symmoe.kernels.triton import bias as gpu_bias
 from symmoe.kernels.triton import gemm_act
 
 SHAPES = {  # G, H, I, N
@@ -41,7 +42,7 @@ LAYOUTS = ("gather", "contiguous", "table", "biased")
 
 @pytest.fixture
 def launches(monkeypatch):
-    return catch_launches(monkeypatch, gemm_act, gpu_activation)
+    return catch_launches(monkeypatch, gemm_act, gpu_activation, gpu_bias)
 
 
 def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None):

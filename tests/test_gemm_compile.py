@@ -14,7 +14,6 @@ from ahead_of_time import VERSION
 from combinations import every_combination
 from compiled_launches import atomics, catch_launches, meta
 
-from symmoe.errors import ArgumentError
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import bias, gemm, splits, tiles
 
@@ -162,57 +161,11 @@ def test_low_ranks(launches, monkeypatch, product, rank, dtype):
     assert code.spilled == 0
 
 
-PARTS = [
-    ("gemm", {}),
-    ("gemm", {"gather": True}),
-    ("gemm", {"columns": (256, 512), "zero_tail": True}),
-    ("gemm", {"columns": (512, 1536), "table": True, "biased": True}),
-    ("dgrad", {"columns": (0, 256)}),
-    ("dgrad", {"columns": (1792, 2048), "zero_tail": True}),
-    ("gemm", {"columns": (256, 512), "accumulate": True}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("function", "options"), PARTS, ids=str)
-def test_parts_are_as_fast_code(launches, function, options):
-    """Panels of columns cost neither registers nor wide accesses."""
-    G, H, W, N = SHAPES["qwen3-30b"]
-    dtype = torch.bfloat16
-    row_range = meta(2, G, dtype=torch.int32)
-    weight = (
-        TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype) if "table" in options else meta(G, W, H, dtype=dtype)
-    )
-    x, h = meta(N, H, dtype=dtype), meta(N, W, dtype=dtype)
-    parts = {name: name in options for name in ("accumulate", "zero_tail")}
-    parts |= {"columns": options.get("columns"), "num_sms": 100}
-    if function == "gemm":
-        index = meta(N, dtype=torch.int32) if "gather" in options else None
-        bias = meta(G, W, dtype=dtype) if "biased" in options else None
-        gemm.grouped_gemm(x, weight, row_range, h, row_index=index, bias=bias, **parts)
-    else:
-        gemm.grouped_gemm_dgrad(h, weight, row_range, x, **parts)
-    assert launches[-1].grid == (100,)
-    code = launches.compile()
-    assert WGMMA in code.ptx
-    assert TMA in code.ptx
-    assert NARROW_COPY not in code.ptx
-    assert WIDE_STORE in code.ptx
-    assert code.spilled == 0
-
-
 @pytest.mark.parametrize("function", ["gemm", "dgrad", "wgrad"])
 def test_no_more_programs_than_sms_are_lent(launches, function):
     """launch gives them 132."""
     launch(function, "qwen3-30b", torch.bfloat16)
     assert launches.pop_one().grid == (132,)
-
-
-def test_tiles_that_do_not_fill_a_panel(launches):
-    config = tiles.TileConfig(block_m=64, block_n=512, block_k=32, num_stages=2, num_warps=8)
-    x, weight, out = (meta(*shape, dtype=torch.bfloat16) for shape in ((64, 64), (2, 1024, 64), (64, 1024)))
-    with pytest.raises(ArgumentError, match="tiles of 512 columns do not fill the columns"):
-        gemm.grouped_gemm(x, weight, meta(2, 2, dtype=torch.int32), out, columns=(256, 1024), config=config, num_sms=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""Parts of the grouped GEMMs: ranges of rows and panels of columns, which together are the whole, bit for bit."""
+"""Parts of the grouped GEMMs: ranges of rows, which together are the whole, bit for bit."""
 
 import inspect
 import itertools
@@ -12,16 +12,12 @@ from gemm_problem import (
     Problem,
     check_a_forgotten_range,
     check_act_ranges,
-    check_dgrad,
-    check_gemm,
-    check_panels,
     check_ranges,
     part_calls,
 )
 from row_ranges import random_ranges, whole_groups
 
-from symmoe.errors import ArgumentError
-from symmoe.kernels import gemm_parts, twin
+from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
 
 ACTIVATIONS = {
@@ -29,7 +25,6 @@ ACTIVATIONS = {
     "limits": Activation(alpha=1.702, limit=0.75, offset=1.0, interleave=4),
     "srelu": Activation(kind="srelu"),
 }
-WIDE = 600  # two panels of 256 columns, and a narrow one
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 seeds = pytest.mark.parametrize("seed", range(6))
@@ -75,18 +70,6 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(widths):
         assert torch.equal(out[first : first + size], whole[first : first + size]), (size, first)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@dtypes
-@pytest.mark.parametrize("name", ["plain", "biased", "gathered", "dgrad"])
-def test_panels_of_columns(name, dtype, seed):
-    """Of the groups, of ranges, of tables; with zeros in the tail."""
-    panels = [(0, 256), (256, 512), (512, WIDE), (0, 512), (256, WIDE), (0, WIDE)]
-    p = Problem(random_splits(seed), (WIDE, 24) if name == "dgrad" else (24, WIDE), dtype, seed=seed)
-    check_panels(p, *part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed), panels)
-    check_gemm(twin, p, False, True, "scaled", False)
-    check_dgrad(twin, p, False, True, False)
-
-
 @seeds
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
@@ -113,24 +96,6 @@ def ops(request):
     from symmoe.kernels import gpu
 
     return gpu
-
-
-@pytest.mark.parametrize(
-    "columns", [(0, 300), (128, 256), (256, 256), (512, 256), (-256, 256), (0, 768), (512, 601), (256.5, 512)], ids=str
-)
-@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_dgrad"])
-def test_panels_that_are_none(ops, name, columns):
-    weight = torch.zeros((2, WIDE, 8) if name == "grouped_gemm" else (2, 8, WIDE))
-    row_range, rows, out = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, WIDE)
-    with pytest.raises(
-        ArgumentError, match=rf"columns must be .* <= {WIDE}, both multiples of 256 or the width itself"
-    ):
-        getattr(ops, name)(rows, weight, row_range, out, columns=columns)
-
-
-def test_all_columns_are_no_panel():
-    assert gemm_parts.panel((0, 256), 256) is gemm_parts.panel(None, 256) is None
-    assert gemm_parts.panel([0, 256], 257) == (0, 256)
 
 
 @pytest.mark.parametrize(

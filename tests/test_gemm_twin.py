@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from gemm_problem import BIASES, BOTH, DTYPES, Problem, check_biases, check_dgrad, check_gemm, check_splits, check_wgrad
@@ -46,6 +47,27 @@ def test_gradients_of_weights_and_biases(splits, dtype):
             check_wgrad(twin, p, gather_dout, gather_rows, True, accumulate, out_dtype)
     for case in itertools.product(BOTH, BOTH, BOTH):
         check_biases(twin, p, *case)
+
+
+def test_the_order_of_a_bias_gradient():
+    """Halves of halves of tiles of 128 rows, then the tiles one after the other."""
+
+    def total(rows):
+        half = len(rows) // 2
+        return rows[0] if half == 0 else total(rows[:half]) + total(rows[half:])
+
+    splits, generator = (1, 0, 300, 128, 77), torch.Generator().manual_seed(0)
+    dout, scale = torch.randn(sum(splits), 5, generator=generator), torch.rand(sum(splits), generator=generator)
+    dbias = torch.full((len(splits), 5), torch.nan)
+    twin.grouped_bias_grad(dout, whole_groups(splits), dbias, scale=scale)
+    addends = (dout.numpy() * scale.numpy()[:, None]).astype(np.float32)
+    for found, rows in zip(dbias.numpy(), np.split(addends, np.cumsum(splits)[:-1]), strict=True):
+        padded = np.zeros((-(-len(rows) // 128) * 128, 5), dtype=np.float32)
+        padded[: len(rows)] = rows
+        expected = np.zeros(5, dtype=np.float32)
+        for first in range(0, len(padded), 128):
+            expected = expected + total(padded[first : first + 128])
+        assert np.array_equal(found, expected)
 
 
 def test_the_result_is_rounded_once():

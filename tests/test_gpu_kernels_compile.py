@@ -166,39 +166,35 @@ def test_rows_move_in_16_byte_accesses(launches, shape, dtype):
     num_tokens, hidden, _, top_k, num_ranks = SHAPES[shape]
     peers = make_peers(num_ranks)
     x, rows = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens * 2, hidden, dtype=dtype)
-    token_to_row, packed_to_row, num_packed = empty(num_tokens, num_ranks), empty(num_tokens, top_k), empty(1)
+    token_to_row, packed_to_row = empty(num_tokens, num_ranks), empty(num_tokens, top_k)
     slots, starts = empty(num_tokens, top_k), empty(num_ranks + 1)
     received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
 
     tokens.push_rows(x, token_to_row, peers, received, column=0)
-    tokens.fan_out(rows, packed_to_row, num_packed, num_packed)
-    for columns in (None, (hidden // 2 // 8 * 8, hidden)):
-        tokens.pre_reduce(rows, packed_to_row, starts, rank=peers.rank, columns=columns)
-        tokens.pull_rows(slots, slots, peers, received, x, column=0, columns=columns)
-        check_rows_kernel(launches, "pull_rows_kernel", shape)
-        for num_ctas in (None, 8):
-            tokens.pull_sums(
-                token_to_row, slots, slots, peers, received, x, column=0, columns=columns, num_ctas=num_ctas
-            )
-            check_rows_kernel(launches, "pull_sums_kernel", shape)
-        for name in ("push_rows", "fan_out", "pre_reduce"):
-            # With one slot per token there are no secondary rows, with one rank no tokens of peers.
-            if name == "push_rows" or (top_k > 1 and (name == "fan_out" or num_ranks > 1)):
-                check_rows_kernel(launches, f"{name}_kernel", shape)
+    tokens.place_rows(x, slots, slots, rows, received, rank=peers.rank)
+    check_rows_kernel(launches, "place_rows_kernel", shape)
+    tokens.fan_out(rows, packed_to_row, starts, rank=peers.rank)
+    tokens.push_sums(rows, packed_to_row, starts, peers, received, column=0)
+    tokens.pull_rows(slots, slots, peers, received, x, column=0)
+    check_rows_kernel(launches, "pull_rows_kernel", shape)
+    home = (token_to_row, empty(num_ranks), slots, slots, received, received, x)
+    tokens.sum_home(rows, rows, *home, rank=peers.rank)
+    check_rows_kernel(launches, "sum_home_kernel", shape)
+    for name in ("push_rows", "fan_out", "push_sums"):
+        # With one slot per token there are no secondary rows, with one rank no tokens of peers.
+        if name == "push_rows" or (num_ranks > 1 and (name == "push_sums" or top_k > 1)):
+            check_rows_kernel(launches, f"{name}_kernel", shape)
 
 
-@pytest.mark.parametrize("num_ctas", [None, 8])
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_peers_rows_are_on_their_way_before_own_rows_are_summed(launches, num_ranks, top_k, num_ctas):
+def test_returned_rows_are_on_their_way_before_own_rows_are_summed(launches, num_ranks, top_k):
     slots, x = empty(8192, top_k), empty(8192, 2048, dtype=torch.bfloat16)
-    received, primary = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64), empty(8192, num_ranks)
-    tokens.pull_sums(primary, slots, slots, make_peers(num_ranks), received, x, column=0, num_ctas=num_ctas)
+    received, packed = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64), empty(8192, num_ranks)
+    tokens.sum_home(x, x, packed, empty(num_ranks), slots, slots, received, received, x, rank=num_ranks - 1)
     # Up to the first jump, which is that of the loop over own rows, or over the tile.
-    code = re.sub(r"\bBRA\b.*", "", launches.compile("pull_sums_kernel").sass, flags=re.DOTALL)
-    is_wide = num_ctas is not None and num_ranks <= 2
-    accesses = tokens.WIDE_SUM_ACCESSES if is_wide else tokens.SUM_ACCESSES
-    assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * accesses
+    code = re.sub(r"\bBRA\b.*", "", launches.compile("sum_home_kernel").sass, flags=re.DOTALL)
+    assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * tokens.HOME_ACCESSES
     assert "FADD" not in code
 
 

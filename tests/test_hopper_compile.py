@@ -101,30 +101,7 @@ def test_act(launches, dtype, variant, shape):
     assert compiled(launches).spilled == 0
 
 
-@pytest.mark.slow
-@every_combination(
-    part={
-        "all columns": (None, False),
-        "first panel": ((0, 256), False),
-        "panel": ((256, 512), True),
-        "last panel": ((512, 712), True),
-    },
-    k_first=FIRST,
-    dtype=DTYPES,
-)
-def test_parts_of_products(launches, part, k_first, dtype):
-    columns, zero_tail = part
-    G, K, O, N = 3, 1032, 712, 999
-    rows, out = meta(N, K, dtype=dtype), meta(N, O, dtype=dtype)
-    weight = meta(G, K, O, dtype=dtype) if k_first else meta(G, O, K, dtype=dtype)
-    row_range = meta(2, G, dtype=torch.int32)
-    gemm.launch_gemm(
-        rows, weight, row_range, out, weight_k_first=k_first, columns=columns, zero_tail=zero_tail, num_sms=132
-    )
-    assert compiled(launches).spilled == 0
-
-
-def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
+def test_the_limit_of_sms_reaches_the_kernels(monkeypatch):
     """From the public functions, as on a Hopper GPU."""
     launches = catch_launches(monkeypatch, act, gemm, wgrad, gpu_gemm, gpu_gemm_act)
     monkeypatch.setattr(select, "hopper_kernels", lambda device, dtype, columns: launchers)
@@ -141,21 +118,19 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
         first, *rest = launches
         launches.clear()
         assert first.grid == (5,)
-        return first.kwargs["PIPE"], first.args, [launch.name for launch in rest]
+        return first.kwargs["PIPE"], [launch.name for launch in rest]
 
-    panel = {"columns": (256, 768)}
     calls = [
         launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows),
-        launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows, **panel),
-        launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a, **panel),
+        launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a),
     ]
-    assert [(given[5], pipe.num_n_tiles) for pipe, given, _ in calls] == [(None, H // 256), (256, 2), (256, 2)]
+    assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe, _ in calls] == [(H // 256, False), (I // 256, True)]
     launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, h, a, SWIGLU)
     for i, dscale in itertools.product((None, index), (None, scale)):
         arguments = (rows, w2, row_range, h, scale, h, a, dscale, sums, SWIGLU)
-        *_, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
+        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
         assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
-    pipe, _, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
+    pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
     assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
     for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
         gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1, num_sms=5, **others)

@@ -45,22 +45,16 @@ def test_push(launches, hidden, batch):
     assert code.ptx.count(STORE) == 4 * batch
 
 
-@pytest.mark.parametrize(
-    ("hidden", "columns", "dtype"),
-    [
-        (2048, None, torch.bfloat16),
-        (7168, (1792, 3584), torch.float16),
-        (4096, (0, 1024), torch.bfloat16),
-    ],
-)
-def test_sums(launches, hidden, columns, dtype):
+@pytest.mark.parametrize(("hidden", "dtype"), [(2048, torch.bfloat16), (7168, torch.float16), (384, torch.bfloat16)])
+def test_sums(launches, hidden, dtype):
     out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8, dtype=torch.int32)
-    rows.launch_pre_reduce(out, table, meta(3, dtype=torch.int32), rank=1, columns=columns, num_ctas=8)
+    received, starts = meta(4, 3, dtype=torch.int64), meta(5, dtype=torch.int32)
+    rows.launch_push_sums(out, table, starts, peers_of(4, 2), received, column=0, home=1, num_ctas=8)
     code = compiled(launches)
     assert code.ptx.count(LOAD) == 3 * 8  # the loop over a stage's tokens is a loop
-    primary, received = meta(8192, 4, dtype=torch.int32), meta(4, 3, dtype=torch.int64)
-    options = {"column": 0, "columns": columns, "num_ctas": 8}
-    rows.launch_pull(primary, table, table, peers_of(4, 2), received, out, **options)
+    assert re.search(r"st\.global\.v4\.b32", code.ptx)
+    packed = meta(8192, 4, dtype=torch.int32)
+    rows.launch_sum_home(out, out, packed, starts[:4], table, table, received, received, out, rank=2, num_ctas=8)
     code = compiled(launches)
     assert code.ptx.count(LOAD) == 3 * 11
     assert re.search(r"st\.global\.v4\.b32", code.ptx)
@@ -68,20 +62,15 @@ def test_sums(launches, hidden, columns, dtype):
 
 def test_pieces():
     """They cover what is moved, in boxes that TMA takes and whose stages fit into a ring."""
-    for row_bytes in (256, 768, 4096, 8192, 14336, 5760, 65536):
-        for part in (None, (0, row_bytes), (256, row_bytes) if row_bytes > 256 else None):
-            for most in (1024, 4096, 16384):
-                if row_bytes % 256:
-                    continue
-                cut = rows.cut_rows(row_bytes, 2, 0, most, part)
-                first, end = part or (0, row_bytes)
-                assert (4 * cut.first_segment * cut.segment, 4 * cut.end_segment * cut.segment) == (first, end)
-                assert cut.segment <= 256
-                assert cut.piece <= 256
-                assert cut.piece & (cut.piece - 1) == 0
-                assert cut.piece_bytes <= most
-                covered = cut.num_pieces * cut.piece_bytes
-                assert end - first <= covered < end - first + cut.piece_bytes
+    for row_bytes in (256, 768, 4096, 8192, 14336, 65536):
+        for most in (1024, 4096, 16384):
+            cut = rows.cut_rows(row_bytes, 2, 0, most)
+            assert 4 * cut.num_segments * cut.segment == row_bytes
+            assert cut.segment <= 256
+            assert cut.piece <= 256
+            assert cut.piece & (cut.piece - 1) == 0
+            assert cut.piece_bytes <= most
+            assert row_bytes <= cut.num_pieces * cut.piece_bytes < row_bytes + cut.piece_bytes
 
 
 def test_stages_fit_into_a_ring():
@@ -99,5 +88,6 @@ def test_what_they_take():
     assert rows.takes_rows(meta(3, 2048, dtype=torch.bfloat16))
     assert not rows.takes_rows(meta(3, 2056, dtype=torch.bfloat16))
     assert rows.takes_sums(8, 8)
-    assert not rows.takes_sums(8, 9)
+    assert rows.takes_sums(8, rows.MAX_SOURCES - 7)
+    assert not rows.takes_sums(8, rows.MAX_SOURCES - 6)
     assert not rows.takes_sums(rows.MAX_SOURCES + 1, 1)

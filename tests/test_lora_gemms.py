@@ -88,7 +88,7 @@ def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
 
 # -- expert-parallel --------------------------------------------------------------------------------------------------
 
-EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 520, 24, 11  # three panels of FC2's columns, the last one narrow
+EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 520, 24, 11
 WAYS = tuple(itertools.product(sorted(STASHES), ("packed", "expert-major"), ("serial", "always-overlapped")))
 
 

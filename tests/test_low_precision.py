@@ -164,6 +164,7 @@ def test_errors_are_those_of_the_format(recipe):
 def test_fused_experts_are_three_modules(recipe, path):
     for activation, dtype, bias, ffn in (
         (None, torch.bfloat16, False, 128),  # quantised in one kernel with the activation, by blocks of 128 too
+        (None, torch.bfloat16, True, 128),
         (None, torch.bfloat16, False, 96),
         (ScaledClampedSwiGLU(interleave=2), torch.float16, True, 96),
         (ScaledSReLU(), torch.float32, True, 96),

@@ -209,11 +209,11 @@ def test_order_node_sums_twice(cluster):
     rank_order = cluster(4).run(train, 2, {"order": "rank"}, torch.float32)
     node = cluster(4).run(train, 2, {"order": "node"}, torch.float32)
     one_node = cluster(4).run(train, None, {"order": "node"}, torch.float32)
-    one_node_by_rank = cluster(4).run(train, None, {"order": "rank"}, torch.float32)
+    one_node_by_slot = cluster(4).run(train, None, {"order": "slot"}, torch.float32)
     for a, b, c in zip(itertools.chain(*slot), itertools.chain(*rank_order), itertools.chain(*node), strict=True):
         assert torch.equal(b, c)
         assert torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
-    for a, b in zip(itertools.chain(*one_node), itertools.chain(*one_node_by_rank), strict=True):
+    for a, b in zip(itertools.chain(*one_node), itertools.chain(*one_node_by_slot), strict=True):
         assert torch.equal(a, b)
 
 

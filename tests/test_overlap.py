@@ -1,9 +1,8 @@
-"""How rows are cut into parts by arrival, how SMs are divided, how columns are cut into panels."""
+"""How rows are cut into parts by arrival, and how SMs are divided."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from symmoe import GroupedMLP, make_plan
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.moe import ep_step
-from symmoe.moe.overlap import H200, H200_FLOAT8, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
+from symmoe.moe.overlap import H200, H200_FLOAT8, Move, Overlap, Rates, Sizes, layout_for, overlap, overlap_everything
 from symmoe.precision import MXFP8, Float8Block
 
 
@@ -55,24 +54,18 @@ def test_parts_need_only_rows_that_have_arrived(data):
                 if all(row_to_source[row - first] in arrived for row in rows):
                     assert rows <= computed
         assert computed == set(range(first, end))
-
-
-@pytest.mark.parametrize("width", [1, 64, 256, 300, 2048, 2880, 7168])
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 100])
-def test_panels_cover_the_columns(width: int, number: int):
-    cut = panels(width, number)
-    assert cut[0][0] == 0
-    assert cut[-1][1] == width
-    assert all(one[1] == other[0] for one, other in pairwise(cut))
-    assert all(first < end and first % 256 == 0 for first, end in cut)
-    assert len(cut) == min(number, -(-width // 256))
+        # In the opposite order, in which FC2 goes, the part of a rank completes all rows of that rank.
+        computed = set()
+        for source in reversed(arrivals):
+            begin, stop = ranges[source, :, e].tolist()
+            computed |= set(range(begin, stop))
+            assert all(first + i in computed for i, owner in enumerate(row_to_source) if owner == source)
 
 
 RATES = Rates(
     link_bytes=100e9,
     program_push_bytes=10e9,
     program_slot_s=1e-6,
-    program_pull_slot_s=2e-6,
     program_sum_bytes=20e9,
     memory_bytes=500e9,
     flops=1e15,
@@ -90,33 +83,28 @@ def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes
 
 
 def test_times_of_a_move():
-    move = Move(push_bytes=1e6, pull_bytes=2e6, memory_bytes=4e6, num_slots=300, num_pull_slots=100)
-    assert move.alone_s(RATES) == pytest.approx(30e-6 + 8e-6)
-    assert move.beside_s(2, RATES) == pytest.approx(50e-6 + 250e-6)
-    assert replace(move, num_slots=5).beside_s(2, RATES) == pytest.approx(50e-6 + 150e-6)  # 6 MB are summed
-    assert replace(move, num_slots=5).beside_s(20, RATES) == pytest.approx(10e-6 + 20e-6)
-    assert move.beside_s(50, RATES) == pytest.approx(10e-6 + 20e-6)  # the link is full
-    # Rows that are summed while others come cost nothing by themselves, unless there are very many.
-    assert Move(pull_bytes=2e6, meanwhile_bytes=4e6).alone_s(RATES) == pytest.approx(20e-6)
-    assert Move(pull_bytes=2e6, meanwhile_bytes=20e6).alone_s(RATES) == pytest.approx(40e-6)
+    move = Move(push_bytes=1e6, memory_bytes=4e6, num_slots=300)
+    assert move.alone_s(RATES) == pytest.approx(10e-6)
+    assert replace(move, memory_bytes=8e6).alone_s(RATES) == pytest.approx(16e-6)  # both at once
+    assert move.beside_s(2, RATES) == pytest.approx(150e-6)
+    assert replace(move, num_slots=5).beside_s(2, RATES) == pytest.approx(100e-6)  # 4 MB are summed
+    assert replace(move, num_slots=5, memory_bytes=0.0).beside_s(2, RATES) == pytest.approx(50e-6)
+    assert move.beside_s(50, RATES) == pytest.approx(10e-6)  # the link is full
 
 
 def test_what_combine_moves():
     """Four ranks, 3,000 tokens here, rows of 4 KiB in one piece: a slot for each row that a sum may have."""
     sizes = Sizes(num_rows=6000, hidden=2048, ffn=64, top_k=2, num_experts=8, num_ranks=4, item_bytes=2)
-    whole, half = sizes.combine(), sizes.combine(2)
-    assert whole.pull_bytes == sizes.wire_bytes == 2 * half.pull_bytes
-    assert whole.memory_bytes == 4500 * 4096 == 2 * half.memory_bytes
-    assert whole.meanwhile_bytes == 1500 * 4096 == 2 * half.meanwhile_bytes
-    num_packed = sizes.wire_bytes / 4096
-    assert whole.num_slots == half.num_slots == pytest.approx(num_packed * 2)
-    assert whole.num_pull_slots == half.num_pull_slots == 3000 * (2 + 3)
-    wide = replace(sizes, hidden=7168, top_k=8, num_rows=24000).combine()
-    assert wide.num_slots == pytest.approx(wide.pull_bytes / 14336 * 4 * 8)  # of 4 KiB
-    assert wide.num_pull_slots == 3000 * 7 * 11  # of 2 KiB
-    slot = replace(sizes, pre_reduces=False)
-    assert slot.combine().pull_bytes == 4500 * 4096
-    assert slot.combine().memory_bytes == 0
+    sent, home = sizes.send_sums(), sizes.sum_home()
+    assert sent.push_bytes == sizes.wire_bytes
+    assert sent.memory_bytes == 4500 * 4096  # all rows of peers' tokens
+    assert sent.num_slots == pytest.approx(sizes.wire_bytes / 4096 * 2)
+    assert home.push_bytes == 0
+    assert home.memory_bytes == pytest.approx(1500 * 4096 + sizes.wire_bytes)  # own rows, and sums that have come
+    assert home.num_slots == 3000 * (2 + 3)
+    wide = replace(sizes, hidden=7168, top_k=8, num_rows=24000)
+    assert wide.send_sums().num_slots == pytest.approx(wide.wire_bytes / 14336 * 4 * 8)  # of 4 KiB
+    assert wide.sum_home().num_slots == 3000 * 7 * 11  # of 2 KiB
 
 
 def test_layout_by_width():
@@ -129,7 +117,7 @@ def test_layout_by_width():
 def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[float, float]]:
     """(seconds by itself, the least with any division) of every trip and what it may run beside, by the documented
     formulas."""
-    counts, ranks, move = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.combine()
+    counts, ranks = range(1, num_sms // 2 + 1), sizes.num_ranks
     found = {}
 
     def g(flops: float, n: int = 0, per_s: float = rates.flops) -> float:
@@ -143,16 +131,16 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
         push = Move(push_bytes=num_pushed * (row_bytes or sizes.hidden * sizes.item_bytes))
         times = [max(g(flops, n) * (1 - 1 / ranks), push.beside_s(n, rates)) for n in counts]
         found[name] = push.alone_s(rates) + g(flops), min(times) + g(flops) / ranks + (ranks - 1) * rates.part_s
-    times = []
-    for panels_ in (2, 4, 8):
-        for n in counts if panels_ <= sizes.hidden // 256 else ():
-            panel, flops = sizes.combine(panels_), sizes.product_flops / panels_
-            earlier = max(g(flops, n), panel.beside_s(n, rates)) + rates.launch_s
-            times.append((panels_ - 1) * earlier + g(flops) + panel.alone_s(rates))
-    found["combine"] = move.alone_s(rates) + g(sizes.product_flops), min(times, default=float("inf"))
+    sent, home = sizes.send_sums(), sizes.sum_home()
+    serial = sent.alone_s(rates) + home.alone_s(rates)
+    # R parts: sums of the first R - 1 travel under the last R - 1, nothing runs beside the first part and home's sums.
+    part = sizes.product_flops / ranks
+    times = [max((ranks - 1) * g(part, n), sent.beside_s(n, rates)) for n in counts]
+    others = g(part) + home.alone_s(rates) + (ranks - 1) * rates.launch_s
+    found["combine"] = serial + g(sizes.product_flops), min(times) + others
     weights = sizes.product_flops + sizes.fc1_flops
-    times = [max(g(weights, n, rates.wgrad_flops), move.beside_s(n, rates)) for n in counts]
-    found["gradient_combine"] = move.alone_s(rates) + g(weights, 0, rates.wgrad_flops), min(times)
+    times = [max(g(weights, n, rates.wgrad_flops), sent.beside_s(n, rates) + home.beside_s(n, rates)) for n in counts]
+    found["gradient_combine"] = serial + g(weights, 0, rates.wgrad_flops), min(times)
     return found
 
 
@@ -170,14 +158,24 @@ def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: 
             if division is not None:
                 assert 1 <= division.num_ctas <= 66
                 assert division.num_ctas + division.num_sms == 132
-        assert (chosen.num_panels > 1) == (chosen.combine is not None)
-        assert chosen.num_panels <= max(1, sizes.hidden // 256)
 
 
 def test_small_calls_and_single_sms_are_not_overlapped():
-    nothing = Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None, num_panels=1)
+    nothing = Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
     assert overlap(sizes_of(LAYERS[0], 2), 1) == nothing
     assert overlap(sizes_of(LAYERS[0], 2, num_rows=64), 132).dispatch is None
+
+
+def test_rows_that_peers_read_go_home_when_all_are_complete():
+    """With order "slot" nothing is sent before the barrier; a dispatch is what it was."""
+    sizes = sizes_of(LAYERS[2], 4)
+    slot = replace(sizes, sums_travel=False)
+    for one, other in (
+        (overlap(sizes, 132), overlap(slot, 132)),
+        (overlap_everything(sizes, 132), overlap_everything(slot, 132)),
+    ):
+        assert None not in (one.combine, one.gradient_combine)
+        assert other == replace(one, combine=None, gradient_combine=None)
 
 
 def test_more_to_hide_behind_never_takes_more_programs():

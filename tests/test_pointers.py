@@ -1,7 +1,9 @@
 """Pointer loading on the CPU: the twins, the argument checks, and what a GPU launch is made of."""
 
 import array
+import ctypes
 import os
+import struct
 import subprocess
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from row_ranges import whole_groups
 
 from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
-from symmoe.errors import ArgumentError, StaleLease
+from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import twin
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.symm_mem import arena_ranges
@@ -222,7 +224,7 @@ def reader(request, monkeypatch):
         pytest.importorskip("triton")
         from symmoe.kernels.triton import pointers as gpu_pointers
 
-        assert gpu_pointers._read_in_c() is not None
+        assert gpu_pointers._readers() is not None
         monkeypatch.setattr(twin, "read_addresses", gpu_pointers.read_addresses)
 
 
@@ -491,33 +493,73 @@ def test_more_than_64_discrete_weights_in_a_grouped_gemm():
 class FakeLaunches:
     """Stands in for the driver: does what copy_bytes would do with the arguments of each launch."""
 
-    def __init__(self, gpu_pointers):
-        self.sizes, self.header = [], gpu_pointers.HEADER
+    HEADER = struct.Struct("<QQ")
 
-    def __call__(self, arguments, device):
-        import ctypes
+    def __init__(self):
+        self.sizes, self.results = [], []
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+        self._function = kind(self._launch)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
 
-        memory = ctypes.c_void_p.from_address(arguments).value
-        destination, num_bytes = self.header.unpack(ctypes.string_at(memory, self.header.size))
-        ctypes.memmove(destination, memory + self.header.size, num_bytes)
+    def _launch(self, function, x, y, z, threads, threads_y, threads_z, shared_bytes, stream, parameters, extra):
+        assert (function, stream) == (7, 8)
+        assert (x, y, z, threads, threads_y, threads_z, shared_bytes, extra) == (1, 1, 1, 512, 1, 1, 0, None)
+        if self.results and (result := self.results.pop(0)):
+            return result
+        memory = ctypes.c_void_p.from_address(parameters).value
+        destination, num_bytes = self.HEADER.unpack(ctypes.string_at(memory, self.HEADER.size))
+        ctypes.memmove(destination, memory + self.HEADER.size, num_bytes)
         self.sizes.append(num_bytes)
+        return 0
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 2048, 4079, 4080, 4081, 8160, 10000])
-def test_launches_carry_all_bytes(monkeypatch, num_bytes):
+@pytest.fixture
+def launches(monkeypatch):
     pytest.importorskip("triton")
     from symmoe.kernels.triton import pointers as gpu_pointers
 
-    launches = FakeLaunches(gpu_pointers)
-    monkeypatch.setattr(gpu_pointers, "_launch", launches)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where CPU tensors say they are
-    source = os.urandom(num_bytes)
-    destination = torch.full((num_bytes + 3,), UNTOUCHED, dtype=torch.uint8)
+    fake = FakeLaunches()
+    monkeypatch.setattr(gpu_pointers, "_launch_kernel", lambda: fake.address)
+    monkeypatch.setattr(gpu_pointers, "_copy_bytes", lambda device: 7)
+    monkeypatch.setattr(gpu_pointers, "current_stream", lambda device: 8)
+    monkeypatch.setattr(gpu_pointers, "current_device", lambda: -1)  # where CPU tensors say they are
+    return fake
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 2048, 4079, 4080, 4081, 8160, 10000])
+def test_launches_carry_all_bytes(launches, num_bytes):
+    from symmoe.kernels.triton import pointers as gpu_pointers
+
+    for of in (bytes, bytearray, lambda data: torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[:num_bytes]):
+        launches.sizes.clear()
+        source = os.urandom(num_bytes)
+        destination = torch.full((num_bytes + 3,), UNTOUCHED, dtype=torch.uint8)
+        gpu_pointers.copy_host_to_device(of(source), destination)
+        assert destination.numpy().tobytes() == source + bytes([UNTOUCHED] * 3)
+        full, rest = divmod(num_bytes, 4080)
+        assert launches.sizes == [4080] * full + [rest] * bool(rest)
+
+
+def test_a_launch_that_fails(launches, monkeypatch):
+    from symmoe.kernels.triton import pointers as gpu_pointers
+
+    def check(result, call):
+        raise SymmoeError(f"{call} returned {result}")
+
+    contexts = []
+    monkeypatch.setattr(gpu_pointers.driver, "check", check)
+    monkeypatch.setattr(gpu_pointers.driver, "primary_context", lambda device: 9)
+    monkeypatch.setattr(gpu_pointers.driver, "set_context", contexts.append)
+    source, destination = os.urandom(5000), torch.zeros(5000, dtype=torch.uint8)
+    launches.results = [0, 700]
+    with pytest.raises(SymmoeError, match="cuLaunchKernel returned 700"):
+        gpu_pointers.copy_host_to_device(source, destination)
+    assert launches.sizes == [4080]
+    assert contexts == []
+    launches.results = [201]  # no context yet
     gpu_pointers.copy_host_to_device(source, destination)
-    assert destination.numpy().tobytes() == source + bytes([UNTOUCHED] * 3)
-    full, rest = divmod(num_bytes, 4080)
-    assert launches.sizes == [4080] * full + [rest] * bool(rest)
-    assert len(gpu_pointers._free_arguments) >= 1
+    assert contexts == [9]
+    assert destination.numpy().tobytes() == source
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "sm_100a"])
@@ -536,4 +578,4 @@ def test_the_copy_kernel_assembles(tmp_path, arch):
     assert report.returncode == 0, report.stderr
     # The payload is read where it is: no copy of it on the stack.
     assert "0 bytes stack frame, 0 bytes spill stores" in report.stderr
-    assert gpu_pointers.HEADER.size + gpu_pointers.PAYLOAD_BYTES == gpu_pointers.PARAM_BYTES == 4096
+    assert gpu_pointers.HEADER_BYTES + gpu_pointers.PAYLOAD_BYTES == gpu_pointers.PARAM_BYTES == 4096

@@ -110,11 +110,13 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         *wgrad_operands((G, H, I, 1280), torch.float32), accumulate=True, num_sms=132
     ),
     "hopper_push_kernel": lambda: rows.launch_push(bf16(T, H), i32(T, 2), PEERS, OFFSETS, column=0, rank=1, num_ctas=4),
-    "hopper_pre_reduce_kernel": lambda: rows.launch_pre_reduce(
-        bf16(T, H), i32(T, 4), i32(3), rank=1, columns=None, num_ctas=4
+    "hopper_push_sums_kernel": lambda: rows.launch_push_sums(
+        bf16(T, H), i32(T, 4), i32(3), PEERS, OFFSETS, column=0, home=1, num_ctas=4
     ),
-    "hopper_pull_kernel": lambda: rows.launch_pull(
-        i32(T, 2), i32(T, 4), i32(T, 4), PEERS, OFFSETS, bf16(T, H), column=0, columns=None, num_ctas=4
+    "hopper_sum_home_kernel": lambda: rows.launch_sum_home(
+        *(bf16(T, H), bf16(T, H), i32(T, 2), i32(2), i32(T, 4), i32(T, 4), OFFSETS, OFFSETS, bf16(T, H)),
+        rank=1,
+        num_ctas=4,
     ),
 }
 

@@ -22,7 +22,7 @@ SLICES = {
     "soak": (range(151), 2),
     "lifecycle": ((0, 1, 2, 50), 2),
     "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
-    "model": ((3, 4, 12), 3),  # a step, signals, a rank that is late; the others below
+    "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
 }
 LONG = ("lifecycle", "soak")
 # One of each kind, at other phases and with other victims.

@@ -29,7 +29,7 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
             scaled.grouped_gemm_scaled(*operands, row_range, out, zero_tail=True, num_sms=8, **p.options)
             addend = {"bias": torch.empty(len(splits), O), "bias_scale": torch.empty(p.capacity)}
             scaled.grouped_gemm_scaled(*operands, row_range, out, num_sms=8, **p.options, **addend)
-            options = {**p.options, "group_range": row_range, "columns": (256, 512), "num_sms": 8}
+            options = {**p.options, "group_range": row_range, "num_sms": 8}
             scaled.grouped_gemm_scaled(*operands, row_range, out, **options)
             for accumulate in (False, True):
                 gradient = torch.zeros(q.shape)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from cluster import on_ranks
 from test_layer import WAYS, H, I, config_for, make_layer, tokens_of
-from worker import Findings, open_heap
+from worker import Findings, open_heap, poison
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
 from symmoe.checks.choices import CHOICES
+from symmoe.combine.trip import Collection
 from symmoe.errors import ArgumentError, HeapExhausted
-from symmoe.moe import schedule
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
 STASHES = CHOICES["stash"]
@@ -89,12 +89,12 @@ def test_stashes_give_the_same_bits(cluster, num_ranks: int, device: str):
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
 
-BIG_H, BIG_I = 768, 96  # FC2 of several panels
+BIG_H, BIG_I = 256, 96
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that, alone, would cut a call differently
 
 
 def check_ways(rank: int, num_ranks: int, device: str, dtype: torch.dtype) -> list[str]:
-    """The same bits in every way, when rows come in many parts and FC2 is computed by panels; ranks lag."""
+    """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
     findings = Findings()
     generator = random.Random(rank)
     num_tokens = RANK_TO_TOKENS[rank]
@@ -120,16 +120,20 @@ def check_ways(rank: int, num_ranks: int, device: str, dtype: torch.dtype) -> li
                 )
                 layer, _ = make_layer(heap, config)
                 layer.experts.to(dtype)
+                poison(heap)  # what the last way has left here must not be seen
                 time.sleep(0.01 * generator.random())
-                cuts = []
-                panels = schedule.panels
-                schedule.panels = lambda *args, panels=panels, cuts=cuts: cuts.append(panels(*args)) or cuts[-1]
+                sent, send = [], Collection.send
+                Collection.send = lambda self, source=None, send=send, sent=sent, **options: (
+                    sent.append(source),
+                    send(self, source, **options),
+                )
                 try:
                     y, _ = layer(x)
                 finally:
-                    schedule.panels = panels
-                expected = [3] if num_ranks > 1 and way["schedule"] == "always-overlapped" else []
-                findings.equal("panels", [len(cut) for cut in cuts], expected)
+                    Collection.send = send
+                early = order == "rank" and num_ranks > 1 and way["schedule"] == "always-overlapped"
+                peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+                findings.equal("ranks that get sums", sent, peers if early else [None])
                 time.sleep(0.01 * generator.random())
                 found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
                 del y

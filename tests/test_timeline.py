@@ -71,7 +71,7 @@ def cells(events: list[Event], end_us: int = 400) -> np.ndarray:
 def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
     made = made_up(seed)
     gemm_names = {"FC1", "FC2", "FC1 dgrad", "FC2 dgrad", "wgrad", "GEMM"}
-    communication = {"plan", "push", "index", "fan-out", "pre-reduce", "pull", "wait"}
+    communication = {"plan", "push", "index", "fan-out", "send sums", "sum at home", "wait"}
     found = {(times.phase, times.direction): times for times in made.phases()}
     assert set(found) == {(e.phase, e.direction) for events in made.ranks for e in events}
     for rank, events in enumerate(made.ranks):
@@ -190,7 +190,7 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         kernel("hopper_gemm_kernel", 1020, 3),
         kernel("barrier_kernel", 1030, 4),
         kernel("void at::native::vectorized_elementwise_kernel<4>" + "x" * 500, 990, 5),
-        kernel("pull_sums_kernel", 1040, 99),  # of a graph: no launch of its own
+        kernel("sum_home_kernel", 1040, 99),  # of a graph: no launch of its own
         kernel("ncclDevKernel_AllReduce", 1050, 98),
         kernel("Memcpy DtoH (Device -> Pinned)", 1060, 97, category="gpu_memcpy"),
     ]
@@ -201,7 +201,7 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         ("FC1 dgrad", "backward", "stream 13"),
         ("GEMM", "", "stream 7"),
         ("wait", "", "stream 7"),
-        ("pull", "", "stream 7"),
+        ("sum at home", "", "stream 7"),
         ("other", "", "stream 7"),
         ("other", "", "stream 7"),
     ]
@@ -220,8 +220,8 @@ def test_what_was_launched_before_the_start_is_left_out():
         launch(42, 3, thread=1),
         launch(50, 4, thread=2),  # autograd's thread
         kernel("push_rows_kernel", 45, 1),
-        kernel("pull_sums_kernel", 46, 2),
-        kernel("pull_sums_kernel", 62, 2),
+        kernel("push_sums_kernel", 46, 2),
+        kernel("push_sums_kernel", 62, 2),
         kernel("barrier_kernel", 39, 3),
         kernel("fan_out_kernel", 60, 4),
         kernel("gather_values_kernel", 38, 98),  # of no launch that is known: by its own time
@@ -240,7 +240,7 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
     ((8, 12, "wait", "wait_for_signal_kernel"), ("wait", "forward", "communication 2")),
     ((9, 30, "FC1", "hopper_act_kernel"), ("FC1", "forward", "compute")),
     ((30, 40, "GEMM", "hopper_gemm_kernel"), ("FC2", "forward", "compute")),
-    ((40, 50, "pull", "hopper_pull_kernel"), ("pull", "forward", "communication")),
+    ((40, 50, "sum at home", "hopper_sum_home_kernel"), ("sum at home", "forward", "communication")),
     ((50, 51, "other", SPIN), None),
     ((51, 60, "push", "hopper_push_kernel"), ("push", "backward", "communication")),
     ((60, 80, "GEMM", "hopper_gemm_kernel"), ("FC1 dgrad", "backward", "compute")),
@@ -342,16 +342,18 @@ def test_ranges_and_the_start_are_found_in_what_the_profiler_writes(tmp_path: Pa
 # A layer's phases forward and backward, by hand from docs/design.md.
 ORDERS = {
     "packed": (
-        "route plan wait plan  wait push wait index  FC1 FC2  pre-reduce wait pull wait",
-        "wait push wait  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait  route",
+        "route plan wait plan  wait push wait index  FC1 FC2  wait send_sums wait sum_at_home",
+        "wait push wait  FC2_dgrad FC1_dgrad wgrad  send_sums wait sum_at_home send_sums wait sum_at_home  route",
     ),
     "expert-major": (
-        "route plan wait plan  wait push wait index fan-out  FC1 FC2  pre-reduce wait pull wait",
-        "wait push wait fan-out  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait  route",
+        "route plan wait plan  wait push wait index fan-out  FC1 FC2  wait send_sums wait sum_at_home",
+        "wait push wait fan-out  FC2_dgrad FC1_dgrad wgrad"
+        "  send_sums wait sum_at_home send_sums wait sum_at_home  route",
     ),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
-        "route plan wait plan  wait push index FC1  push wait index FC1  FC2  pre-reduce wait pull wait",
-        "wait push FC2-dgrad  push wait FC2-dgrad  FC1-dgrad  pre-reduce wgrad pre-reduce wait pull wait  route",
+        "route plan wait plan  wait push index FC1  push wait index FC1  FC2  wait send_sums wait sum_at_home",
+        "wait push FC2_dgrad  push wait FC2_dgrad  FC1_dgrad"
+        "  send_sums wgrad wait sum_at_home send_sums wait sum_at_home  route",
     ),
 }
 NUM_LAYERS = 2
@@ -388,7 +390,7 @@ def recorded(rank: int, num_ranks: int, way: str, folder: str) -> list[str]:
         for of, events in enumerate(made.ranks):
             phases = [name for name, _ in groupby(e.phase for e in events if e.direction == direction)]
             # Where one layer ends with the phase that the next begins with, the two are one.
-            expected = [name.replace("-d", " d") for name, _ in groupby(ORDERS[way][place].split() * NUM_LAYERS)]
+            expected = [name.replace("_", " ") for name, _ in groupby(ORDERS[way][place].split() * NUM_LAYERS)]
             findings.equal(f"{direction} of rank {of}", phases, expected)
     for events in made.ranks:
         findings.equal("one after the other", all(a.end_us <= b.begin_us for a, b in pairwise(events)), True)
@@ -434,7 +436,7 @@ def test_a_trace_that_perfetto_would_not_show_is_noticed():
 def test_the_table_says_what_the_timeline_says():
     made = Timeline(
         ranks=(
-            (event("push", 0, 10, "forward"), event("FC1", 5, 20, "forward"), event("pull", 20, 30, "backward")),
+            (event("push", 0, 10, "forward"), event("FC1", 5, 20, "forward"), event("index", 20, 30, "backward")),
             (event("push", 0, 4, "forward"), event("FC1", 10, 30, "forward")),
         ),
         clock_error_us=(0.0, 1.5),
@@ -445,7 +447,7 @@ def test_the_table_says_what_the_timeline_says():
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in lines}
     assert rows["forward", "push"] == ["2", "7.0", "5.0", "4.0"]
     assert rows["forward", "FC1"] == ["2", "17.5", "0.0", "0.0"]
-    assert rows["backward", "pull"] == ["1", "5.0", "10.0", "0.0"]
+    assert rows["backward", "index"] == ["1", "5.0", "10.0", "0.0"]
     assert rows["communication,", "exposed"] == ["15.0", "4.0"]
     assert rows["nothing", "runs"] == ["0.0", "6.0"]
 

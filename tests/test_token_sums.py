@@ -1,4 +1,4 @@
-"""Sums by rank of the token kernels' twins against loops over tokens, and what they leave in the buffers, bit for bit.
+"""Sums by rank of the token kernels' twins against loops over tokens, and what travels, bit for bit.
 
 The loops know nothing of who sums what: every rank's rows of a token are summed in fp32 in k order from the first one
 on and rounded, then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the
@@ -18,50 +18,49 @@ from symmoe.kernels import twin
 Outputs = dict[str, torch.Tensor]
 
 
-def local_sum(case: Case, out: Outputs, source: int, token: int, rank: int) -> tuple[int, torch.Tensor] | None:
-    """A token's primary row on a rank, and the sum of its rows there as home has to see it; None without rows."""
+def local_sum(case: Case, out: Outputs, source: int, token: int, rank: int) -> torch.Tensor | None:
+    """The sum of a token's rows on a rank as home has to see it; None without rows."""
     to_rank = out[f"rank {source} slot_to_rank[0]"][token].tolist()
     to_row = out[f"rank {source} slot_to_row[0]"][token].tolist()
     rows = [row for r, row in zip(to_rank, to_row, strict=True) if r == rank and row >= 0]
     if not rows:
         return None
-    held = out[f"rank {rank} rows before rank[0]"]
+    held = out[f"rank {rank} rows[0]"]
+    if len(rows) == 1:
+        return held[rows[0]]  # a sum of one is no sum: -0.0 and the payload of a NaN stay
     total = held[rows[0]].float()
     for row in rows[1:]:
         total = total + held[row].float()
-    total = total.to(case.dtype)
-    if len(rows) == 1:
-        total = held[rows[0]].clone()  # a sum of one is no sum: -0.0 and the payload of a NaN stay
-    if rank % 2 and rank != source:  # odd ranks do not pre-reduce the first panel of columns
-        panel = case.hidden // 2 // 8 * 8
-        total[:panel] = held[rows[0], :panel]
-    return rows[0], total
+    return total.to(case.dtype)
 
 
 def expected(case: Case, out: Outputs) -> Outputs:
-    """The sums at home and the rows that peers read."""
+    """The sums that return to each rank, and the sums at home."""
     ranks, want = range(case.num_ranks), {}
-    for rank in ranks:
-        want[f"rank {rank} rows for rank[0]"] = out[f"rank {rank} rows before rank[0]"].clone()
     for source in ranks:
         sums = torch.zeros((case.tokens[source], case.hidden))
+        returned = torch.full_like(out[f"rank {source} returned[0]"].view(torch.uint8), 0xFD).view(case.dtype)
+        number = [0] * case.num_ranks
         for token in range(case.tokens[source]):
             for rank in ranks:
-                summed = local_sum(case, out, source, token, rank)
-                if summed is not None:
-                    primary, total = summed
+                total = local_sum(case, out, source, token, rank)
+                if total is not None:
                     sums[token] += total.float()
-                    if rank != source and not case.trip_fails:  # nothing has arrived then, so nothing is reduced
-                        want[f"rank {rank} rows for rank[0]"][primary] = total
+                    if rank != source and not case.trip_fails:
+                        region = rank if rank < source else rank - 1
+                        returned[region * case.tokens[source] + number[rank]] = total
+                    number[rank] += 1
+        want[f"rank {source} returned[0]"] = returned
         want[f"rank {source} sum by rank[0]"] = sums.to(case.dtype) * (torch.nan if case.trip_fails else 1)
+        want[f"rank {source} rows after its sums[0]"] = out[f"rank {source} rows[0]"]
     return want
 
 
 def wrong(case: Case, out: Outputs) -> list[str]:
     want = expected(case, out)
     found = differences({name: out[name] for name in want}, want)
-    # Pulling changes nothing anywhere.
-    found += differences({"arena": out["after rank[0]"]}, {"arena": out["ready for rank[0]"]})
+    # The sums at home change nothing anywhere.
+    found += differences({"arena": out["after rank[0]"]}, {"arena": out["sums returned[0]"]})
     return found
 
 
@@ -70,49 +69,58 @@ def test_sums_are_those_of_the_loops(name: str):
     assert wrong(CASES[name], run_case(twin, CASES[name])) == []
 
 
-def pull_without_rounding(primary, to_rank, to_row, peers, *args, **kwargs):
+def home_without_rounding(rows, returned, packed, start, to_rank, to_row, ready, arrived, out, *, rank, **_):
     """A rank's own rows one by one among the peers' sums."""
-    before, after = primary[:, : peers.rank], primary[:, peers.rank + 1 :]
-    ranks = torch.arange(peers.num_ranks, dtype=torch.int32).expand_as(primary)
-    own = to_row.where(to_rank == peers.rank, -1)
-    sources = torch.cat([ranks[:, : peers.rank], to_rank, ranks[:, peers.rank + 1 :]], 1)
-    twin.pull_rows(sources, torch.cat([before, own, after], 1), peers, *args, **kwargs)
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for peer, first in enumerate(start.tolist()):
+        if peer == rank:
+            for k in range(to_row.shape[1]):
+                for t in ((to_rank[:, k] == rank) & (to_row[:, k] >= 0)).nonzero().flatten().tolist():
+                    total[t] += rows[to_row[t, k]].float()
+        else:
+            for t in (packed[:, peer] >= 0).nonzero().flatten().tolist():
+                total[t] += returned[(peer - (peer > rank)) * len(out) + packed[t, peer] - first].float()
+    out.copy_(total)
 
 
-def pull_own_rows_last(primary, to_rank, to_row, peers, *args, **kwargs):
+def home_own_rows_last(rows, returned, packed, start, to_rank, to_row, ready, arrived, out, *, rank, **_):
     """As if this rank were the last one: the peers' sums first, then its own."""
-    own = torch.zeros_like(args[-1])
-    twin.pull_sums(torch.full_like(primary, -1), to_rank, to_row, peers, args[0], own, **kwargs)
-    twin.pull_sums(primary, torch.full_like(to_rank, -1), to_row, peers, *args, **kwargs)
-    args[-1].copy_(args[-1].float() + own.float())
+    own, none = torch.zeros_like(out), torch.full_like(packed, -1)
+    twin.sum_home(rows, returned, none, start, to_rank, to_row, ready, arrived, own, rank=rank)
+    nobody = torch.full_like(to_rank, -1)
+    twin.sum_home(rows, returned, packed, start, nobody, to_row, ready, arrived, out, rank=rank)
+    out.copy_(out.float() + own.float())
 
 
-def pull_backwards(primary, to_rank, to_row, *args, **kwargs):
-    twin.pull_sums(primary, to_rank.flip(1), to_row.flip(1), *args, **kwargs)
+def home_backwards(rows, returned, packed, start, to_rank, to_row, *args, **kwargs):
+    twin.sum_home(rows, returned, packed, start, to_rank.flip(1), to_row.flip(1), *args, **kwargs)
 
 
-def pull_the_primary_row(primary, to_rank, to_row, peers, *args, **kwargs):
-    own = primary[:, peers.rank : peers.rank + 1]
-    twin.pull_sums(primary, torch.full_like(own, peers.rank), own.contiguous(), peers, *args, **kwargs)
+def send_the_first_row(rows, packed_to_row, *args, **kwargs):
+    first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
+    only = torch.full_like(packed_to_row, -1).scatter(1, first, packed_to_row.gather(1, first))
+    twin.push_sums(rows, only, *args, **kwargs)
 
 
-def reduce_all(rows, packed_to_row, starts, *, rank, **kwargs):
-    twin.pre_reduce(rows, packed_to_row, torch.tensor([0, 0, int(starts[-1])]), rank=0, **kwargs)
+def send_backwards(rows, packed_to_row, *args, **kwargs):
+    twin.push_sums(rows, packed_to_row.flip(1), *args, **kwargs)
 
 
-def reduce_all_but_the_first(rows, packed_to_row, starts, *, rank, **kwargs):
-    twin.pre_reduce(rows, packed_to_row, starts, rank=0, **kwargs)
+def send_to_the_next_region(rows, packed_to_row, starts, peers, ready, **kwargs):
+    ready = ready.clone()
+    ready[:, 0] = ready[:, 0].where(ready[:, 0] < 0, ready[:, 1])
+    twin.push_sums(rows, packed_to_row, starts, peers, ready, **kwargs)
 
 
 @pytest.mark.parametrize(
     "spoiled",
     [
-        {"pull_sums": pull_without_rounding},
-        {"pull_sums": pull_own_rows_last},
-        {"pull_sums": pull_backwards},
-        {"pull_sums": pull_the_primary_row},
-        {"pre_reduce": reduce_all},
-        {"pre_reduce": reduce_all_but_the_first},
+        {"sum_home": home_without_rounding},
+        {"sum_home": home_own_rows_last},
+        {"sum_home": home_backwards},
+        {"push_sums": send_the_first_row},
+        {"push_sums": send_backwards},
+        {"push_sums": send_to_the_next_region},
     ],
     ids=lambda spoiled: next(iter(spoiled.values())).__name__,
 )
@@ -123,3 +131,13 @@ def test_other_sums_are_found(spoiled: dict):
         assert wrong(case, run_case(twin, case)) == []
         found += wrong(case, run_case(ops, case))
     assert found
+
+
+@pytest.mark.parametrize("failed", ["ready", "arrived"])
+def test_sums_of_a_failed_call_are_nan(failed: str):
+    """In whichever barrier it has failed."""
+    received = {name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")}
+    rows, to_rank, to_row = torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)
+    packed, start, out = torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3, 4)
+    twin.sum_home(rows, rows, packed, start, to_rank, to_row, *received.values(), out, rank=0)
+    assert out.isnan().all()

@@ -1,7 +1,7 @@
 """The way home between nodes: what each node has summed of a token comes back along the rail, and home adds it up.
 
-`order="node"`: a node sends the sum of its ranks' sums, rounded; home adds the nodes' sums in fp32, in the order of
-nodes, and rounds. Its own node's sum is rounded, too, so that the bits do not show where home is.
+`order="node"`: a node sends the sum of its rows, in k order, rounded; home adds the nodes' sums in fp32, in the order
+of nodes, and rounds. Its own node's sum is rounded, too, so that the bits do not show where home is.
 `order="slot"`: a node sends the rows themselves, K of each token; home adds them in k order. K times the bytes.
 """
 
@@ -12,11 +12,6 @@ import torch
 from symmoe.dispatch.crossing import Crossing
 from symmoe.dispatch.maps import Across, Plan
 from symmoe.kernels import control
-
-
-def order_inside(order: str) -> str:
-    """The order of the sums inside a node: "rank" or "slot". Between nodes "rank" is "node"."""
-    return "slot" if order == "slot" else "rank"
 
 
 def sums_from_nodes(

@@ -219,20 +219,9 @@ class Plan(PlanIntegers):
         return (Region(None, *maps, self.block_tokens, self.packed_start, self.packed_limit),)
 
     @property
-    def unsummed_source(self) -> int:
-        """Of source_to_packed_start, the source whose rows here are not summed by this rank before others read them."""
+    def own_source(self) -> int:
+        """Of source_to_packed_start, this rank, whose tokens are written to all their rows here when they are sent."""
         return self.heap.peers.rank
-
-    @property
-    def slots_to_sum(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """slot_to_rank and slot_to_row [., .], of which combine sums each line with order "slot"."""
-        return self.slot_to_rank, self.slot_to_row
-
-    @property
-    def ranks_to_sum(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rank, row) int32 [., R], of which combine sums each line with order "rank", if all ranks have summed all of
-        their rows; None: this rank has not summed those of its own tokens."""
-        return None
 
     @property
     def arrivals(self) -> list[int]:

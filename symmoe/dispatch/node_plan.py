@@ -21,21 +21,9 @@ class NodePlan(Plan):
     of the node."""
 
     @property
-    def unsummed_source(self) -> int:
-        """See Plan. source_to_packed_start is [0, 0, P] here: the rows of no source."""
+    def own_source(self) -> int:
+        """See Plan. source_to_packed_start is [0, 0, P] here: no packed rows, since a rank's own are not together."""
         return 0
-
-    @property
-    def slots_to_sum(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Plan. One slot each, T * K lines: its home sums the slots of a token, wherever they come from."""
-        return self.slot_to_rank.view(-1, 1), self.slot_to_row.view(-1, 1)
-
-    @property
-    def ranks_to_sum(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Plan. Rows of a rank's own tokens are those of several sources, so it sums them as its peers do."""
-        rows = self.token_to_primary_row
-        ranks = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
-        return ranks.expand(rows.shape).contiguous(), rows
 
 
 def plan_inside(plan: Plan, crossing: Crossing) -> NodePlan:

@@ -16,7 +16,7 @@ import torch
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
-from symmoe.dispatch.trip import agreed_fields, token_to_row
+from symmoe.dispatch.trip import agreed_fields, place_own_rows, token_to_row
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
@@ -72,10 +72,10 @@ def arriving(
                 raise
 
         def receive(source: int, arrived: torch.Tensor) -> None:
-            begin, end = _packed_rows_of(plan, source)
-            slots.index(begin, end, ready, arrived)
+            start = plan.source_to_packed_start
+            slots.index(start[source : source + 1], start[source + 1 : source + 2], ready, arrived)
             if layout == "expert-major":
-                ops.fan_out(buffer, slots.packed_to_row, begin, end)
+                ops.fan_out(buffer, slots.packed_to_row, start, rank=heap.rank, source=source)
 
         with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
             yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
@@ -95,7 +95,7 @@ def rows_arriving(
 
     def receive(source: int, arrived: torch.Tensor) -> None:
         if layout == "expert-major":
-            ops.fan_out(buffer, packed_to_row, *_packed_rows_of(plan, source))
+            ops.fan_out(buffer, packed_to_row, plan.source_to_packed_start, rank=heap.rank, source=source)
 
     with heap.one_call():
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
@@ -152,7 +152,7 @@ class _Trip:
         division: Division,
     ) -> None:
         self._x, self._plan, self._buffer, self._ready, self._division = x, plan, buffer, ready, division
-        self._ops, self._token_to_row = kernels.for_device(x.device), token_to_row(plan, layout)
+        self._layout, self._token_to_row = layout, token_to_row(plan, layout)
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
         self._others = iter(plan.arrivals[1:])
@@ -163,7 +163,10 @@ class _Trip:
         plan, own, timed, num_sms = self._plan, self._plan.heap.rank, self._plan.heap.timed, self._division.num_sms
         last = plan.arrivals[-1]
         with timed("dispatch"):
-            self._push(own, None)
+            if self._layout == "packed":
+                self._push(own, None)
+            else:
+                place_own_rows(self._x, plan, self._buffer, self._ready)
             receive(own, self._ready)
         yield Part(plan.source_to_rows[own], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
@@ -200,7 +203,7 @@ class _Trip:
             return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
-        self._ops.push_rows(
+        kernels.for_device(self._x.device).push_rows(
             self._x,
             self._token_to_row,
             self._plan.heap.peers,
@@ -209,9 +212,3 @@ class _Trip:
             ranks=range(rank, rank + 1),
             num_ctas=num_ctas,
         )
-
-
-def _packed_rows_of(plan: Plan, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [1] each: the first packed row of a source rank, and the one past its last."""
-    start = plan.source_to_packed_start
-    return start[source : source + 1], start[source + 1 : source + 2]

@@ -2,7 +2,8 @@
 
 The receive buffer has one of two layouts; H is the number of features:
 * packed [P, H]: one row per (token, rank); readers gather from it through `plan.row_to_packed_row`.
-* expert-major [N, H]: the token lands in its primary row and the receiver copies it to the secondary rows.
+* expert-major [N, H]: the token lands in its primary row and the receiver copies it to the secondary rows; a rank's own
+  tokens are written to all their rows.
 
 Forward sends rows and slots (which rows a token has here, and their probs); backward sends only rows.
 """
@@ -32,11 +33,11 @@ def send(
     """
     if plan.across is not None:
         return _send_between_nodes(x, plan, plan.across, buffer, probs, layout=layout)
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "serial")
+    heap, agreed = plan.heap, agreed_fields(x, plan, probs, layout, "serial")
     with Slots(plan, probs) as slots, heap.one_call(), heap.timed("dispatch"):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
         ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
-        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
+        _push(x, plan, buffer, ready, layout)
         slots.push(ready)
         arrived = heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
         slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
@@ -49,7 +50,7 @@ def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str,
 
     gradients: index of control.GRADIENTS, what the backward pass will collect; the same on all ranks.
     """
-    ops, heap = kernels.for_device(x.device), plan.heap
+    heap = plan.heap
     agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
     if plan.across is not None:
         (rows,) = plan.across.crossing.bring_in([x], control.PHASE_NODES_OUT, agreed)
@@ -58,7 +59,7 @@ def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str,
         return
     with heap.one_call(), heap.timed("dispatch"):
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
-        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
+        _push(x, plan, buffer, ready, layout)
         heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
     _fan_out(buffer, plan, layout)
 
@@ -76,13 +77,29 @@ def _send_between_nodes(
     return row_probs
 
 
-def _fan_out(rows: torch.Tensor, plan: Plan, layout: str) -> None:
+def _push(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, ready: torch.Tensor, layout: str) -> None:
+    """Writes the rows to all ranks."""
+    ops, heap = kernels.for_device(x.device), plan.heap
+    if layout == "packed":
+        ops.push_rows(x, plan.token_to_packed_row, heap.peers, ready, column=READY_ROWS)
+    else:
+        ops.push_rows(x, plan.token_to_primary_row, heap.peers, ready, column=READY_ROWS, but=heap.peers.rank)
+        place_own_rows(x, plan, buffer, ready)
+
+
+def place_own_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, ready: torch.Tensor) -> None:
+    """Writes this rank's own tokens to all their rows in an expert-major buffer."""
+    slots = plan.slot_to_rank, plan.slot_to_row
+    kernels.for_device(x.device).place_rows(x, *slots, buffer, ready, rank=plan.heap.peers.rank)
+
+
+def _fan_out(buffer: torch.Tensor, plan: Plan, layout: str) -> None:
     if layout == "packed":
         return
     packed_to_row, _ = plan.received_index()
-    start = plan.source_to_packed_start
+    ops, start = kernels.for_device(buffer.device), plan.source_to_packed_start
     with plan.heap.timed("dispatch"):
-        kernels.for_device(rows.device).fan_out(rows, packed_to_row, start[:1], start[-1:])
+        ops.fan_out(buffer, packed_to_row, start, rank=plan.own_source)
 
 
 def agreed_fields(

@@ -117,21 +117,20 @@ class ExpertWeights:
         out: torch.Tensor,
         *,
         zero_tail: bool = False,
-        columns: tuple[int, int] | None = None,
-        num_sms: int | None = None,
+        part: Part | None = None,
     ) -> None:
-        """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
+        """out [N, H] = W2 a + b2 * bias_scale, or only a part of its rows."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
+        part = part or Part(x.row_range)
         kernels.for_device(out.device).grouped_gemm(
             a,
             self.w2,
-            x.row_range,
+            part.rows,
             out,
             bias=self.b2,
             bias_scale=x.bias_scale,
             zero_tail=zero_tail,
-            columns=columns,
-            num_sms=num_sms,
+            num_sms=part.num_sms,
         )
 
     def backward(

@@ -65,12 +65,12 @@ class AdaptedWeights(ExpertWeights):
         out: torch.Tensor,
         *,
         zero_tail: bool = False,
-        columns: tuple[int, int] | None = None,
-        num_sms: int | None = None,
+        part: Part | None = None,
     ) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
-        ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
-        self.low2.add_up(given("t2", hidden.t2), x.row_range, out, columns=columns, num_sms=num_sms)
+        part = part or Part(x.row_range)
+        ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, part=part)
+        self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
 
     def backward(
         self,

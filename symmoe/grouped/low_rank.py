@@ -54,11 +54,10 @@ class LowRank:
         row_range: torch.Tensor,
         y: torch.Tensor,
         *,
-        columns: tuple[int, int] | None = None,
         num_sms: int | None = None,
     ) -> None:
-        """y [N, O] += t B^T, or only columns of it."""
-        _ops(t).grouped_gemm(t, self.b, row_range, y, columns=columns, accumulate=True, num_sms=num_sms)
+        """y [N, O] += t B^T."""
+        _ops(t).grouped_gemm(t, self.b, row_range, y, accumulate=True, num_sms=num_sms)
 
     def down_gradient(
         self,

@@ -117,8 +117,8 @@ def hidden_gradients(
     ops, row_format = kernels.for_device(h.device), numbers.recipe.row_format
     num_rows, ffn = da.shape
     takes = act_quantized.takes_dact_quantize(ffn, activation, row_format)
-    if takes and h.dtype in act_quantized.H and db1 is None:  # db1 needs dh itself
-        numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn)
+    if takes and h.dtype in act_quantized.H:
+        numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, db1)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         recipe = numbers.recipe
         made = (
@@ -128,7 +128,7 @@ def hidden_gradients(
         )
         rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
         results = {"rows": rows, "columns": columns, "a_columns": a_columns}
-        ops.dact_quantize(da, h, scale, row_range, d_scale, workspace, activation, row_format, **results)
+        ops.dact_quantize(da, h, scale, row_range, d_scale, workspace, activation, row_format, **results, dbias=db1)
         return _Ready(*map(operand, made))
     dh, a = torch.empty_like(h), torch.empty_like(da)
     ops.scaled_activation(h, scale, a, activation)

@@ -70,7 +70,7 @@ class QuantizedWeights(ExpertWeights):
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
-        """Same as ExpertWeights.first_layer, but returns operands of the second layer, once for all panels, not `a`."""
+        """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
         numbers = LowPrecision(self.recipe)
         h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
         x = x.without_tail(num_rows)
@@ -90,8 +90,7 @@ class QuantizedWeights(ExpertWeights):
         out: torch.Tensor,
         *,
         zero_tail: bool = False,
-        columns: tuple[int, int] | None = None,
-        num_sms: int | None = None,
+        part: Part | None = None,
     ) -> None:
         """Same as ExpertWeights.second_layer."""
         num_rows = hidden.h.shape[0]
@@ -99,13 +98,13 @@ class QuantizedWeights(ExpertWeights):
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
         multiply(
             *a,
-            x.row_range,
+            x.row_range if part is None else part.rows,
             out[:num_rows],
+            group_range=None if part is None else x.row_range,
             bias=self.b2,
             bias_scale=x.bias_scale,
             zero_tail=zero_tail,
-            columns=columns,
-            num_sms=num_sms,
+            num_sms=None if part is None else part.num_sms,
         )
 
     def backward(

@@ -11,8 +11,9 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation, num_scale_sums
+from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.operands import check_column_scale, check_operand
+from symmoe.kernels.operands import FLOATS, check_column_scale, check_operand
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
 
@@ -37,9 +38,11 @@ def dact_features(activation: Activation) -> int:
     return FEATURES if activation.interleave is None else ALTERNATING_FEATURES
 
 
-def dact_quantize_workspace_numel(num_rows: int, ffn: int) -> int:
-    """Elements of dact_quantize's fp32 workspace: a sum for every row and block of features."""
-    return num_rows * num_scale_sums(ffn)
+def dact_quantize_workspace_numel(num_rows: int, ffn: int, dbias: torch.Tensor | None = None) -> int:
+    """Elements of dact_quantize's fp32 workspace: a sum for every row and block of features, then for every row tile
+    and column of dbias."""
+    numel = num_rows * num_scale_sums(ffn)
+    return numel if dbias is None else numel + bias_slots(num_rows, dbias.shape[0]) * dbias.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def check_dact_quantize(
     rows: Buffers | None,
     columns: Buffers | None,
     a_columns: Buffers | None,
+    dbias: torch.Tensor | None,
 ) -> Sizes:
     """The sizes; ArgumentError unless these are arguments of dact_quantize."""
     sizes = _sizes(h, row_scale, row_range, activation)
@@ -94,7 +98,9 @@ def check_dact_quantize(
         )
     check_operand("da", da, (sizes.num_rows, sizes.ffn), (h.dtype,))
     check_operand("dscale", dscale, (sizes.num_rows,), SCALE)
-    least = dact_quantize_workspace_numel(sizes.num_rows, sizes.ffn)
+    if dbias is not None:
+        check_operand("dbias", dbias, (sizes.num_groups, sizes.hidden), FLOATS)
+    least = dact_quantize_workspace_numel(sizes.num_rows, sizes.ffn, dbias)
     if workspace.dtype != torch.float32 or workspace.numel() < least or not workspace.is_contiguous():
         raise ArgumentError(
             f"workspace must have {least} contiguous fp32 elements, got {workspace.dtype} {list(workspace.shape)}"

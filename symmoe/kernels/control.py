@@ -172,7 +172,6 @@ CALL_FIELDS = {
     "hidden": 24,
     "layout": 1,
     "schedule": 1,
-    "panels": 7,
     "plan": 12,
 }
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
@@ -188,7 +187,6 @@ class CallFields(TypedDict, total=False):
     hidden: int
     layout: int
     schedule: int
-    panels: int
     plan: int
 
 

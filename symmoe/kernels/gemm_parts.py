@@ -1,19 +1,15 @@
-"""Parts of the grouped GEMMs, for overlap with communication: some rows of every group, some columns of the result.
+"""Parts of the grouped GEMMs, for overlap with communication.
 
-Rows: a row_range that has only some rows of every group (contract/__init__.py).
-Panels of columns: (first, end) of the output's features, at multiples of PANEL_COLUMNS.
+A part is a row_range that has only some rows of every group (contract/__init__.py).
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from symmoe.errors import ArgumentError
-
 # Ranges cut no tile if they begin and end at multiples of this, counted from the group's first row. They may begin and
 # end anywhere, but tiles that are cut cost time.
 PART_ROWS = 128
-PANEL_COLUMNS = 256  # a multiple of every tile's columns: a panel's tiles are tiles of the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +50,6 @@ def equal_groups(num_groups: int, num_rows: int, device: torch.device) -> torch.
     return torch.stack((begin, begin + num_rows))
 
 
-def panel(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None:
-    """The columns to compute of `width`; None: all. ArgumentError if they are not a panel."""
-    if columns is None or tuple(columns) == (0, width):
-        return None
-    first, end = columns
-    if not 0 <= first < end <= width or first % PANEL_COLUMNS or (end % PANEL_COLUMNS and end != width):
-        raise ArgumentError(
-            f"columns must be (first, end) with 0 <= first < end <= {width}, both multiples of {PANEL_COLUMNS} or the "
-            f"width itself, got {columns}"
-        )
-    return first, end
-
-
 # Shared memory of each of the three rings of kernels that sum rows while a GEMM runs (hopper/rows.py).
 SUM_RING_BYTES = 72 << 10
 SUM_STAGES = 2
@@ -75,7 +58,7 @@ MAX_SUM_TOKENS = 4
 
 
 def sum_stage(row_bytes: int, num_sources: int) -> tuple[int, int]:
-    """(bytes of a piece, tokens) of a stage of a ring: the longest pieces of rows or panels of `row_bytes`, with up to
+    """(bytes of a piece, tokens) of a stage of a ring: the longest pieces of rows of `row_bytes`, with up to
     `num_sources` rows to sum each, and as many tokens as there is room for."""
     most_bytes = SUM_RING_BYTES // (SUM_STAGES * num_sources)
     piece_bytes = min(1 << (row_bytes - 1).bit_length(), 1 << most_bytes.bit_length() - 1, MAX_SUM_PIECE_BYTES)

@@ -27,17 +27,25 @@ MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 def for_device(device: torch.device) -> Kernels:
     """The kernels for tensors on `device`: Triton on CUDA, empty ones on "meta", the PyTorch twins elsewhere."""
-    if device.type == "cuda":
+    found = _for_type(device.type)
+    if recorder() is not None and device.type == "cpu":
+        return cast(Kernels, RecordedModule(cast(ModuleType, found)))
+    return found
+
+
+@functools.cache
+def _for_type(device_type: str) -> Kernels:
+    if device_type == "cuda":
         from symmoe.kernels import gpu
 
         return gpu
-    if device.type == "meta":
+    if device_type == "meta":
         from symmoe.kernels import meta_kernels
 
         return cast(Kernels, meta_kernels)  # a module that answers to every name
     from symmoe.kernels import twin
 
-    return twin if recorder() is None else cast(Kernels, RecordedModule(twin))
+    return twin
 
 
 def compiled_counter(device: torch.device) -> Callable[[], int]:

@@ -50,8 +50,8 @@ class MoEConfig:
         rail_capacity: with a static capacity, the most tokens that a rank sends to another node, see make_plan; without
             effect on one node. None: max_tokens, or the tokens of a call.
         order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
-            ranks. "node": a node sums what its ranks have summed, and home what the nodes have; on one node the same
-            as "rank", and between nodes "rank" is the same as "node".
+            ranks. "node": each node sums its rows in k order, and home what the nodes have summed; on one node the same
+            as "slot", and between nodes "rank" is the same as "node".
         stash: what forward keeps for backward. "all": the received rows (on the heap) and FC1's output h; "rows":
             backward computes h again; "hidden": only h, backward dispatches the tokens again; "none": it does both.
             The results have the same bits.

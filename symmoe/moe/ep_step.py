@@ -1,7 +1,7 @@
 """Dispatch, experts and combine as one differentiable step: no copy between its parts.
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
-backward, FC1's input gradient goes into a lease that combine reads in place. Which layout the receive buffer has, and
+backward, FC1's input gradient does. Which layout the receive buffer has, and
 whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 """
 
@@ -21,9 +21,8 @@ from symmoe.autograd import Context, Function, is_in_backward
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
 from symmoe.checks.choices import words_problem
-from symmoe.combine.nodes import order_inside
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection
+from symmoe.combine.trip import Collection, pulls
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
@@ -32,6 +31,7 @@ from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_te
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.grouped.weight_gradients import MainGrads
 from symmoe.kernels import control
+from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
@@ -160,7 +160,7 @@ def _schedule(
         num_ranks=num_ranks,
         item_bytes=x.element_size(),
         is_gated=experts.activation.activation.is_gated,
-        pre_reduces=order_inside(order) == "rank",
+        sums_travel=not pulls(plan, order),
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
@@ -399,8 +399,8 @@ class _Forward:
         shape = plan.row_capacity, self._x.shape[1]
         with plan.heap.lease(shape, self._x.dtype, name="expert output", phase=COLLECT) as out:
 
-            def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
-                experts.second_layer(half.a, half.hidden, rows, out.tensor, columns=columns, num_sms=num_sms)
+            def compute(part: Part | None) -> None:
+                experts.second_layer(half.a, half.hidden, rows, out.tensor, part=part)
 
             return (step.schedule.combine(out.tensor, plan, step.order, compute),)
 

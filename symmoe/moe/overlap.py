@@ -8,14 +8,13 @@ from bytes and FLOPs and from what one program, a link and a GPU were measured t
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from symmoe.kernels.gemm_parts import PANEL_COLUMNS, Division, sum_stage
+from symmoe.kernels.gemm_parts import Division, sum_stage
 from symmoe.precision.recipes import Float8Block, Recipe
 
 
@@ -24,10 +23,10 @@ class Rates:
     """What the hardware does, per second. The defaults are for an H200 with NVLink (docs/measurements.md).
 
     Attributes:
-        link_bytes: over NVLink to all peers together, one direction, by our push and pull.
+        link_bytes: over NVLink to all peers together, one direction, by our push.
         program_push_bytes: bytes that one program (it fills an SM) pushes while a GEMM runs.
-        program_slot_s, program_pull_slot_s: time that a program takes to sum one piece of a row (kernels/gemm_parts.py)
-            while a GEMM runs, whether the sum has that row or not; and the same if the row may be a peer's.
+        program_slot_s: time that a program takes to sum one piece of a row (kernels/gemm_parts.py) while a GEMM runs,
+            whether the sum has that row or not.
         program_sum_bytes: bytes that such a program sums.
         memory_bytes: memory traffic of all SMs.
         flops, wgrad_flops: FLOPs of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
@@ -41,7 +40,6 @@ class Rates:
     link_bytes: float = 340e9
     program_push_bytes: float = 28e9
     program_slot_s: float = 0.045e-6
-    program_pull_slot_s: float = 0.06e-6
     program_sum_bytes: float = 40e9
     memory_bytes: float = 3e12
     flops: float = 650e12
@@ -55,7 +53,6 @@ class Rates:
 H200 = Rates()
 H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 H200_SMS = 132
-MAX_PANELS = 8  # kernels are compiled anew for every width of a panel
 
 
 def rates_of(precision: Recipe | None) -> Rates:
@@ -88,35 +85,27 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What travels: first what is pushed, then what is pulled.
+    """What travels or is summed.
 
     Attributes:
-        push_bytes, pull_bytes: bytes to peers, and bytes from peers.
+        push_bytes: bytes to peers.
         memory_bytes: bytes that are read from this GPU's memory for sums.
-        meanwhile_bytes: bytes that are read from there while others are pulled.
-        num_slots, num_pull_slots: slots for pieces of rows that are summed (kernels/gemm_parts.py): from this GPU, and
-            while others are pulled.
+        num_slots: slots for pieces of rows that are summed (kernels/gemm_parts.py).
     """
 
     push_bytes: float = 0.0
-    pull_bytes: float = 0.0
     memory_bytes: float = 0.0
-    meanwhile_bytes: float = 0.0
     num_slots: float = 0.0
-    num_pull_slots: float = 0.0
 
     def alone_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
-        pull = max(self.pull_bytes / rates.link_bytes, self.meanwhile_bytes / rates.memory_bytes)
-        return self.push_bytes / rates.link_bytes + pull + self.memory_bytes / rates.memory_bytes
+        return max(self.push_bytes / rates.link_bytes, self.memory_bytes / rates.memory_bytes)
 
     def beside_s(self, num_programs: int, rates: Rates) -> float:
         """How long it takes with that many programs while a GEMM runs."""
-        push = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
-        sum_bytes = self.pull_bytes + self.memory_bytes + self.meanwhile_bytes
-        slots_s = self.num_slots * rates.program_slot_s + self.num_pull_slots * rates.program_pull_slot_s
-        sums = max(slots_s, sum_bytes / rates.program_sum_bytes) / num_programs
-        return push + max(sums, self.pull_bytes / rates.link_bytes)
+        push_s = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
+        sum_s = max(self.num_slots * rates.program_slot_s, self.memory_bytes / rates.program_sum_bytes) / num_programs
+        return max(push_s, sum_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +118,7 @@ class Sizes:
         top_k, num_experts, num_ranks: K, E, R.
         item_bytes: bytes of an element of a row.
         is_gated: FC1 has gates and ups.
-        pre_reduces: rows of a peer's token are summed before one of them goes home (`order="rank"`).
+        sums_travel: the rows of a peer's token are summed before one row goes home (`order="rank"`).
         sent_row_bytes, sent_gradient_row_bytes: bytes of a row on its way to an expert; None: hidden * item_bytes.
     """
 
@@ -141,7 +130,7 @@ class Sizes:
     num_ranks: int
     item_bytes: int
     is_gated: bool = True
-    pre_reduces: bool = True
+    sums_travel: bool = True
     sent_row_bytes: int | None = None
     sent_gradient_row_bytes: int | None = None
 
@@ -150,24 +139,26 @@ class Sizes:
         full_bytes = self.hidden * self.item_bytes
         return Move(push_bytes=self.wire_bytes / full_bytes * (full_bytes if row_bytes is None else row_bytes))
 
-    def combine(self, num_panels: int = 1) -> Move:
-        """What combine moves for one panel: rows of peers' tokens are summed before they travel, own rows as those of
-        peers arrive."""
-        own, panel_bytes = self.row_bytes / self.num_ranks, self.hidden * self.item_bytes // num_panels
-        num_tokens, num_packed = self.num_rows / self.top_k, self.wire_bytes / (self.hidden * self.item_bytes)
-        if not self.pre_reduces:
-            slots = num_tokens * _slots(panel_bytes, self.top_k)
-            return Move(
-                pull_bytes=(self.row_bytes - own) / num_panels, meanwhile_bytes=own / num_panels, num_pull_slots=slots
-            )
-        sources = self.top_k + self.num_ranks - 1
+    def send_sums(self) -> Move:
+        """What goes home in a combine: sums of the rows of peers' tokens."""
+        num_packed = self.wire_bytes / (self.hidden * self.item_bytes)
         return Move(
-            pull_bytes=self.wire_bytes / num_panels,
-            memory_bytes=(self.row_bytes - own) / num_panels,
-            meanwhile_bytes=own / num_panels,
-            num_slots=num_packed * _slots(panel_bytes, self.top_k),
-            num_pull_slots=num_tokens * _slots(panel_bytes, sources),
+            push_bytes=self.wire_bytes,
+            memory_bytes=self.row_bytes * (1 - 1 / self.num_ranks),
+            num_slots=num_packed * self._slots(self.top_k),
         )
+
+    def sum_home(self) -> Move:
+        """What is summed at home: own rows, and the sums that have come."""
+        num_tokens, sources = self.num_rows / self.top_k, self.top_k + self.num_ranks - 1
+        memory_bytes = self.row_bytes / self.num_ranks + self.wire_bytes
+        return Move(memory_bytes=memory_bytes, num_slots=num_tokens * self._slots(sources))
+
+    def _slots(self, num_sources: int) -> int:
+        """Slots that the sum of one row takes."""
+        row_bytes = self.hidden * self.item_bytes
+        piece_bytes, _ = sum_stage(row_bytes, num_sources)
+        return -(-row_bytes // piece_bytes) * num_sources
 
     @property
     def wire_bytes(self) -> float:
@@ -192,29 +183,21 @@ class Sizes:
         return self.product_flops * (2 if self.is_gated else 1)
 
 
-def _slots(row_bytes: int, num_sources: int) -> int:
-    """Slots that the sum of one row, or of a panel's part of it, takes."""
-    piece_bytes, _ = sum_stage(row_bytes, num_sources)
-    return -(-row_bytes // piece_bytes) * num_sources
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Which trips of a layer's call are overlapped, how they divide the SMs, and how forward cuts FC2. None: serial.
+    """Which trips of a layer's call are overlapped, and how they divide the SMs. None: serial.
 
     Attributes:
         dispatch: runs while FC1 computes the rows that have arrived.
         gradient_dispatch: runs while FC2's dgrad does so.
-        combine: runs while FC2 computes the next panel.
+        combine: a peer's rows go home while FC2 computes the next peer's, or this rank's own.
         gradient_combine: runs while both weight gradients are computed.
-        num_panels: panels of columns of FC2's output; the same on all ranks, since each has a barrier.
     """
 
     dispatch: Division | None
     gradient_dispatch: Division | None
     combine: Division | None
     gradient_combine: Division | None
-    num_panels: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,24 +208,25 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
     * a dispatch in R parts takes the longer of g and the push for R - 1 of them, then one part on all SMs, since peers'
       last rows come after the whole push; and R - 1 times part_s;
-    * FC2 and combine in p panels take 1 / p of f on all SMs, the longer of the other panels' g and the move of all
-      panels but the last, that one's combine by itself, and (p - 1) times launch_s;
+    * FC2 and combine in R parts take one part of f on all SMs, for R - 1 of them the longer of g and the sums that are
+      sent, the sums at home by themselves, and (R - 1) times launch_s;
     * combine under weight gradients takes the longer of both.
+
+    With order "slot" rows go home when all are complete.
     """
     if num_sms < 2:
-        return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None, num_panels=1)
+        return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
     counts = range(1, num_sms // 2 + 1)
 
     def gemm_s(flops: float, n: int = 0, per_s: float = rates.flops) -> float:
         return flops / per_s * num_sms / (num_sms - n)
 
-    def best(alone_s: float, beside_s: Callable[[int], float]) -> tuple[float, Division | None]:
+    def best(alone_s: float, beside_s: Callable[[int], float]) -> Division | None:
         n = min(counts, key=beside_s)
-        if beside_s(n) > (1 - rates.least_gain) * alone_s:
-            return alone_s, None
-        return beside_s(n), Division(n, num_sms - n)
+        return None if beside_s(n) > (1 - rates.least_gain) * alone_s else Division(n, num_sms - n)
 
-    combine, num_ranks = sizes.combine(), sizes.num_ranks
+    sent, num_ranks = sizes.send_sums(), sizes.num_ranks
+    home_s = sizes.sum_home().alone_s(rates)
 
     def dispatch(flops: int, push: Move) -> Division | None:
         last = flops / num_ranks
@@ -251,52 +235,37 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
             others_s = max(gemm_s(flops - last, n), push.beside_s(n, rates))
             return others_s + gemm_s(last) + (num_ranks - 1) * rates.part_s
 
-        return best(push.alone_s(rates) + gemm_s(flops), beside_s)[1]
+        return best(push.alone_s(rates) + gemm_s(flops), beside_s)
 
-    def panelled(number: int) -> tuple[float, Division | None]:
-        panel, panel_flops = sizes.combine(number), sizes.product_flops / number
-        rest_s = gemm_s(panel_flops) + panel.alone_s(rates)
+    def combine() -> Division | None:
+        part = sizes.product_flops / num_ranks
 
         def beside_s(n: int) -> float:
-            return rest_s + (number - 1) * (max(gemm_s(panel_flops, n), panel.beside_s(n, rates)) + rates.launch_s)
+            others_s = max(gemm_s(sizes.product_flops - part, n), sent.beside_s(n, rates))
+            return gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-        return best(combine.alone_s(rates) + gemm_s(sizes.product_flops), beside_s)
-
-    most_panels = min(MAX_PANELS, sizes.hidden // PANEL_COLUMNS)
-    numbers = [number for number in (2, 4, 8) if number <= most_panels]
-    num_panels = min(numbers, key=lambda number: panelled(number)[0], default=1)
-    division = panelled(num_panels)[1] if numbers else None
+        return best(gemm_s(sizes.product_flops) + sent.alone_s(rates) + home_s, beside_s)
 
     def weights_s(n: int = 0) -> float:
         return gemm_s(sizes.product_flops + sizes.fc1_flops, n, rates.wgrad_flops)
 
+    def gradient_combine() -> Division | None:
+        home = sizes.sum_home()
+        return best(
+            sent.alone_s(rates) + home_s + weights_s(),
+            lambda n: max(weights_s(n), sent.beside_s(n, rates) + home.beside_s(n, rates)),
+        )
+
     return Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
         gradient_dispatch=dispatch(sizes.product_flops, sizes.push(sizes.sent_gradient_row_bytes)),
-        combine=division,
-        gradient_combine=best(
-            combine.alone_s(rates) + weights_s(),
-            lambda n: max(weights_s(n), combine.beside_s(n, rates)),
-        )[1],
-        num_panels=1 if division is None else num_panels,
+        combine=combine() if sizes.sums_travel else None,
+        gradient_combine=gradient_combine() if sizes.sums_travel else None,
     )
 
 
 def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
-    """Every trip runs during a GEMM, and FC2 has as many panels as possible, whether it pays or not: for tests."""
+    """Every trip that can runs during a GEMM, whether it pays or not: for tests."""
     division = Division(4, num_sms - 4)
-    return Overlap(
-        dispatch=division,
-        gradient_dispatch=division,
-        combine=division,
-        gradient_combine=division,
-        num_panels=max(1, min(MAX_PANELS, sizes.hidden // PANEL_COLUMNS)),
-    )
-
-
-def panels(width: int, number: int) -> list[tuple[int, int]]:
-    """About `number` panels (first column, the one past the last) of a matrix, in order; none of them cuts a tile."""
-    num_tiles = -(-width // PANEL_COLUMNS)
-    number = max(1, min(number, num_tiles))
-    bounds = [min(width, num_tiles * i // number * PANEL_COLUMNS) for i in range(number + 1)]
-    return list(itertools.pairwise(bounds))
+    combine = division if sizes.sums_travel else None
+    return Overlap(dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine)

@@ -20,11 +20,9 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import send, send_rows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.moe.overlap import Overlap, panels
+from symmoe.moe.overlap import Overlap
 
-# Computes columns (first, one past the last; None: all) of the rows that combine reads, on so many SMs (None: all).
-Columns = tuple[int, int] | None
-ComputePanel = Callable[[Columns, int | None], None]
+ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
 
 
 class Schedule(Protocol):
@@ -47,7 +45,7 @@ class Schedule(Protocol):
         gradients: one of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
         """
 
-    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePart) -> torch.Tensor:
         """Calls `compute` to fill `rows`, and sums them on the ranks of their tokens: [T, H]."""
 
     def combine_while(
@@ -80,9 +78,9 @@ class Serial:
         send_rows(x, plan, buffer, layout=self.layout, gradients=gradients)
         yield None
 
-    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePart) -> torch.Tensor:
         """See Schedule."""
-        compute(None, None)
+        compute(None)
         return collect_rows(rows, plan, order=order)
 
     @contextmanager
@@ -100,8 +98,8 @@ class Serial:
 class Overlapped:
     """Rows travel on a branch stream while the current one runs GEMMs, where that pays (moe/overlap.py).
 
-    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 computes panels of
-      columns; a panel that is finished goes home while the next one is computed.
+    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same
+      parts in the opposite order; a peer's sums go home while the next part is computed.
     * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
 
     Where it does not pay, one thing comes after the other.
@@ -138,23 +136,26 @@ class Overlapped:
             return self._serial.dispatch_rows(x, plan, buffer, gradients=gradients)
         return rows_arriving(x, plan, buffer, layout=self.layout, division=division, gradients=gradients)
 
-    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePart) -> torch.Tensor:
         """See Schedule."""
-        division, cut = self.overlap.combine, panels(rows.shape[1], self.overlap.num_panels)
+        division = self.overlap.combine
         if division is None:
             return self._serial.combine(rows, plan, order, compute)
-        branch = plan.heap.branch()
-        with Collection(rows, plan, order=order, num_panels=len(cut)) as collection:
-            compute(cut[0], None)
+        # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
+        branch, sources = plan.heap.branch(), plan.arrivals[::-1]
+        with Collection(rows, plan, order=order) as collection:
+            compute(Part(plan.source_to_rows[sources[0]]))
             try:
-                for finished, columns in pairwise(cut):
+                for source, following in pairwise(sources):
                     point = branch.point()
-                    compute(columns, division.num_sms)
+                    compute(Part(plan.source_to_rows[following], division.num_sms))
                     with branch.after(point):
-                        collection.collect(finished, num_ctas=division.num_ctas)
+                        if source == sources[0]:
+                            collection.open()
+                        collection.send(source, num_ctas=division.num_ctas)
             finally:
                 branch.join()
-            collection.collect(cut[-1])  # nothing else runs meanwhile
+            collection.finish()  # nothing else runs meanwhile
         return given("rows", collection.out)
 
     def combine_while(

@@ -62,29 +62,28 @@ def multiply(
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
+    group_range: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
     """out[r] = rows[r] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g, same as grouped_gemm.
 
-    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1.
+    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1. group_range: the row_range
+    of the whole groups, by which scales lie in tiles, if row_range has only some of their rows; else None.
     """
     ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
     if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_fp8(
-            *operands, bias=bias, bias_scale=bias_scale, columns=columns, zero_tail=zero_tail, num_sms=num_sms
-        )
+        ops.grouped_gemm_fp8(*operands, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail, num_sms=num_sms)
         return
     ops.grouped_gemm_scaled(
         *operands,
         row_global_scale=rows.global_scale,
         weight_global_scale=weight.global_scale,
+        group_range=group_range,
         bias=bias,
         bias_scale=bias_scale,
-        columns=columns,
         zero_tail=zero_tail,
         num_sms=num_sms,
     )

@@ -183,6 +183,6 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     if peer >= 0:
         described["signal_of"] = peer
     elif fields["hidden"] or fields["probs"]:  # a trip
-        for name in ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule", "panels", "plan"):
+        for name in ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule", "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
     return {**described, **(counts or {})}

@@ -71,8 +71,14 @@ PHASES = (
     Phase(
         name="push",
         color=ORANGE,
-        operators=("push_rows", "push_slots", "send_signal"),
-        kernels=("push_rows_kernel", "hopper_push_kernel", "push_slots_kernel", "send_signal_kernel"),
+        operators=("push_rows", "place_rows", "push_slots", "send_signal"),
+        kernels=(
+            "push_rows_kernel",
+            "hopper_push_kernel",
+            "place_rows_kernel",
+            "push_slots_kernel",
+            "send_signal_kernel",
+        ),
         is_communication=True,
     ),
     Phase(
@@ -101,7 +107,7 @@ PHASES = (
         name="FC2 dgrad",
         color=BLUE,
         operators=("grouped_gemm_dact", "sum_dact_partials"),
-        kernels=("grouped_gemm_dact_kernel", "hopper_dact_kernel", "sum_dscale_kernel", "sum_dbias_kernel"),
+        kernels=("grouped_gemm_dact_kernel", "hopper_dact_kernel", "sum_dscale_kernel"),
         is_gemm=True,
     ),
     Phase(name="FC1 dgrad", color=BLUE, operators=("grouped_gemm_dgrad",), is_gemm=True),
@@ -133,17 +139,17 @@ PHASES = (
         is_gemm=True,
     ),
     Phase(
-        name="pre-reduce",
+        name="send sums",
         color=PURPLE,
-        operators=("pre_reduce", "gather_values"),
-        kernels=("pre_reduce_kernel", "hopper_pre_reduce_kernel", "gather_values_kernel"),
+        operators=("push_sums", "gather_values"),
+        kernels=("push_sums_kernel", "hopper_push_sums_kernel", "gather_values_kernel"),
         is_communication=True,
     ),
     Phase(
-        name="pull",
+        name="sum at home",
         color=VERMILION,
-        operators=("pull_sums", "pull_rows", "pull_values"),
-        kernels=("pull_sums_kernel", "pull_rows_kernel", "pull_values_kernel", "hopper_pull_kernel"),
+        operators=("sum_home", "pull_rows", "pull_values"),
+        kernels=("sum_home_kernel", "hopper_sum_home_kernel", "pull_rows_kernel", "pull_values_kernel"),
         is_communication=True,
     ),
     Phase(
@@ -155,6 +161,7 @@ PHASES = (
             "scaled_activation_grad_kernel",
             "grouped_bias_grad_kernel",
             "grouped_bias_dot_kernel",
+            "sum_dbias_kernel",
         ),
     ),
     Phase(

@@ -20,7 +20,6 @@ from gemm_problem import (
     check_biases,
     check_dgrad,
     check_gemm,
-    check_panels,
     check_ranges,
     check_splits,
     check_wgrad,
@@ -115,16 +114,6 @@ def test_ranges_of_a_single_group(dtype):
             come, out = rows_of(ranges, p.capacity), p.blank(width)
             call(ranges, out, come)
             assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (name, begin, end)
-
-
-@of_every_dtype
-def test_panels_of_columns(dtype):
-    for splits in SPLITS:
-        p = Problem(splits, WIDTHS[1], dtype)
-        parts = random_ranges(splits, 2, step=128)
-        for name in ("plain", "gathered", "dgrad_by_triton"):  # kernels for Hopper: test_hopper_gpu.py
-            width, call = calls_of(p)[name]
-            check_panels(p, width, call, parts, ((0, 256), (256, width)), num_sms=13)
 
 
 BASE = {"block_m": 128, "block_k": 64, "num_stages": 3, "num_warps": 8}

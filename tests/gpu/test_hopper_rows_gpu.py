@@ -87,56 +87,60 @@ def test_push(case, dtype):
         assert torch.equal(p.peers.views[rank], results[0])
 
 
-def panels_of(p):
-    return [None, (0, p.H), *([(0, 256), (256, p.H)] if p.H % 256 == 0 and p.H > 256 else [])]
+@dtypes
+@cases
+def test_push_sums(case, dtype):
+    for rank in {0, case[3] - 1}:
+        p = Problem(case, dtype, rank)
+        number = 200
+        packed_to_row, rows = p.slots(number), p.rows(p.capacity)
+        starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
+        packed_to_row[number - 20 :] = 2**30
+        received = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda")
+        most = int((starts[1:] - starts[:-1]).max())
+        received[:, 0] = p.received[:, 1]
+        received[:, 1] = received[:, 0] + (most - 1) * p.H * dtype.itemsize  # regions of so many rows
+        for home in range(p.R):
+            before, results = p.peers.views[home].clone(), []
+            for source, num_ctas in ((None, None), (home, None), (home, 1), (home, 6)):
+                for view in p.peers.views:
+                    view.copy_(before)
+                options = {"column": 0, "source": source, "num_ctas": num_ctas}
+                tokens.push_sums(rows, packed_to_row, starts, p.peers, received, **options)
+                results.append(p.peers.views[home].clone())
+            assert torch.equal(results[0], before) == (home == rank)
+            for result in results[1:]:
+                assert torch.equal(results[0], result)
+            failed = torch.full_like(received, -1)
+            tokens.push_sums(rows, packed_to_row, starts, p.peers, failed, column=0, source=home, num_ctas=3)
+            assert torch.equal(p.peers.views[home], results[0])
 
 
 @dtypes
 @cases
-def test_pre_reduce(case, dtype):
-    p = Problem(case, dtype)
-    number = 200
-    packed_to_row, rows = p.slots(number), p.rows(p.capacity)
-    starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
-    packed_to_row[number - 20 :] = 2**30
-    for rank in {0, p.R - 1}:
-        for columns in panels_of(p):
-            results = []
-            for num_ctas in (None, 1, 6):
-                results.append(rows.clone())
-                options = {"rank": rank, "columns": columns, "num_ctas": num_ctas}
-                tokens.pre_reduce(results[-1], packed_to_row, starts, **options)
-            assert same(results[0], rows) == (p.R == 1 or p.K == 1)
-            assert same(results[0], results[1])
-            assert same(results[0], results[2])
-
-
-@dtypes
-@cases
-def test_pull(case, dtype):
+def test_sum_home(case, dtype):
     for rank in {0, case[3] - 1}:
         p = Problem(case, dtype, rank)
         slot_to_row = p.draw(p.T, p.K, low=0, high=p.capacity)
         slot_to_rank = p.draw(p.T, p.K, low=-1, high=p.R)
         slot_to_row[slot_to_rank < 0] = -1
-        primary = p.draw(p.T, p.R, low=0, high=p.capacity)
         goes = (slot_to_rank[:, :, None] == torch.arange(p.R, device="cuda")).any(1)
-        primary[~goes] = -1
-        tables = (primary, slot_to_rank, slot_to_row, p.peers)
-        for columns in panels_of(p):
-            results = []
-            for num_ctas in (None, 1, 6):
-                results.append(torch.full((p.T, p.H), 7.0, dtype=dtype, device="cuda"))
-                options = {"column": 1, "columns": columns, "num_ctas": num_ctas}
-                tokens.pull_sums(*tables, p.received, results[-1], **options)
-            assert not (results[0] == 7.0).all()
-            assert same(results[0], results[1])
-            assert same(results[0], results[2])
-        failed = p.received.clone()
-        failed[p.R - 1, 1] = -1
-        out = torch.zeros(p.T, p.H, dtype=dtype, device="cuda")
-        tokens.pull_sums(*tables, failed, out, column=1, num_ctas=3)
-        assert out.isnan().all()
+        start = p.draw(p.R, low=0, high=1000)
+        packed = torch.where(goes, goes.int().cumsum(0).int() - 1 + start, -1).int()
+        rows, returned = p.rows(p.capacity), p.rows(max(1, p.R - 1) * p.T)
+        ready, arrived = torch.zeros(p.R, 3, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64)
+        arrived, results = arrived.cuda(), []
+        for num_ctas in (None, 1, 6):
+            results.append(torch.full((p.T, p.H), 7.0, dtype=dtype, device="cuda"))
+            tables = (rows, returned, packed, start, slot_to_rank, slot_to_row, ready, arrived, results[-1])
+            tokens.sum_home(*tables, rank=rank, num_ctas=num_ctas)
+        assert not (results[0] == 7.0).all()
+        assert same(results[0], results[1])
+        assert same(results[0], results[2])
+        for failed in ((ready - 1, arrived), (ready, arrived - 1)):
+            out = torch.zeros(p.T, p.H, dtype=dtype, device="cuda")
+            tokens.sum_home(*tables[:-3], *failed, out, rank=rank, num_ctas=3)
+            assert out.isnan().all()
 
 
 def test_triton_is_not_compared_with_itself(monkeypatch):

@@ -68,9 +68,6 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
             heap.run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
             schedule.Collection = lambda rows, plan, **options: collection(rows.clone(), plan, **options)
-            heap.offset_of = lambda tensor, phase=None, find=heap.offset_of: (  # the copy is no lease: pull the rows
-                find(tensor, phase=phase) if heap.owns(tensor) else heap._layout.num_bytes
-            )
         elif spoil == "input":
             schedule.send = lambda x, *rest, **layout: send(x.clone(), *rest, **layout)
         elif spoil == "wait":
@@ -91,7 +88,8 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
     for trace in cluster(num_ranks, "cuda").run(traced, way=way):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
-        for kernel in ("barrier", "push_rows", "pull_sums", "grouped_gemm"):
+        own = "push_rows" if way["layout"] == "packed" else "place_rows"
+        for kernel in ("barrier", own, "sum_home", "grouped_gemm", *["push_sums"] * (num_ranks > 1)):
             assert kernel in launched
         assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "always-overlapped")
 
@@ -106,7 +104,7 @@ def test_a_step_with_exact_capacity_waits_once(cluster, num_ranks: int):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "finding"), [("output", "DtoD"), ("input", "DtoD"), ("wait", "cudaStreamSynchronize")]
+    ("spoil", "finding"), [("output", "DtoD"), ("input", "DtoD"), ("wait", "cudaDeviceSynchronize")]
 )
 def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
     (trace,) = cluster(1, "cuda").run(traced, spoil)

@@ -19,10 +19,10 @@ from symmoe.timeline.replays import capture_step, record_replays
 
 pytestmark = pytest.mark.gpu
 
-FORWARD = ("plan", "push", "FC1", "FC2", "pre-reduce", "pull")
+FORWARD = ("plan", "push", "FC1", "FC2", "send sums", "sum at home")
 LATE_US = 1000  # the start of a profiler makes hosts several times as late
 APART_US = 200  # that ranks may begin a pass of a replay, where no host is in the way
-BACKWARD = ("push", "FC2 dgrad", "FC1 dgrad", "wgrad", "pre-reduce", "pull")
+BACKWARD = ("push", "FC2 dgrad", "FC1 dgrad", "wgrad", "send sums", "sum at home")
 
 
 def recorded(rank: int, num_ranks: int, path: str, schedule: str) -> Timeline:
@@ -55,7 +55,7 @@ def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Ca
     assert apart_us(made, "forward") < LATE_US  # backward, a host may be late by as much as the profiler makes it
     if schedule == "serial":  # one stream: nothing hides anything
         for times in made.phases():
-            if times.phase in ("push", "pull"):
+            if times.phase in ("push", "send sums", "sum at home"):
                 assert times.exposed_us == pytest.approx(times.busy_us)
     # One step was recorded, not those before its start: the router runs once.
     assert [sum(e.name == "choose_experts_kernel" for e in events) for events in made.ranks] == [1, 1]

@@ -269,17 +269,16 @@ def test_layer_call_in_a_graph(gpu):
             row_probs,
         )
         rows = peers.region(0, offsets[0], (capacity, hidden), torch.bfloat16)
-        gpu.fan_out(rows, packed_to_row, source_start[:1], source_start[1:])
+        gpu.place_rows(x, *reversed(slots[:2]), rows, ready, rank=0)
         by_slot, by_rank, values = torch.empty_like(x), torch.empty_like(x), torch.empty_like(probs)
         gpu.pull_rows(*reversed(slots[:2]), peers, ready, by_slot, column=0)
-        gpu.pre_reduce(rows, packed_to_row, source_start, rank=0)
         gpu.gather_values(
             row_probs,
             packed_to_row,
             source_start[1:],
             peers.region(0, offsets[2], (num_tokens, top_k), torch.float32),
         )
-        gpu.pull_sums(primary, *reversed(slots[:2]), peers, ready, by_rank, column=0)
+        gpu.sum_home(rows, rows, packed, source_start[:1], *reversed(slots[:2]), ready, arrived, by_rank, rank=0)
         gpu.pull_values(slots[1], packed, peers, ready, values, column=2)
         barrier((0, 0, 0))
         return by_slot, by_rank, values, load, parts

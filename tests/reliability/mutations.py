@@ -37,6 +37,8 @@ OF_THE_MODEL: dict[str, dict[str, Any]] = {
     "wait for an older epoch": {"wait_offset": -1},
     "no barrier before rows are sent": {"ready_before_push": False},
     "no barrier after rows are sent": {"arrived_after_push": False},
+    "no barrier before sums are sent": {"ready_before_sums": False},
+    "no barrier after sums are sent": {"done_after_sums": False},
     "no barrier before rows are pulled": {"ready_before_pull": False},
     "no barrier after rows are pulled": {"done_after_pull": False},
     "no barrier of the plan": {"plan_barrier": False},

@@ -27,7 +27,9 @@ class Protocol:
         mailbox_halves, table_halves: two halves in turn, by the parity of the epoch.
         waits_for_all: a barrier waits for every rank, the last one too.
         wait_offset: added to the epoch that is waited for.
-        ready_before_push, arrived_after_push, ready_before_pull, done_after_pull: barriers of the trips.
+        ready_before_push, arrived_after_push: barriers of a dispatch.
+        ready_before_sums, done_after_sums: of a combine, whose sums are pushed.
+        ready_before_pull, done_after_pull: of a combine with order "slot", whose rows are pulled.
         plan_barrier: between the counts and their use.
         waits_for_signals: before reading what came with them.
         signal_is_epoch: it carries the epoch of the ready barrier, not just "something came".
@@ -51,6 +53,8 @@ class Protocol:
     wait_offset: int = 0
     ready_before_push: bool = True
     arrived_after_push: bool = True
+    ready_before_sums: bool = True
+    done_after_sums: bool = True
     ready_before_pull: bool = True
     done_after_pull: bool = True
     plan_barrier: bool = True
@@ -71,7 +75,7 @@ class Scenario:
     """What the ranks do.
 
     Attributes:
-        calls: one after the other: "plan", "dispatch", "combine" or "overlapped dispatch".
+        calls: one after the other: "plan", "dispatch", "combine", "slot combine" or "overlapped dispatch".
         fails: (rank, call): whose arguments are wrong in which call.
         dies: the rank that may die, at any moment; None: nobody.
         late: the rank that others may give up at any moment, although it comes; None: nobody.
@@ -160,14 +164,16 @@ class Model:
         if call == "plan":
             send = [("store", (_TABLE, peer, rank), tag) for peer in peers]
             return [*send, *barrier(rules.plan_barrier), *[("read table", peer, tag) for peer in peers]]
-        if call == "combine":
+        if call == "slot combine":
             write = [("store", (_PAYLOAD, rank, rank), tag)]
             pull = [("pull", peer, tag) for peer in peers]
             return [*write, *barrier(rules.ready_before_pull), *pull, *barrier(rules.done_after_pull)]
         read = [("read", peer, tag) for peer in reversed(peers)]
+        push = [("store", (_PAYLOAD, peer, rank), tag) for peer in peers]
         if call == "dispatch":
-            push = [("store", (_PAYLOAD, peer, rank), tag) for peer in peers]
             return [*barrier(rules.ready_before_push), *push, *barrier(rules.arrived_after_push), *read]
+        if call == "combine":  # into memory that the last dispatch or combine may have had
+            return [*barrier(rules.ready_before_sums), *push, *barrier(rules.done_after_sums), *read]
         steps = barrier(rules.ready_before_push)
         for peer in peers:
             steps += [("store", (_PAYLOAD, peer, rank), tag), ("signal", peer, tag)]
@@ -313,7 +319,7 @@ class Model:
         elif failed:
             yield moved()
         elif kind == "read":
-            yield self._checked(moved, memory[at(_PAYLOAD, rank, peer)], number, f"rows from rank {peer}")
+            yield self._checked(moved, memory[at(_PAYLOAD, rank, peer)], number, f"rows or sums from rank {peer}")
         elif kind == "pull":
             yield self._checked(moved, memory[at(_PAYLOAD, peer, peer)], number, f"rows on rank {peer}")
         else:
@@ -415,6 +421,7 @@ def scenarios(num_ranks: int = 3) -> list[Scenario]:
         Scenario("plans", ("plan",) * 3),
         Scenario("dispatches", ("dispatch", "dispatch")),
         Scenario("combines", ("combine", "combine")),
+        Scenario("slot combines", ("slot combine", "slot combine")),
         Scenario("step", ("plan", "dispatch", "combine")),
         Scenario("overlapped", ("overlapped dispatch",) * 3),
         Scenario("overlapped step", ("overlapped dispatch", "combine", "overlapped dispatch")),

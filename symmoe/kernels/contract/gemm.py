@@ -4,15 +4,13 @@
 
 Tensors are of one dtype (bf16, fp16 or fp32), 16-byte aligned, their features multiples of 16 bytes; callers check it.
 Products and sums are fp32 (IEEE, not TF32, for fp32 numbers); a result is rounded once. No sum uses atomics. A row's
-bits in grouped_gemm and grouped_gemm_dgrad do not depend on where the row lies or on how rows and columns are cut
-into parts; tiles and the order of sums depend only on the features, never on N or R.
+bits in grouped_gemm and grouped_gemm_dgrad do not depend on where the row lies or on how rows are cut into
+parts; tiles and the order of sums depend only on the features, never on N or R.
 
 Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie anywhere, with the same bits.
 
-* columns: (first, end), multiples of PANEL_COLUMNS or the width: only these are computed and written. None: all.
-  ArgumentError for others (kernels/gemm_parts.py).
 * accumulate: the result is added to out in fp32, and rounded with it; groups without rows leave out as it is.
-* zero_tail: the tail of out, in these columns, becomes 0; needs whole groups.
+* zero_tail: the tail of out becomes 0; needs whole groups.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ class GemmKernels(Protocol):
         row_index: Tensor | None = None,
         bias: Tensor | None = None,
         bias_scale: Tensor | None = None,
-        columns: tuple[int, int] | None = None,
         accumulate: bool = False,
         zero_tail: bool = False,
         num_sms: int | None = None,
@@ -54,7 +51,6 @@ class GemmKernels(Protocol):
         out: Tensor,
         *,
         row_index: Tensor | None = None,
-        columns: tuple[int, int] | None = None,
         accumulate: bool = False,
         zero_tail: bool = False,
         num_sms: int | None = None,
@@ -93,7 +89,8 @@ class GemmKernels(Protocol):
     ) -> None:
         """dbias[g] = sum over the rows r of group g of dout[dout_index[r]] * scale[r]; no rows give zeros.
 
-        dout [N, O], or [P, O] with dout_index; scale fp32[N], None: 1; dbias [G, O] in any dtype.
+        dout [N, O], or [P, O] with dout_index; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the
+        sum is that of kernels/bias_sums.py.
         """
 
     def grouped_bias_dot(

@@ -148,13 +148,15 @@ class QuantizeKernels(Protocol):
         rows: Buffers | None = None,
         columns: Buffers | None = None,
         a_columns: Buffers | None = None,
+        dbias: Tensor | None = None,
     ) -> None:
-        """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; and columns of the activation
-        again, so that a forward pass need not keep them. Whole groups.
+        """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; columns of the activation again,
+        so that a forward pass need not keep them; and the first GEMM's dbias, of the rounded dh. Whole groups.
 
         da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
         dact_quantize_workspace_numel(...) elements. rows, columns: for dh, W features: operands of the first GEMM's
-        input gradient and weight gradient; a_columns: operand of the second GEMM's weight gradient; all may be None.
+        input gradient and weight gradient; a_columns: operand of the second GEMM's weight gradient; dbias [G, W], bf16,
+        fp16 or fp32: what grouped_bias_grad makes of dh, bit for bit. All may be None.
         The others as in act_quantize. If h has halves, blocks must divide I (takes_dact_quantize). ArgumentError if an
         argument is not as described.
         """

@@ -1,6 +1,6 @@
 """Grouped GEMMs of quantised numbers: E4M3 with fp32 scales (kernels/fp8.py), MXFP8 and NVFP4 (kernels/scaled.py).
 
-C, O, columns, accumulate and zero_tail are those of contract/gemm.py, P is that of contract/quantize.py; BLOCK is 128
+C, O, accumulate and zero_tail are those of contract/gemm.py, P is that of contract/quantize.py; BLOCK is 128
 and B(n) = ceil(n / BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights;
 out is bf16, fp16 or fp32, its rows multiples of 16 bytes; bias [G, O] bf16, fp16 or fp32, None: 0; bias_scale fp32[N],
 None: 1. The input gradient is the forward product, with gradients for rows and the transposed weight [G, C, O],
@@ -32,7 +32,6 @@ class QuantizedGemmKernels(Protocol):
         *,
         bias: Tensor | None = None,
         bias_scale: Tensor | None = None,
-        columns: tuple[int, int] | None = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:
@@ -77,7 +76,6 @@ class QuantizedGemmKernels(Protocol):
         group_range: Tensor | None = None,
         bias: Tensor | None = None,
         bias_scale: Tensor | None = None,
-        columns: tuple[int, int] | None = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:

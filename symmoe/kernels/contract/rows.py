@@ -3,8 +3,10 @@
     N_cap, P_cap  rows and packed rows that the buffers have room for (contract/plan.py says what packed rows are)
 
 `received` is what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of
-the buffer concerned, or a negative number if the call has failed and nothing may be moved. `columns` are the first
-feature that is read and written, and the one past the last; None: all.
+the buffer concerned, or a negative number if the call has failed and nothing may be moved.
+
+Sums return to rank h in a buffer [R - 1, T_h, H] of it, a region for each peer in the order of ranks: row i of the
+region of rank r has the sum of the rows there of the i-th token, in order of tokens, that rank h has sent to rank r.
 
 On GPUs rows are 16-byte aligned and a multiple of 16 bytes long, and so are the offsets; with num_ctas, offsets are
 multiples of 256, as those of leases are.
@@ -29,6 +31,7 @@ class RowKernels(Protocol):
         *,
         column: int,
         ranks: range | None = None,
+        but: int | None = None,
         num_ctas: int | None = None,
     ) -> None:
         """Writes each token's row to the ranks it goes to: row token_to_row[t, r] of rank r's buffer [., H] = x[t].
@@ -37,6 +40,7 @@ class RowKernels(Protocol):
             x: [T, H].
             token_to_row: int32 [T, R]; -1: the token does not go to that rank.
             ranks: ranks to write to, one after the other; None: all.
+            but: a rank of them that gets nothing.
         """
 
     def push_slots(
@@ -93,41 +97,59 @@ class RowKernels(Protocol):
             row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
         """
 
-    def fan_out(
-        self,
-        rows: Tensor,
-        packed_to_row: Tensor,
-        packed_begin: Tensor,
-        packed_end: Tensor,
-        *,
-        num_ctas: int | None = None,
+    def place_rows(
+        self, x: Tensor, slot_to_rank: Tensor, slot_to_row: Tensor, rows: Tensor, received: Tensor, *, rank: int
     ) -> None:
-        """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place.
+        """Writes each token's row to all rows that it has on this rank: rows[slot_to_row[t, k]] = x[t].
 
         Args:
-            packed_to_row: int32 [P_cap, K] of index_rows.
-            packed_begin, packed_end: int32 [1]; first packed row of the tokens, and the one past the last.
+            x: [T, H].
+            slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
+            rows: [N_cap, H].
+            received: as above; if the call has failed, nothing is written.
+            rank: this rank.
         """
 
-    def pre_reduce(
+    def fan_out(
         self,
         rows: Tensor,
         packed_to_row: Tensor,
         source_to_packed_start: Tensor,
         *,
         rank: int,
-        columns: tuple[int, int] | None = None,
+        source: int | None = None,
+    ) -> None:
+        """Copies primary rows of `rows` [N_cap, H] to the secondary rows of other ranks' tokens, in place.
+
+        Args:
+            packed_to_row: int32 [P_cap, K] of index_rows.
+            source_to_packed_start: int32 [R + 1] of lay_out.
+            rank: this rank.
+            source: the rank whose tokens have arrived; None: all but this rank.
+        """
+
+    def push_sums(
+        self,
+        rows: Tensor,
+        packed_to_row: Tensor,
+        source_to_packed_start: Tensor,
+        peers: Peers,
+        received: Tensor,
+        *,
+        column: int,
+        source: int | None = None,
         num_ctas: int | None = None,
     ) -> None:
-        """Sums the rows of each token that another rank has sent into its primary row: fp32, in k order, in place.
+        """Sums the rows of each token that another rank has sent, and writes the sums to that rank: fp32, in k order.
 
-        A token's sum begins with the primary row; a token without secondary rows stays as it is.
+        A sum begins with the token's first row: a row that is alone arrives as it is.
 
         Args:
             rows: [N_cap, H].
             packed_to_row: int32 [P_cap, K] of index_rows.
             source_to_packed_start: int32 [R + 1] of lay_out.
-            rank: this rank; rows of its tokens stay as they are, because pull_sums sums them.
+            column: of `received`; the next column holds the offset of the last row of a rank's first region.
+            source: the rank whose tokens' rows are complete, and only their sums are made; None: all but this rank.
         """
 
     def gather_values(
@@ -147,8 +169,6 @@ class RowKernels(Protocol):
         out: Tensor,
         *,
         column: int,
-        columns: tuple[int, int] | None = None,
-        num_ctas: int | None = None,
     ) -> None:
         """out[t] = sum over s of row source_row[t, s] of rank source_rank[t, s]: fp32, in order of s.
 
@@ -159,28 +179,35 @@ class RowKernels(Protocol):
             out: [T, H].
         """
 
-    def pull_sums(
+    def sum_home(
         self,
-        token_to_primary_row: Tensor,
+        rows: Tensor,
+        returned: Tensor,
+        token_to_packed_row: Tensor,
+        packed_start: Tensor,
         slot_to_rank: Tensor,
         slot_to_row: Tensor,
-        peers: Peers,
-        received: Tensor,
+        ready: Tensor,
+        arrived: Tensor,
         out: Tensor,
         *,
-        column: int,
-        columns: tuple[int, int] | None = None,
+        rank: int,
         num_ctas: int | None = None,
     ) -> None:
         """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
 
-        A peer's sum has been made by pre_reduce and is read from the primary row. This rank's sum is made here with
-        the same bits: fp32, in k order, rounded to the dtype of `out`. If the call has failed, `out` gets NaN.
+        A peer's sum has returned. This rank's sum is made here with the same bits: fp32, in k order, rounded to the
+        dtype of `out`. If the call has failed, `out` gets NaN.
 
         Args:
-            token_to_primary_row: int32 [T, R]; -1: the token has no row there.
+            rows: [N_cap, H], the rows on this rank.
+            returned: [(R - 1) * T, H].
+            token_to_packed_row: int32 [T, R]; -1: the token has no row there.
+            packed_start: int32 [R], as in Plan.
             slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
+            ready, arrived: results of the trip's barriers; a negative first word means that the call has failed.
             out: [T, H].
+            rank: this rank.
         """
 
     def pull_values(

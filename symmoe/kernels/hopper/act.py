@@ -290,7 +290,7 @@ def hopper_act_kernel(
     gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would be stored among ups
     args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
-    run(rows_desc, weight_desc, row_range, None, EPILOGUE, args, a.dtype.element_ty, PIPE)
+    run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
 @fast_launch
@@ -315,7 +315,7 @@ def hopper_dact_kernel(
     args = (h, row_scale, dh, a, scale_sums, num_rows)
     source = dout_desc if row_index is None else (dout, row_index)
     EPILOGUE: gl.constexpr = dact_finish if PIPE.finish_warps > 0 else dact_epilogue
-    run(source, weight_desc, row_range, None, EPILOGUE, args, dout.dtype.element_ty, PIPE)
+    run(source, weight_desc, row_range, EPILOGUE, args, dout.dtype.element_ty, PIPE)
 
 
 def launch_dact(

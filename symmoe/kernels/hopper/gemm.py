@@ -40,20 +40,15 @@ def store_tile(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.cons
 
 
 @gluon.jit
-def zero_tail_rows(out, row_range, first_column, num_rows, PIPE: gl.constexpr):
+def zero_tail_rows(out, row_range, num_rows, PIPE: gl.constexpr):
     """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn."""
-    first = gl.load(row_range + (2 * PIPE.num_groups - 1)).to(gl.int64) * PIPE.panel_columns
-    end = num_rows.to(gl.int64) * PIPE.panel_columns
+    first = gl.load(row_range + (2 * PIPE.num_groups - 1)).to(gl.int64) * PIPE.columns
+    end = num_rows.to(gl.int64) * PIPE.columns
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, ZERO_BLOCK, layout)
     zeros = gl.zeros([ZERO_BLOCK], out.dtype.element_ty, layout)
     for i in range(first + gl.program_id(0) * ZERO_BLOCK, end, gl.num_programs(0) * ZERO_BLOCK):
-        if PIPE.panel_columns == PIPE.columns:
-            pointers = out + i + lane
-        else:
-            row = (i + lane) // PIPE.panel_columns
-            pointers = out + first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
-        gl.store(pointers, zeros, mask=i + lane < end)
+        gl.store(out + i + lane, zeros, mask=i + lane < end)
 
 
 @fast_launch
@@ -64,13 +59,12 @@ def hopper_gemm_kernel(
     out_desc,  # [N, M], ragged, block [CHUNK, CHUNK]
     out,
     row_range,
-    first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
-    run(rows_desc, weight_desc, row_range, first_column, store_tile, out_desc, rows_desc.dtype, PIPE)
+    run(rows_desc, weight_desc, row_range, store_tile, out_desc, rows_desc.dtype, PIPE)
     if num_rows is not None:
-        zero_tail_rows(out, row_range, first_column, num_rows, PIPE)
+        zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
 def launch_gemm(
@@ -80,25 +74,17 @@ def launch_gemm(
     out: torch.Tensor,
     *,
     weight_k_first: bool,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     **options: int,
 ) -> None:
     """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
 
-    columns: the result of gemm_parts.panel. options: options of the Pipeline, for comparisons.
+    options: options of the Pipeline, for comparisons.
     """
     (num_rows, out_width), num_groups = out.shape, weight.shape[0]
-    first_column, end_column = columns or (None, out_width)
     pipe, constants = _gemm_plan(
-        num_groups,
-        out_width,
-        rows.shape[1],
-        out.dtype,
-        weight_k_first,
-        end_column - (first_column or 0),
-        tuple(options.items()),
+        num_groups, out_width, rows.shape[1], out.dtype, weight_k_first, tuple(options.items())
     )
     launch(
         hopper_gemm_kernel,
@@ -109,7 +95,6 @@ def launch_gemm(
         out,
         out,
         row_range,
-        first_column,
         num_rows if zero_tail else None,
     )
 
@@ -121,7 +106,6 @@ def _gemm_plan(
     in_width: int,
     dtype: torch.dtype,
     weight_k_first: bool,
-    num_columns: int,
     options: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
     pipe = Pipeline(
@@ -129,7 +113,6 @@ def _gemm_plan(
         columns=out_width,
         in_width=in_width,
         weight_k_first=weight_k_first,
-        panel=num_columns,
         **{"group_m": 8 if weight_k_first else 16, **dict(options)},
     )
     descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}

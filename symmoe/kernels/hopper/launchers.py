@@ -2,7 +2,7 @@
 
 from symmoe.kernels.hopper.act import launch_act, launch_dact
 from symmoe.kernels.hopper.gemm import launch_gemm
-from symmoe.kernels.hopper.rows import launch_pre_reduce, launch_pull, launch_push, takes_rows, takes_sums
+from symmoe.kernels.hopper.rows import launch_push, launch_push_sums, launch_sum_home, takes_rows, takes_sums
 from symmoe.kernels.hopper.wgrad import launch_wgrad
 from symmoe.kernels.low_precision.hopper_columns import (
     launch_quantize_columns,
@@ -21,12 +21,12 @@ __all__ = [
     "launch_fp8_gemm",
     "launch_fp8_wgrad",
     "launch_gemm",
-    "launch_pre_reduce",
-    "launch_pull",
     "launch_push",
+    "launch_push_sums",
     "launch_quantize_columns",
     "launch_quantize_weight_pairs",
     "launch_requantize_columns",
+    "launch_sum_home",
     "launch_wgrad",
     "takes_columns",
     "takes_dact_quantize",

@@ -66,7 +66,6 @@ class Pipeline(Groups):
     columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features,
     more than tile_columns if it has gates and ups. in_width: contracted features. weight_k_first: weights are
     [G, in_width, columns]. gathered: rows come from a tensor of packed rows.
-    panel: columns of a panel; None: all columns.
     group_m: tiles of M that share a column of tiles while it is in L2. alternate, finish_warps: see above.
     instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes the rest.
     """
@@ -76,7 +75,6 @@ class Pipeline(Groups):
     activation: Activation | None = None
     weight_k_first: bool = False
     gathered: bool = False
-    panel: int | None = None
     block_n: int = 256
     tile_columns: int = 256
     instruction_n: int = 256
@@ -90,13 +88,8 @@ class Pipeline(Groups):
 
     @property
     def num_n_tiles(self) -> int:
-        """Tiles across the panel."""
-        return -(-self.panel_columns // self.tile_columns)
-
-    @property
-    def panel_columns(self) -> int:
-        """Features of a row that are computed."""
-        return self.columns if self.panel is None else self.panel
+        """Tiles across the result."""
+        return -(-self.columns // self.tile_columns)
 
     @property
     def num_k(self) -> int:
@@ -152,14 +145,9 @@ def place_in_group(tile, prefix, row_range, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def locate_tile(tile, prefix, row_range, first_column, PIPE: gl.constexpr):
-    """Group, first row, end of the group's rows, and column tile of a tile. first_column: of the panel.
-
-    None: of all columns, which spills less than 0.
-    """
+def locate_tile(tile, prefix, row_range, PIPE: gl.constexpr):
+    """Group, first row, end of the group's rows, and column tile of a tile."""
     group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_range, PIPE)
-    if first_column is not None:
-        n_tile += first_column // PIPE.tile_columns
     return group, first_row, end, n_tile
 
 
@@ -215,22 +203,22 @@ def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexp
 
 
 @gluon.jit
-def load(source, b_desc, row_range, first_column, ring, PIPE: gl.constexpr):
+def load(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     """The role load. source: descriptor of contiguous rows, or the tensor of packed rows and row_index."""
     if PIPE.gathered:
-        load_gathered(source, b_desc, row_range, first_column, ring, PIPE)
+        load_gathered(source, b_desc, row_range, ring, PIPE)
     else:
-        load_contiguous(source, b_desc, row_range, first_column, ring, PIPE)
+        load_contiguous(source, b_desc, row_range, ring, PIPE)
 
 
 @gluon.jit
-def load_contiguous(source, b_desc, row_range, first_column, ring, PIPE: gl.constexpr):
+def load_contiguous(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     a, b, full, empty = ring
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
@@ -241,7 +229,7 @@ def load_contiguous(source, b_desc, row_range, first_column, ring, PIPE: gl.cons
 
 
 @gluon.jit
-def load_gathered(source, b_desc, row_range, first_column, ring, PIPE: gl.constexpr):
+def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
     """The role load for rows of [P, in_width] that row_index int32[N] names: cp.async, whose bytes no barrier counts.
 
     LAG stages later they have landed, and one arrival says so.
@@ -258,7 +246,7 @@ def load_gathered(source, b_desc, row_range, first_column, ring, PIPE: gl.conste
     asked = 0
     landed = 0  # stages, in the ring's order
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
         row = gl.load(row_index + first_row + lane, mask=first_row + lane < end, other=0)
         pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
@@ -337,7 +325,6 @@ def multiply(
     EPILOGUE: gl.constexpr,
     args,
     row_range,
-    first_column,
     ring,
     turn_barriers,
     dump,
@@ -362,7 +349,7 @@ def multiply(
         acc, stage, phase = product(ring, turn_barriers, stage, phase, WARPGROUP, PIPE)
         if PIPE.alternate:
             stage, phase = skip_tile(stage, phase, PIPE)
-        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE)
         turn ^= 1
     tma.store_wait(0)
@@ -422,19 +409,19 @@ def leave_to_finish(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl
 
 
 @gluon.jit
-def finish(FINISH: gl.constexpr, args, row_range, first_column, dump, PIPE: gl.constexpr):
+def finish(FINISH: gl.constexpr, args, row_range, dump, PIPE: gl.constexpr):
     """The role finish. FINISH(args, dump, turn, first_row, end, n_tile, PIPE) waits for a tile, reads it, frees it."""
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         FINISH(args, dump, turn, first_row, end, n_tile, PIPE)
         turn ^= 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def run(source, b_desc, row_range, first_column, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
+def run(source, b_desc, row_range, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
     """Runs all roles. EPILOGUE: argument of multiply; with finish_warps, of finish."""
     ring = make_ring(dtype, b_desc, PIPE)
     dump = make_dump(dtype)
@@ -444,9 +431,9 @@ def run(source, b_desc, row_range, first_column, EPILOGUE: gl.constexpr, args, d
     if PIPE.finish_warps == 0:
         gl.warp_specialize(
             [
-                (multiply, (EPILOGUE, args, row_range, first_column, ring, turn_barriers, dump, 0, PIPE)),
-                (multiply, (EPILOGUE, args, row_range, first_column, ring, turn_barriers, dump, 1, PIPE)),
-                (load, (source, b_desc, row_range, first_column, ring, PIPE)),
+                (multiply, (EPILOGUE, args, row_range, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (EPILOGUE, args, row_range, ring, turn_barriers, dump, 1, PIPE)),
+                (load, (source, b_desc, row_range, ring, PIPE)),
             ],
             [4, LOAD_WARPS],
             [PIPE.multiply_registers, PIPE.load_registers],
@@ -455,10 +442,10 @@ def run(source, b_desc, row_range, first_column, EPILOGUE: gl.constexpr, args, d
         LEAVE: gl.constexpr = leave_to_finish
         gl.warp_specialize(
             [
-                (multiply, (LEAVE, None, row_range, first_column, ring, turn_barriers, dump, 0, PIPE)),
-                (multiply, (LEAVE, None, row_range, first_column, ring, turn_barriers, dump, 1, PIPE)),
-                (finish, (EPILOGUE, args, row_range, first_column, dump, PIPE)),
-                (load, (source, b_desc, row_range, first_column, ring, PIPE)),
+                (multiply, (LEAVE, None, row_range, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (LEAVE, None, row_range, ring, turn_barriers, dump, 1, PIPE)),
+                (finish, (EPILOGUE, args, row_range, dump, PIPE)),
+                (load, (source, b_desc, row_range, ring, PIPE)),
             ],
             [4, PIPE.finish_warps, LOAD_WARPS],
             [PIPE.multiply_registers, PIPE.finish_registers, PIPE.load_registers],

@@ -33,7 +33,6 @@ NEGATIVE_ZERO = gl.constexpr(-(2**31))  # the bits of -0.0 in fp32
 MAX_SEGMENT = 256  # words: the longest side of a TMA box
 MAX_PIECE_BYTES = 16 << 10  # of a pushed piece
 STAGE_BYTES = 16 << 10
-MAX_RANKS = 8  # most ranks to pull rows from
 MAX_SOURCES = SUM_RING_BYTES // (SUM_STAGES * 4 * MAX_SEGMENT)  # rows of a token in a stage of the shortest pieces
 MOVERS = 4  # warps that move rows, each with its own ring
 MOVE_STAGES = 3
@@ -44,26 +43,25 @@ PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [
 class Pieces:
     """How rows are cut.
 
-    row_bytes: bytes of a row, which has segments of `segment` words. first_segment, end_segment: segments to move.
+    row_bytes: bytes of a row, which has `num_segments` of `segment` words.
     piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
     batch: pieces of a stage of a mover's ring.
     """
 
     row_bytes: int
     segment: int
-    first_segment: int
-    end_segment: int
+    num_segments: int
     piece: int
     num_ranks: int
-    column: int
+    column: int = 0
     batch: int = 1
     stages: int = MOVE_STAGES
     movers: int = MOVERS
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of the moved part of a row."""
-        return -(-(self.end_segment - self.first_segment) // self.piece)
+        """Pieces of a row."""
+        return -(-self.num_segments // self.piece)
 
     @property
     def piece_bytes(self) -> int:
@@ -92,7 +90,7 @@ def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_du
         token = item // CUT.num_pieces
         piece = item - token * CUT.num_pieces
         row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=is_due & (token < num_tokens), other=-1)
-        place = [gl.where(row >= 0, token, num_tokens), CUT.first_segment + piece * CUT.piece, 0]
+        place = [gl.where(row >= 0, token, num_tokens), piece * CUT.piece, 0]
         tma.async_copy_global_to_shared(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
 
 
@@ -123,7 +121,7 @@ def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
             row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=token < num_tokens, other=-1)
             unit = (first_unit + row.to(gl.int64) * (CUT.row_bytes // UNIT_BYTES)).to(gl.int32)
             goes = (row >= 0) & (offset >= 0)
-            place = [gl.where(goes, unit, NOWHERE), CUT.first_segment + piece * CUT.piece, 0]
+            place = [gl.where(goes, unit, NOWHERE), piece * CUT.piece, 0]
             tma.async_copy_shared_to_global(arena_desc, place, slots.index(stage * BATCH + i))
         tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
@@ -190,7 +188,7 @@ def takes_rows(rows: torch.Tensor) -> bool:
 
 def takes_sums(top_k: int, num_ranks: int) -> bool:
     """Whether the kernels can sum this many rows."""
-    return num_ranks <= MAX_RANKS and top_k + num_ranks - 1 <= MAX_SOURCES
+    return top_k + num_ranks - 1 <= MAX_SOURCES
 
 
 @functools.cache
@@ -201,21 +199,16 @@ def _push_plan(row_bytes: int, num_ranks: int, column: int) -> Constants:
 
 
 @functools.cache
-def cut_rows(
-    row_bytes: int, num_ranks: int, column: int, most_bytes: int, part: tuple[int, int] | None = None
-) -> Pieces:
-    """Rows, or bytes (first, one past the last) of them, multiples of UNIT_BYTES, in pieces of at most `most_bytes`."""
+def cut_rows(row_bytes: int, num_ranks: int, column: int, most_bytes: int) -> Pieces:
+    """Rows in pieces of at most `most_bytes`."""
     words = row_bytes // 4
-    begin, end = (0, words) if part is None else (part[0] // 4, part[1] // 4)
-    joint = words | begin | end
-    segment = min(MAX_SEGMENT, joint & -joint)
-    num_segments = (end - begin) // segment
+    segment = min(MAX_SEGMENT, words & -words)
+    num_segments = words // segment
     piece = min(1 << (num_segments - 1).bit_length(), most_bytes // (4 * segment))
     return Pieces(
         row_bytes=row_bytes,
         segment=segment,
-        first_segment=begin // segment,
-        end_segment=end // segment,
+        num_segments=num_segments,
         piece=piece,
         num_ranks=num_ranks,
         column=column,
@@ -233,7 +226,7 @@ def describe_rows(cut: Pieces):
 
     def describe(rows: torch.Tensor) -> TensorDescriptor:
         words = rows.view(torch.int32)
-        shape = [words.shape[0], cut.end_segment, cut.segment]
+        shape = [words.shape[0], cut.num_segments, cut.segment]
         return TensorDescriptor(words, shape, [words.shape[1], cut.segment, 1], block, _layout(block))
 
     return describe
@@ -245,7 +238,7 @@ def describe_arena(cut: Pieces):
 
     def describe(arena: torch.Tensor) -> TensorDescriptor:
         num_units = (arena.numel() - cut.row_bytes) // UNIT_BYTES.value + 1
-        shape = [num_units, cut.end_segment, cut.segment]
+        shape = [num_units, cut.num_segments, cut.segment]
         strides = [UNIT_BYTES.value // 4, cut.segment, 1]
         return TensorDescriptor(arena.view(torch.int32), shape, strides, block, _layout(block))
 
@@ -262,8 +255,8 @@ class Sums:
     A stage of a pair's ring belongs to a few tokens, and has a slot for each row that their sums may have. The hardware
     fills slots without a row with zeros, without any traffic; they are not added.
 
-    cut: pieces of the rows. top_k: K. sources: slots of a token. tokens: tokens of a stage. own_rank: this rank, if
-    rows are pulled.
+    cut: pieces of the rows. top_k: K. sources: slots of a token. tokens: tokens of a stage. own_rank: this rank, at
+    home.
     """
 
     cut: Pieces
@@ -336,20 +329,12 @@ def store_piece(words, low, high, row, first_segment, DTYPE: gl.constexpr, SUMS:
     """Rounds a piece and stores it in a row."""
     layout: gl.constexpr = PIECE_LAYOUT
     CUT: gl.constexpr = SUMS.cut
-    END: gl.constexpr = CUT.end_segment * CUT.segment
+    END: gl.constexpr = CUT.num_segments * CUT.segment
     segment = first_segment + gl.arange(0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(gl.expand_dims(word, 0), 1)
     target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
     gl.store(target, pack(low, high, DTYPE), mask=places < END)
-
-
-@gluon.jit
-def peers_rows(source_to_packed_start, rank, SUMS: gl.constexpr):
-    """First and number of the packed rows of this rank's own tokens, which are left out; the number of all others."""
-    begin = gl.load(source_to_packed_start + rank)
-    length = gl.load(source_to_packed_start + rank + 1) - begin
-    return begin, length, gl.load(source_to_packed_start + SUMS.cut.num_ranks) - length
 
 
 @gluon.jit
@@ -362,8 +347,7 @@ def num_items(num_tokens, SUMS: gl.constexpr):
 def place_of(item, SUMS: gl.constexpr):
     """First token and first segment of an item."""
     group = item // SUMS.cut.num_pieces
-    segment = SUMS.cut.first_segment + (item - group * SUMS.cut.num_pieces) * SUMS.cut.piece
-    return group * SUMS.tokens, segment
+    return group * SUMS.tokens, (item - group * SUMS.cut.num_pieces) * SUMS.cut.piece
 
 
 @gluon.jit
@@ -377,51 +361,49 @@ def load_slots(table, token, inside, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def first_of_several(rows, SUMS: gl.constexpr):
-    """Whether a token has several rows, and the first row."""
-    TOP_K: gl.constexpr = SUMS.top_k
-    primary = rows[0]
-    number = (rows[0] >= 0).to(gl.int32)
-    for k in gl.static_range(1, TOP_K):
-        primary = gl.where(primary < 0, rows[k], primary)
-        number += (rows[k] >= 0).to(gl.int32)
-    return number > 1, primary
+def rows_of_home(source_to_packed_start, received, home, SUMS: gl.constexpr):
+    """First and number of the packed rows of a rank's tokens; none if the call has failed."""
+    begin = gl.load(source_to_packed_start + home)
+    number = gl.load(source_to_packed_start + home + 1) - begin
+    return begin, gl.where(gl.load(received + home * NUM_PUBLISHED + SUMS.cut.column) < 0, 0, number)
 
 
 @gluon.jit
-def ask_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """The role: loads pieces of the rows of tokens that have several rows."""
-    rows_desc, _words, packed_to_row, source_to_packed_start, rank = tensors
+def ask_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """The role: loads pieces of the rows of each token of the rank `home`."""
+    rows_desc, _arena, packed_to_row, source_to_packed_start, received, _rank, home = tensors
     TOP_K: gl.constexpr = SUMS.top_k
     TOKENS: gl.constexpr = SUMS.tokens
-    begin, length, number = peers_rows(source_to_packed_start, rank, SUMS)
+    begin, number = rows_of_home(source_to_packed_start, received, home, SUMS)
     step = gl.num_programs(0) * SUMS.pairs
     stage = PAIR * SUMS.stages + 0
     phase = 1
     for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
         first, segment = place_of(item, SUMS)
         later, _ = place_of(item + 2 * step, SUMS)
-        later = gl.minimum(later, number - 1)
-        prefetch(packed_to_row + gl.where(later < begin, later, later + length) * TOP_K)
+        prefetch(packed_to_row + (begin + gl.minimum(later, number - 1)) * TOP_K)
         open_stage(ring, stage, phase, SUMS)
         for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
-            packed = gl.where(first + i < begin, first + i, first + i + length)
-            rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
-            several, _primary = first_of_several(rows, SUMS)
+            rows = load_slots(packed_to_row, begin + first + i, first + i < number, SUMS)
             for k in gl.static_range(TOP_K):
-                row = gl.where(several & (rows[k] >= 0), rows[k], NOWHERE)
+                row = gl.where(rows[k] >= 0, rows[k], NOWHERE)
                 ask_piece(rows_desc, row, segment, ring, stage, i * TOP_K + k, SUMS)
         stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
-def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
-    """The role: sums the pieces into each token's first row."""
-    _rows_desc, words, packed_to_row, source_to_packed_start, rank = tensors
+def add_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
+    """The role: sums the pieces, and stores the sums in the arena of `home`."""
+    _rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home = tensors
     TOP_K: gl.constexpr = SUMS.top_k
     TOKENS: gl.constexpr = SUMS.tokens
     _slots, full, _empty = ring
-    begin, length, number = peers_rows(source_to_packed_start, rank, SUMS)
+    begin, number = rows_of_home(source_to_packed_start, received, home, SUMS)
+    published = received + home * NUM_PUBLISHED + SUMS.cut.column
+    offset = gl.load(published)
+    region_bytes = gl.load(published + 1) - offset + SUMS.cut.row_bytes
+    unit = (offset + (rank - (rank > home).to(gl.int32)) * region_bytes) // UNIT_BYTES
+    words = arena + unit * (UNIT_BYTES // 4)
     stage = PAIR * SUMS.stages + 0
     phase = 0
     step = gl.num_programs(0) * SUMS.pairs
@@ -429,15 +411,16 @@ def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE:
         first, segment = place_of(item, SUMS)
         mbarrier.wait(full.index(stage), phase)
         for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
-            packed = gl.where(first + i < begin, first + i, first + i + length)
-            rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
-            several, primary = first_of_several(rows, SUMS)
-            if several:
+            rows = load_slots(packed_to_row, begin + first + i, first + i < number, SUMS)
+            highest = rows[0]
+            for k in gl.static_range(1, TOP_K):
+                highest = gl.maximum(highest, rows[k])
+            if highest >= 0:
                 low = constant_piece(NEGATIVE_ZERO, SUMS)  # adding any number to it changes no bits of the number
                 high = constant_piece(NEGATIVE_ZERO, SUMS)
                 for k in gl.static_range(TOP_K):
                     low, high = add_piece(low, high, rows[k] >= 0, ring, stage, i * TOP_K + k, DTYPE, SUMS)
-                store_piece(words, low, high, primary, segment, DTYPE, SUMS)
+                store_piece(words, low, high, first + i, segment, DTYPE, SUMS)
         close_stage(ring, stage)
         stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
@@ -454,71 +437,68 @@ def make_rings(desc, SUMS: gl.constexpr):
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
-def hopper_pre_reduce_kernel(
+@gluon.jit(
+    do_not_specialize=["rank", "home"],
+    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start", "received"],
+)
+def hopper_push_sums_kernel(
     rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
-    words,  # of the rows
+    arena,  # words
     packed_to_row,  # [P_cap, K]
     source_to_packed_start,  # [R + 1]
+    received,
     rank: gl.int32,
+    home: gl.int32,
     SUMS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    tensors = (rows_desc, words, packed_to_row, source_to_packed_start, rank)
+    tensors = (rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home)
     ring = make_rings(rows_desc, SUMS)
     gl.warp_specialize(
         [
-            (add_for_reduce, (tensors, ring, 0, SUMS, DTYPE)),
-            (add_for_reduce, (tensors, ring, 1, SUMS, DTYPE)),
-            (add_for_reduce, (tensors, ring, 2, SUMS, DTYPE)),
-            (ask_for_reduce, (tensors, ring, 0, SUMS)),
-            (ask_for_reduce, (tensors, ring, 1, SUMS)),
-            (ask_for_reduce, (tensors, ring, 2, SUMS)),
+            (add_for_push, (tensors, ring, 0, SUMS, DTYPE)),
+            (add_for_push, (tensors, ring, 1, SUMS, DTYPE)),
+            (add_for_push, (tensors, ring, 2, SUMS, DTYPE)),
+            (ask_for_push, (tensors, ring, 0, SUMS)),
+            (ask_for_push, (tensors, ring, 1, SUMS)),
+            (ask_for_push, (tensors, ring, 2, SUMS)),
         ],
         [4, 4, 1, 1, 1],
         [128, 128, 64, 64, 64],
     )
 
 
-def launch_pre_reduce(
+def launch_push_sums(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
     source_to_packed_start: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
     *,
-    rank: int,
-    columns: tuple[int, int] | None,
+    column: int,
+    home: int,
     num_ctas: int,
 ) -> None:
-    """pre_reduce of rows [N_cap, H], on `num_ctas` SMs."""
-    num_ranks, top_k = source_to_packed_start.numel() - 1, packed_to_row.shape[1]
-    constants = _pre_reduce_plan(rows.shape[1], rows.dtype, top_k, num_ranks, columns)
-    tables = (packed_to_row, source_to_packed_start)
-    launch(hopper_pre_reduce_kernel, (num_ctas,), constants, rows, rows.view(torch.int32), *tables, rank)
+    """push_sums of rows [N_cap, H] to one rank, on `num_ctas` SMs."""
+    constants = _push_sums_plan(rows.shape[1], rows.dtype, packed_to_row.shape[1], peers.num_ranks, column)
+    tables = (packed_to_row, source_to_packed_start, received)
+    arena = peers.views[home].view(torch.int32)
+    launch(hopper_push_sums_kernel, (num_ctas,), constants, rows, arena, *tables, peers.rank, home)
 
 
 @functools.cache
-def _pre_reduce_plan(
-    width: int, dtype: torch.dtype, top_k: int, num_ranks: int, columns: tuple[int, int] | None
-) -> Constants:
-    sums = _sums(width, dtype, top_k, columns, top_k, num_ranks)
+def _push_sums_plan(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, column: int) -> Constants:
+    sums = _sums(width, dtype, top_k, top_k, num_ranks, column)
     return Constants(_named(sums, dtype), {0: describe_rows(sums.cut)})
 
 
 def _sums(
-    width: int,
-    dtype: torch.dtype,
-    top_k: int,
-    columns: tuple[int, int] | None,
-    sources: int,
-    num_ranks: int,
-    column: int = 0,
-    own_rank: int = -1,
+    width: int, dtype: torch.dtype, top_k: int, sources: int, num_ranks: int, column: int = 0, own_rank: int = -1
 ) -> Sums:
     """Sums with as many stages as a ring takes."""
-    first, end = columns or (0, width)
-    part = (first * dtype.itemsize, end * dtype.itemsize)
-    piece_bytes, tokens = sum_stage(part[1] - part[0], sources)
-    cut = cut_rows(width * dtype.itemsize, num_ranks, column, piece_bytes, part)
+    row_bytes = width * dtype.itemsize
+    piece_bytes, tokens = sum_stage(row_bytes, sources)
+    cut = cut_rows(row_bytes, num_ranks, column, piece_bytes)
     stages = SUM_RING_BYTES // (tokens * sources * cut.piece_bytes)
     return Sums(cut=cut, top_k=top_k, sources=sources, tokens=tokens, stages=stages, own_rank=own_rank)
 
@@ -528,41 +508,33 @@ def _named(sums: Sums, dtype: torch.dtype) -> dict[str, object]:
 
 
 @gluon.jit
-def is_failed(received, SUMS: gl.constexpr):
-    """Whether the offsets from the barrier say that nothing may be moved."""
-    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
-    lowest = gl.load(received + SUMS.cut.column)
-    for rank in gl.static_range(1, NUM_RANKS):
-        lowest = gl.minimum(lowest, gl.load(received + rank * NUM_PUBLISHED + SUMS.cut.column))
-    return lowest < 0
+def is_failed(ready, arrived):
+    """Whether the trip's barriers say that nothing has moved."""
+    return gl.minimum(gl.load(ready), gl.load(arrived)) < 0
 
 
 @gluon.jit
-def first_units(received, SUMS: gl.constexpr):
-    """Where the ranks' published buffers begin in their arenas."""
+def first_rows(packed_start, num_tokens, SUMS: gl.constexpr):
+    """What has to be added to a token's packed row on each rank to get the row of `returned`."""
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
-    units = ()
+    OWN: gl.constexpr = SUMS.own_rank
+    rows = ()
     for rank in gl.static_range(NUM_RANKS):
-        units += ((gl.load(received + rank * NUM_PUBLISHED + SUMS.cut.column) // UNIT_BYTES).to(gl.int32),)
-    return units
+        rows += ((rank - (rank > OWN)) * num_tokens - gl.load(packed_start + rank),)
+    return rows
 
 
 @gluon.jit
-def unit_of(first_unit, row, has, SUMS: gl.constexpr):
-    """Where a row begins in an arena."""
-    return gl.where(has, first_unit + row * (SUMS.cut.row_bytes // UNIT_BYTES), NOWHERE)
-
-
-@gluon.jit
-def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
+def ask_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
     """The role: loads pieces of every token's rows: one from each peer, all from this rank."""
-    _words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
+    rows_desc, returned_desc, _words, tables, ready, arrived, num_tokens = tensors
+    token_to_packed_row, packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
     TOKENS: gl.constexpr = SUMS.tokens
     OWN: gl.constexpr = SUMS.own_rank
-    units = first_units(received, SUMS)
-    number = gl.where(is_failed(received, SUMS), 0, num_tokens)
+    firsts = first_rows(packed_start, num_tokens, SUMS)
+    number = gl.where(is_failed(ready, arrived), 0, num_tokens)
     step = gl.num_programs(0) * SUMS.pairs
     stage = PAIR * SUMS.stages + 0
     phase = 1
@@ -570,7 +542,7 @@ def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
         first, segment = place_of(item, SUMS)
         later, _ = place_of(item + 2 * step, SUMS)
         later = gl.minimum(later, number - 1)
-        prefetch(token_to_primary_row + later * NUM_RANKS)
+        prefetch(token_to_packed_row + later * NUM_RANKS)
         prefetch(slot_to_rank + later * TOP_K)
         prefetch(slot_to_row + later * TOP_K)
         open_stage(ring, stage, phase, SUMS)
@@ -578,28 +550,29 @@ def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
             token = first + t
             own_rows = load_slots(slot_to_row, token, token < number, SUMS)
             ranks = load_slots(slot_to_rank, token, token < number, SUMS)
-            for i in gl.static_range(1, NUM_RANKS):  # peers first: their rows take longer
-                primary = token_to_primary_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS
-                row = gl.load(primary, mask=token < number, other=-1)
-                unit = unit_of(units[(OWN + i) % NUM_RANKS], row, row >= 0, SUMS)
+            for i in gl.static_range(1, NUM_RANKS):
+                packed = token_to_packed_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS
+                packed_row = gl.load(packed, mask=token < number, other=-1)
+                row = gl.where(packed_row >= 0, packed_row + firsts[(OWN + i) % NUM_RANKS], NOWHERE)
                 slot = t * SUMS.sources + TOP_K + i - 1
-                ask_piece(arenas[(OWN + i) % NUM_RANKS], unit, segment, ring, stage, slot, SUMS)
+                ask_piece(returned_desc, row, segment, ring, stage, slot, SUMS)
             for k in gl.static_range(TOP_K):
-                unit = unit_of(units[OWN], own_rows[k], (ranks[k] == OWN) & (own_rows[k] >= 0), SUMS)
-                ask_piece(arenas[OWN], unit, segment, ring, stage, t * SUMS.sources + k, SUMS)
+                row = gl.where((ranks[k] == OWN) & (own_rows[k] >= 0), own_rows[k], NOWHERE)
+                ask_piece(rows_desc, row, segment, ring, stage, t * SUMS.sources + k, SUMS)
         stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
-def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
+def add_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
     """The role: sums the pieces. This rank's rows are summed and rounded first, as peers do with their rows."""
-    words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
+    _rows_desc, _returned_desc, words, tables, ready, arrived, num_tokens = tensors
+    token_to_packed_row, _packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
     TOKENS: gl.constexpr = SUMS.tokens
     OWN: gl.constexpr = SUMS.own_rank
     _slots, full, _empty = ring
-    failed = is_failed(received, SUMS)
+    failed = is_failed(ready, arrived)
     stage = PAIR * SUMS.stages + 0
     phase = 0
     step = gl.num_programs(0) * SUMS.pairs
@@ -615,7 +588,7 @@ def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
             high = constant_piece(0, SUMS)
             for rank in gl.static_range(NUM_RANKS):
                 if rank == OWN:
-                    # This may be 0.0 where a primary row has -0.0: added to 0.0, both give the same.
+                    # This may be 0.0 where peers' sums are -0.0: added to 0.0, both give the same.
                     own_low = constant_piece(0, SUMS)
                     own_high = constant_piece(0, SUMS)
                     for k in gl.static_range(TOP_K):
@@ -626,7 +599,7 @@ def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
                     low += rounded_low
                     high += rounded_high
                 else:
-                    has = gl.load(token_to_primary_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
+                    has = gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
                     slot = t * SUMS.sources + TOP_K + (rank + NUM_RANKS - OWN) % NUM_RANKS - 1
                     low, high = add_piece(low, high, has, ring, stage, slot, DTYPE, SUMS)
             low = gl.where(failed, float("nan"), low)
@@ -640,72 +613,68 @@ def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["token_to_primary_row", "slot_to_rank", "slot_to_row", "received"],
+    do_not_specialize_on_alignment=[
+        "token_to_packed_row",
+        "packed_start",
+        "slot_to_rank",
+        "slot_to_row",
+        "ready",
+        "arrived",
+    ],
 )
-def hopper_pull_kernel(
-    arena0,  # [units, segments, SEGMENT], block [1, piece, SEGMENT]; arenas of ranks that do not exist are not read
-    arena1,
-    arena2,
-    arena3,
-    arena4,
-    arena5,
-    arena6,
-    arena7,
+def hopper_sum_home_kernel(
+    rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
+    returned_desc,  # [(R - 1) * T, segments, SEGMENT], the same block
     words,  # of out
-    token_to_primary_row,  # [T, R]
+    token_to_packed_row,  # [T, R]
+    packed_start,  # [R]
     slot_to_rank,  # [T, K]
     slot_to_row,
-    received,
+    ready,
+    arrived,
     num_tokens: gl.int32,
     SUMS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    tensors = (words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens)
-    arenas = (arena0, arena1, arena2, arena3, arena4, arena5, arena6, arena7)
-    ring = make_rings(arena0, SUMS)
+    tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row)
+    tensors = (rows_desc, returned_desc, words, tables, ready, arrived, num_tokens)
+    ring = make_rings(rows_desc, SUMS)
     gl.warp_specialize(
         [
-            (add_for_pull, (tensors, ring, 0, SUMS, DTYPE)),
-            (add_for_pull, (tensors, ring, 1, SUMS, DTYPE)),
-            (add_for_pull, (tensors, ring, 2, SUMS, DTYPE)),
-            (ask_for_pull, (tensors, arenas, ring, 0, SUMS)),
-            (ask_for_pull, (tensors, arenas, ring, 1, SUMS)),
-            (ask_for_pull, (tensors, arenas, ring, 2, SUMS)),
+            (add_for_home, (tensors, ring, 0, SUMS, DTYPE)),
+            (add_for_home, (tensors, ring, 1, SUMS, DTYPE)),
+            (add_for_home, (tensors, ring, 2, SUMS, DTYPE)),
+            (ask_for_home, (tensors, ring, 0, SUMS)),
+            (ask_for_home, (tensors, ring, 1, SUMS)),
+            (ask_for_home, (tensors, ring, 2, SUMS)),
         ],
         [4, 4, 1, 1, 1],
         [128, 128, 64, 64, 64],
     )
 
 
-def launch_pull(
-    token_to_primary_row: torch.Tensor,
+def launch_sum_home(
+    rows: torch.Tensor,
+    returned: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    packed_start: torch.Tensor,
     slot_to_rank: torch.Tensor,
     slot_to_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
+    ready: torch.Tensor,
+    arrived: torch.Tensor,
     out: torch.Tensor,
     *,
-    column: int,
-    columns: tuple[int, int] | None,
+    rank: int,
     num_ctas: int,
 ) -> None:
-    """pull_sums to out [T, H], on `num_ctas` SMs. T is at least 1."""
-    top_k = slot_to_row.shape[1]
-    constants = _pull_plan(out.shape[1], out.dtype, top_k, peers.num_ranks, peers.rank, column, columns)
-    arenas = (*peers.views, *(MAX_RANKS - peers.num_ranks) * peers.views[:1])
-    tables = (token_to_primary_row, slot_to_rank, slot_to_row, received)
-    launch(hopper_pull_kernel, (num_ctas,), constants, *arenas, out.view(torch.int32), *tables, out.shape[0])
+    """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there are peers."""
+    constants = _sum_home_plan(out.shape[1], out.dtype, slot_to_row.shape[1], packed_start.numel(), rank)
+    tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived)
+    words = out.view(torch.int32)
+    launch(hopper_sum_home_kernel, (num_ctas,), constants, rows, returned, words, *tables, out.shape[0])
 
 
 @functools.cache
-def _pull_plan(
-    width: int,
-    dtype: torch.dtype,
-    top_k: int,
-    num_ranks: int,
-    own_rank: int,
-    column: int,
-    columns: tuple[int, int] | None,
-) -> Constants:
-    sums = _sums(width, dtype, top_k, columns, top_k + num_ranks - 1, num_ranks, column, own_rank)
-    return Constants(_named(sums, dtype), dict.fromkeys(range(MAX_RANKS), describe_arena(sums.cut)))
+def _sum_home_plan(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, own_rank: int) -> Constants:
+    sums = _sums(width, dtype, top_k, top_k + num_ranks - 1, num_ranks, own_rank=own_rank)
+    return Constants(_named(sums, dtype), dict.fromkeys((0, 1), describe_rows(sums.cut)))

@@ -45,5 +45,10 @@ def matrix_pointer(table, group, DTYPE: gl.constexpr):
 @gluon.jit
 def matrix_place(table, anchor, group):
     """The first two coordinates of a matrix, for describe_table's descriptor of the same anchor."""
-    distance = gl.load(table + group) - anchor.to(gl.int64)
+    return distant_place(gl.load(table + group) - anchor.to(gl.int64))
+
+
+@gluon.jit
+def distant_place(distance):
+    """The first two coordinates of what lies so many bytes behind the anchor, a multiple of 16."""
     return ((distance >> FAR_STEP_BITS) & DIGITS).to(gl.int32), ((distance >> STEP_BITS) & DIGITS).to(gl.int32)

@@ -36,6 +36,7 @@ from symmoe.kernels.triton.activation import (
     load_hidden,
     scale_terms,
 )
+from symmoe.kernels.triton.bias import sum_dbias, sum_tile
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
 from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix, tile_mask
 
@@ -88,12 +89,16 @@ def store_columns(
     num_tiles,
     data,
     scale,
+    sums,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
-    data. Scales of four bytes lie by blocks, those of one byte by features."""
+    data. Scales of four bytes lie by blocks, those of one byte by features. sums [WIDTH]: of the columns, or None."""
+    if sums is not None:
+        feature = first + tl.arange(0, x.shape[1])
+        tl.store(sums + feature, sum_tile(x.to(tl.float32)), mask=feature < END)
     if data is not None:
         codes, scales = quantize_lines(tl.trans(x).to(tl.float32), SCALE, BLOCK)
         feature = first + tl.arange(0, x.shape[1])
@@ -220,13 +225,21 @@ def act_quantize_columns_kernel(
         for i in tl.range(0, FEATURES, STRIP):
             first = tl.program_id(1) * FEATURES + i
             a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-            store_columns(a, first, FFN, tile, num_tiles, data, scale, FFN, SCALE, BLOCK)
+            store_columns(a, first, FFN, tile, num_tiles, data, scale, None, FFN, SCALE, BLOCK)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=["row_scale", "row_range", "workspace", "scale", "column_scale", "a_column_scale"],
+    do_not_specialize_on_alignment=[
+        "row_scale",
+        "row_range",
+        "workspace",
+        "scale",
+        "column_scale",
+        "a_column_scale",
+        "bias_sums",
+    ],
 )
 def dact_quantize_kernel(
     da,  # [N, I]
@@ -240,6 +253,7 @@ def dact_quantize_kernel(
     column_scale,
     a_column_data,  # bytes [I, num_a_tiles * TILE], or None
     a_column_scale,
+    bias_sums,  # fp32 [slots of row tiles, W], or None
     num_rows,
     num_tiles,
     num_a_tiles,
@@ -259,24 +273,40 @@ def dact_quantize_kernel(
     tile, n_tile = tl.program_id(0), tl.program_id(1)
     prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
+        group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         first_feature = n_tile * FEATURES
-        if column_data is not None or a_column_data is not None:
+        slot = None
+        if bias_sums is not None:
+            slot = bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
+        if column_data is not None or a_column_data is not None or bias_sums is not None:
             token = first_row + tl.arange(0, TILE)
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
                 a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-                store_columns(a, first, FFN, tile, num_a_tiles, a_column_data, a_column_scale, FFN, SCALE, BLOCK)
-                if not ACTIVATION.is_gated:
-                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
-                elif ACTIVATION.interleave is None:
-                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
+                store_columns(a, first, FFN, tile, num_a_tiles, a_column_data, a_column_scale, None, FFN, SCALE, BLOCK)
+                if ACTIVATION.interleave is None:
                     store_columns(
-                        dup, FFN + first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK
+                        dgate, first, FFN, tile, num_tiles, column_data, column_scale, slot, WIDTH, SCALE, BLOCK
                     )
+                    if ACTIVATION.is_gated:
+                        store_columns(
+                            dup,
+                            FFN + first,
+                            WIDTH,
+                            tile,
+                            num_tiles,
+                            column_data,
+                            column_scale,
+                            slot,
+                            WIDTH,
+                            SCALE,
+                            BLOCK,
+                        )
                 else:
                     dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
-                    store_columns(dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
+                    store_columns(
+                        dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, slot, WIDTH, SCALE, BLOCK
+                    )
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
             _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
@@ -332,19 +362,23 @@ def dact_quantize(
     rows: Buffers | None = None,
     columns: Buffers | None = None,
     a_columns: Buffers | None = None,
+    dbias: torch.Tensor | None = None,
 ) -> None:
     sizes = check_dact_quantize(
-        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns
+        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns, dbias
     )
     constants = _dact_constants(sizes.ffn, sizes.num_groups, activation, block_format)
     if sizes.num_rows == 0:
+        if dbias is not None:
+            dbias.zero_()
         return
+    bias_sums = None if dbias is None else workspace[sizes.num_rows * num_scale_sums(sizes.ffn) :]
     tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
     on_hopper = select.hopper_kernels(h.device, h.dtype, sizes.hidden)
     all_operands = rows is not None and columns is not None and a_columns is not None
     if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
-        operands = rows, columns, a_columns
-        on_hopper.launch_dact_quantize(da, h, row_scale, row_range, workspace, activation, block_format, *operands)
+        results = rows, columns, a_columns, bias_sums
+        on_hopper.launch_dact_quantize(da, h, row_scale, row_range, workspace, activation, block_format, *results)
     else:
         launch(
             dact_quantize_kernel,
@@ -358,11 +392,14 @@ def dact_quantize(
             *_row_bytes(rows),
             *_column_bytes(columns),
             *_column_bytes(a_columns),
+            bias_sums,
             sizes.num_rows,
             _num_tiles(columns),
             _num_tiles(a_columns),
         )
     sum_dact_partials(workspace, row_range, dscale, num_scale_sums(sizes.ffn))
+    if bias_sums is not None and dbias is not None:
+        sum_dbias(bias_sums, row_range, dbias, formats.TILE)
 
 
 def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

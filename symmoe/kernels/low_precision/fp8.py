@@ -14,7 +14,6 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import fp8, select
-from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
@@ -35,7 +34,6 @@ from symmoe.kernels.triton.tiles import (
     swizzle_tile,
     tile_mask,
     wgrad_plan,
-    zero_panel,
     zero_rows,
 )
 
@@ -68,25 +66,23 @@ def grouped_gemm_fp8_kernel(
     bias,  # [G, O] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
-    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of the panel
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
     tl.static_assert(BLOCK % BLOCK_N == 0)  # a tile has one scale of the weight at a time
-    NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     NUM_BLOCKS: tl.constexpr = (IN_WIDTH + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (OUT_WIDTH + BLOCK - 1) // BLOCK
     prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
         group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = panel_column + n_tile * BLOCK_N
+        first_column = n_tile * BLOCK_N
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = matrix_of(weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32)
         weight_scales += first_column // BLOCK * NUM_BLOCKS
@@ -105,11 +101,7 @@ def grouped_gemm_fp8_kernel(
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
-        first = first_tail_row(row_range, NUM_GROUPS)
-        if COLUMNS == OUT_WIDTH:
-            zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
-        else:
-            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
+        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
 @fast_launch
@@ -167,7 +159,6 @@ def grouped_gemm_fp8(
     *,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
@@ -175,18 +166,16 @@ def grouped_gemm_fp8(
     fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
-    columns = panel(columns, out_width)
     if num_rows == 0:
         return
     if config is None:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS:
             addend = {"bias": bias, "bias_scale": bias_scale}
-            options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
+            options = {"zero_tail": zero_tail, "num_sms": num_sms}
             on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
             return
-    first_column, end_column = columns or (0, out_width)
-    plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1], end_column - first_column)
+    plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1])
     launch(
         grouped_gemm_fp8_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -200,7 +189,6 @@ def grouped_gemm_fp8(
         bias,
         bias_scale,
         num_rows if zero_tail else None,
-        first_column,
     )
 
 
@@ -243,23 +231,16 @@ def grouped_gemm_wgrad_fp8(
 
 
 @functools.cache
-def _gemm_plan(
-    config: TileConfig,
-    num_groups: int,
-    out_width: int,
-    in_width: int,
-    num_columns: int,
-) -> Plan:
+def _gemm_plan(config: TileConfig, num_groups: int, out_width: int, in_width: int) -> Plan:
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
-        "COLUMNS": num_columns,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
-    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache

@@ -37,6 +37,7 @@ from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_pref
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
+from symmoe.kernels.triton.bias import sum_tile
 from symmoe.kernels.triton.tiles import device_num_sms
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
@@ -130,12 +131,17 @@ def store_rows(shared, first_row, end, block, data, scale, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, data, scale, PLAN: gl.constexpr):
-    """Quantises a tile [tokens, features], a block of each of the columns, of which a matrix has WIDTH."""
+def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, data, scale, sums, PLAN: gl.constexpr):
+    """Quantises a tile [tokens, features], a block of each of the columns, of which a matrix has WIDTH.
+
+    sums [WIDTH]: of the columns, or None.
+    """
     x = gl.convert_layout(shared.load(PAIRS), COLUMNS).to(gl.float32)
+    feature = first + gl.arange(0, TILE, gl.SliceLayout(0, COLUMNS))
+    if sums is not None:
+        gl.store(sums + feature, gl.convert_layout(sum_tile(x), gl.SliceLayout(0, COLUMNS)))
     stored, multiplier = scales_of(x, 0, PLAN)
     codes = e4m3_code(x * multiplier[None, :])
-    feature = first + gl.arange(0, TILE, gl.SliceLayout(0, COLUMNS))
     token = token_tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, COLUMNS))
     gl.store(data + feature.to(gl.int64)[None, :] * (num_tiles * TILE) + token[:, None], codes)
     gl.store(scale + token_tile.to(gl.int64) * WIDTH + feature, stored)
@@ -168,7 +174,15 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=["row_scale", "row_range", "workspace", "scale", "column_scale", "a_column_scale"],
+    do_not_specialize_on_alignment=[
+        "row_scale",
+        "row_range",
+        "workspace",
+        "scale",
+        "column_scale",
+        "a_column_scale",
+        "bias_sums",
+    ],
 )
 def hopper_dact_quantize_kernel(
     da,  # [N, I]
@@ -182,6 +196,7 @@ def hopper_dact_quantize_kernel(
     column_scale,  # fp32, in memory [num_tiles, 2I]
     a_column_data,  # bytes [I, num_a_tiles * TILE]
     a_column_scale,  # fp32, in memory [num_a_tiles, I]
+    bias_sums,  # fp32 [slots of row tiles, 2I], or None
     num_rows,
     num_tiles,
     num_a_tiles,
@@ -201,22 +216,25 @@ def hopper_dact_quantize_kernel(
         copy_part(das, da, first_row, end, n_tile * TILE, FFN)
         async_copy.commit_group()
         for this in range(tile, num_used, gl.num_programs(0)):
-            _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_range, PLAN)
+            group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_range, PLAN)
             async_copy.wait_group(0)
             tile_sums = workspace + n_tile.to(gl.int64) * NUM_SUMS * num_rows
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
             store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
+            slot = None
+            if bias_sums is not None:
+                slot = bias_sums + (first_row // TILE + group).to(gl.int64) * (2 * FFN)
             # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
             _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_range, PLAN)
             column = n_tile * TILE
             next_column = next_n_tile * TILE
-            store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, PLAN)
+            store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, slot, PLAN)
             copy_part(gates, h, next_row, next_end, next_column, 2 * FFN)
-            store_columns(ups, token_tile, num_tiles, FFN + column, 2 * FFN, column_data, column_scale, PLAN)
+            store_columns(ups, token_tile, num_tiles, FFN + column, 2 * FFN, column_data, column_scale, slot, PLAN)
             copy_part(ups, h, next_row, next_end, FFN + next_column, 2 * FFN)
-            store_columns(das, token_tile, num_a_tiles, column, FFN, a_column_data, a_column_scale, PLAN)
+            store_columns(das, token_tile, num_a_tiles, column, FFN, a_column_data, a_column_scale, None, PLAN)
             copy_part(das, da, next_row, next_end, next_column, FFN)
             async_copy.commit_group()
         async_copy.wait_group(0)
@@ -240,11 +258,13 @@ def launch_dact_quantize(
     rows: Buffers,
     columns: Buffers,
     a_columns: Buffers,
+    bias_sums: torch.Tensor | None = None,
     *,
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """dact_quantize of at least one row, without the sum of dscale's parts, which stay in the workspace.
+    """dact_quantize of at least one row, without the sums of dscale's and dbias's parts, which stay in the workspace
+    and in bias_sums, a part of it.
 
     options: fields of DactQuantize.
     """
@@ -267,6 +287,7 @@ def launch_dact_quantize(
         column_scale(columns[1]),
         a_columns[0].view(torch.uint8),
         column_scale(a_columns[1]),
+        bias_sums,
         num_rows,
         columns[0].shape[1] // TILE.value,
         a_columns[0].shape[1] // TILE.value,

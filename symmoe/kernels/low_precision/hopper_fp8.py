@@ -72,7 +72,7 @@ class Fp8Pipeline(Pipeline):
 
 
 @gluon.jit
-def load(rows_desc, weights, row_range, first_column, ring, PIPE: gl.constexpr):
+def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
     """The role load. Features past the last one come as zeros."""
     weight_desc, weight_table, anchor = weights
     a, b, full, empty = ring
@@ -81,7 +81,7 @@ def load(rows_desc, weights, row_range, first_column, ring, PIPE: gl.constexpr):
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         if weight_table is None:
             matrix = (group,)
         else:
@@ -180,15 +180,13 @@ def store_tile(
 
 
 @gluon.jit
-def multiply(
-    out_desc, scales, addend, row_range, first_column, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
-):
+def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The role multiply."""
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
         left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
         store_tile(left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP, PIPE)
     tma.store_wait(0)
@@ -220,7 +218,6 @@ def hopper_fp8_gemm_kernel(
     row_range,
     bias,  # [G, O] or None
     bias_scale,  # fp32[N] or None
-    first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
@@ -233,15 +230,15 @@ def hopper_fp8_gemm_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, scales, addend, row_range, first_column, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, scales, addend, row_range, first_column, ring, chunks, 1, PIPE)),
-            (load, (rows_desc, (weight_desc, weight_table, anchor), row_range, first_column, ring, PIPE)),
+            (multiply, (out_desc, scales, addend, row_range, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, scales, addend, row_range, ring, chunks, 1, PIPE)),
+            (load, (rows_desc, (weight_desc, weight_table, anchor), row_range, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
     )
     if num_rows is not None:
-        zero_tail_rows(out, row_range, first_column, num_rows, PIPE)
+        zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
 def launch_fp8_gemm(
@@ -254,19 +251,14 @@ def launch_fp8_gemm(
     *,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """grouped_gemm_fp8 of at least one row. columns: the result of gemm_parts.panel. options: of Fp8Pipeline."""
+    """grouped_gemm_fp8 of at least one row. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
-    first_column, end_column = columns or (None, out.shape[1])
-    num_columns = end_column - (first_column or 0)
     packed, table = packed_and_table(weight)
-    pipe, constants = _plan(
-        num_groups, *weight.shape[1:], out.dtype, num_columns, table is not None, tuple(options.items())
-    )
+    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, table is not None, tuple(options.items()))
     launch(
         hopper_fp8_gemm_kernel,
         grid(pipe, num_rows, num_sms, out.device),
@@ -282,7 +274,6 @@ def launch_fp8_gemm(
         row_range,
         bias,
         bias_scale,
-        first_column,
         num_rows if zero_tail else None,
     )
 
@@ -293,7 +284,6 @@ def _plan(
     out_width: int,
     in_width: int,
     dtype: torch.dtype,
-    num_columns: int,
     is_table: bool,
     options: tuple[Any, ...],
 ) -> tuple[Fp8Pipeline, Constants]:
@@ -301,7 +291,6 @@ def _plan(
         num_groups=num_groups,
         columns=out_width,
         in_width=in_width,
-        panel=num_columns,
         **{"group_m": 16, **dict(options)},
     )
     block = [BLOCK_N.value, BLOCK_K.value]

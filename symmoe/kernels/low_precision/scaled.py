@@ -22,7 +22,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats, scaled
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -44,7 +43,6 @@ from symmoe.kernels.triton.tiles import (
     swizzle_tile,
     tile_mask,
     wgrad_plan,
-    zero_panel,
     zero_rows,
 )
 
@@ -193,14 +191,12 @@ def grouped_gemm_scaled_kernel(
     bias,  # [G, O] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
-    panel_column,  # first column of the panel
     ELEMENT: tl.constexpr,
     NATIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     LINE_BYTES: tl.constexpr,  # of C elements
-    COLUMNS: tl.constexpr,  # of the panel
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,  # bytes of a line
@@ -209,7 +205,7 @@ def grouped_gemm_scaled_kernel(
     GROUP_M: tl.constexpr,
 ):
     tl.static_assert(BLOCK_M == TILE)
-    NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     WEIGHT_TILES: tl.constexpr = (OUT_WIDTH + TILE - 1) // TILE  # of a matrix' scales
     if group_range is None:
         prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
@@ -231,7 +227,7 @@ def grouped_gemm_scaled_kernel(
         m_tile, n_tile = swizzle_tile(tile - first * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
         m_tile += skipped
         first_row = start + m_tile * TILE
-        first_column = panel_column + n_tile * BLOCK_N
+        first_column = n_tile * BLOCK_N
         row_tile = tl.max(tl.where(lane < group, scale_prefix, 0), axis=0) + m_tile
         weight_tile = group * WEIGHT_TILES + first_column // TILE
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -263,11 +259,7 @@ def grouped_gemm_scaled_kernel(
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
     if num_rows is not None:
-        tail = first_tail_row(row_range, NUM_GROUPS)
-        if COLUMNS == OUT_WIDTH:
-            zero_rows(out, tail, num_rows, OUT_WIDTH, ZERO_BLOCK)
-        else:
-            zero_panel(out, tail, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
+        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
 @fast_launch
@@ -335,7 +327,6 @@ def grouped_gemm_scaled(
     group_range: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
@@ -346,12 +337,9 @@ def grouped_gemm_scaled(
     )
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
-    columns = panel(columns, out_width)
     if num_rows == 0:
         return
-    first_column, end_column = columns or (0, out_width)
-    unit, num_columns = scaled_products(out.device), end_column - first_column
-    plan = _gemm_plan(config, block_format, unit, num_groups, out_width, rows.shape[1], num_columns)
+    plan = _gemm_plan(config, block_format, scaled_products(out.device), num_groups, out_width, rows.shape[1])
     launch(
         grouped_gemm_scaled_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -368,7 +356,6 @@ def grouped_gemm_scaled(
         bias,
         bias_scale,
         num_rows if zero_tail else None,
-        first_column,
     )
 
 
@@ -417,7 +404,6 @@ def _gemm_plan(
     num_groups: int,
     out_width: int,
     line_bytes: int,
-    num_columns: int,
 ) -> Plan:
     config = config or _gemm_config(block_format, unit, out_width)
     step, across = _check_tiles(config, block_format)
@@ -427,7 +413,6 @@ def _gemm_plan(
         "OUT_WIDTH": out_width,
         "LINE_BYTES": line_bytes,
         "TILES_ACROSS": scaled.tiles_across(block_format, line_bytes * block_format.elements_per_byte),
-        "COLUMNS": num_columns,
         **_tile_constants(config, block_format, unit, step, across),
     }
     descriptors = {
@@ -436,7 +421,7 @@ def _gemm_plan(
         2: describe([1, config.block_n, step]),
         4: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache

@@ -1,8 +1,10 @@
 """Gradients of the biases of a grouped GEMM (Triton). See gemm.py, whose forward they belong to.
 
 Both read dout once and are bound by that. Nothing is summed by atomics and nothing is split over programs: the order
-of a sum depends on the row's place in its group and on the static width, never on N, on where the group lies or on
-the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
+of a sum depends on the row's place in its group (kernels/bias_sums.py) and on the static width, never on N, on where
+the group lies or on the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
+
+Kernels that have a group's rows for another reason leave sums of their row tiles in slots, and sum_dbias adds those.
 """
 
 import functools
@@ -11,17 +13,53 @@ import torch
 import triton
 import triton.language as tl
 
+from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows
+from symmoe.kernels.triton.activation import scale_terms
+from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows, tile_mask
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
 GRAD_COLUMN_BYTES = 128
-GRAD_ROWS = 128  # one tile is 16 KiB
 DOT_COLUMN_BYTES = 512
 DOT_ROWS = 16
 NUM_STAGES = tl.constexpr(4)  # tiles in flight and in work
 NUM_WARPS = 8
+GRAD_WARPS = 4  # with 8, sums of a tile go through shared memory, and take twice as long
+SUM_COLUMNS = 128  # columns of a program that adds sums of tiles
+SUM_LOADS = tl.constexpr(8)  # tiles whose sums are in flight at a time
+GRAD_ROWS = tl.constexpr(TILE)  # one tile is 16 KiB
+ROW_STEPS = tl.constexpr(TILE.bit_length() - 1)  # steps from a tile's rows to their sum
+SPREAD, SPREAD_STEPS = tl.constexpr(8), tl.constexpr(3)  # neighbouring rows that are one thread's
+
+
+@triton.jit
+def sum_tile(x, STEPS: tl.constexpr = ROW_STEPS):
+    """Sum of the 2 ** STEPS rows of x [., COLUMNS], fp32: [COLUMNS], in the order of kernels/bias_sums.py.
+
+    As in add_neighbours, the layout of x does not matter.
+    """
+    for _ in tl.static_range(STEPS):
+        x = tl.sum(x.reshape(x.shape[0] // 2, 2, x.shape[1]), axis=1)
+    return x.reshape(x.shape[1])
+
+
+@triton.jit
+def spread_rows():
+    """The rows of a tile in another order, in which sum_spread_tile has neighbours in the same thread.
+
+    The compiler gives a thread every 16th of a tile's 128 rows.
+    """
+    place = tl.arange(0, GRAD_ROWS)
+    return place % (GRAD_ROWS // SPREAD) * SPREAD + place // (GRAD_ROWS // SPREAD)
+
+
+@triton.jit
+def sum_spread_tile(x):
+    """Same as sum_tile of rows in the order of spread_rows."""
+    neighbours = x.reshape(SPREAD, GRAD_ROWS // SPREAD * x.shape[1])
+    sums = sum_tile(neighbours, SPREAD_STEPS).reshape(GRAD_ROWS // SPREAD, x.shape[1])
+    return sum_tile(sums, ROW_STEPS - SPREAD_STEPS)
 
 
 @fast_launch
@@ -35,28 +73,54 @@ def grouped_bias_grad_kernel(
     NUM_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
 ):
     """Sums one block of columns of one group. Grid (column blocks, groups)."""
     first_column = tl.program_id(0) * BLOCK
     group = tl.program_id(1)
     start = tl.load(row_range + group)
     end = tl.load(row_range + NUM_GROUPS + group)
-    total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-    # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
-    next_source = source_rows(dout_index, start, end, BLOCK_ROWS)
-    for first_row in tl.range(start, end, BLOCK_ROWS, num_stages=NUM_STAGES):
-        source = next_source
-        next_source = source_rows(dout_index, first_row + BLOCK_ROWS, end, BLOCK_ROWS)
-        tile = load_k_rows(None, dout, source, first_row, start, end, first_column, WIDTH, BLOCK, BLOCK_ROWS)
-        if scale is None:
-            total += tile.to(tl.float32)
-        else:
-            row = first_row + tl.arange(0, BLOCK_ROWS)
-            total += tile.to(tl.float32) * tl.load(scale + row, mask=row < end, other=0.0)[:, None]
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     column = first_column + tl.arange(0, BLOCK)
+    row = start + spread_rows()
+    # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
+    next_source = row if dout_index is None else tl.load(dout_index + row, mask=row < end, other=0)
+    for first_row in tl.range(start, end, GRAD_ROWS, num_stages=NUM_STAGES):
+        row = first_row + spread_rows()
+        next_row = row + GRAD_ROWS
+        source = next_source
+        next_source = next_row if dout_index is None else tl.load(dout_index + next_row, mask=next_row < end, other=0)
+        pointers = dout + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0).to(tl.float32)
+        if scale is not None:
+            tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])
+        total += sum_spread_tile(tile)
     pointers = dbias + group.to(tl.int64) * WIDTH + column
-    tl.store(pointers, tl.sum(total, axis=0).to(dbias.dtype.element_ty), mask=column < WIDTH)
+    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["bias_sums", "row_range", "dbias"])
+def sum_dbias_kernel(
+    bias_sums,  # [slots of row tiles, W]
+    row_range,
+    dbias,  # [G, W]
+    NUM_GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dbias from the sums per row tile, in order; 0 without rows. Grid (column blocks, groups)."""
+    group = tl.program_id(1)
+    start = tl.load(row_range + group)
+    num_tiles = (tl.load(row_range + NUM_GROUPS + group) - start + (TILE_ROWS - 1)) // TILE_ROWS
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = bias_sums + (start // TILE_ROWS + group).to(tl.int64) * WIDTH + column
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for _ in tl.range(0, num_tiles, loop_unroll_factor=SUM_LOADS):
+        total += tl.load(sums, mask=column < WIDTH, other=0.0)
+        sums += WIDTH
+    pointers = dbias + group.to(tl.int64) * WIDTH + column
+    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
 
 
 @fast_launch
@@ -118,7 +182,19 @@ def grouped_bias_grad(
 
 @functools.cache
 def _grad_constants(num_groups: int, width: int, block: int) -> Constants:
-    tile = {"BLOCK": block, "BLOCK_ROWS": GRAD_ROWS, "num_warps": NUM_WARPS}
+    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, "BLOCK": block, "num_warps": GRAD_WARPS})
+
+
+def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor, tile_rows: int) -> None:
+    """dbias [G, W] in any dtype, from the sums of row tiles in the slots of kernels/bias_sums.py; whole groups."""
+    num_groups, width = dbias.shape
+    grid = ceil_div(width, SUM_COLUMNS), num_groups
+    launch(sum_dbias_kernel, grid, _sum_constants(num_groups, width, tile_rows), bias_sums, row_range, dbias)
+
+
+@functools.cache
+def _sum_constants(num_groups: int, width: int, tile_rows: int) -> Constants:
+    tile = {"TILE_ROWS": tile_rows, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
     return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})
 
 

@@ -20,9 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.errors import ArgumentError
 from symmoe.kernels import select
-from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
@@ -51,7 +49,6 @@ from symmoe.kernels.triton.tiles import (
     tile_constants,
     tile_mask,
     wgrad_plan,
-    zero_panel,
     zero_rows,
 )
 
@@ -133,13 +130,11 @@ def grouped_gemm_kernel(
     bias,  # [G, M] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
-    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     WEIGHT_K_FIRST: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of the panel
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -147,13 +142,13 @@ def grouped_gemm_kernel(
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = panel_column + n_tile * BLOCK_N
+        first_column = n_tile * BLOCK_N
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
@@ -176,11 +171,7 @@ def grouped_gemm_kernel(
             mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
             tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
     if num_rows is not None:
-        first = first_tail_row(row_range, NUM_GROUPS)
-        if COLUMNS == OUT_WIDTH:
-            zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
-        else:
-            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
+        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
 @fast_launch
@@ -259,7 +250,6 @@ def grouped_gemm(
     row_index: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
@@ -273,7 +263,6 @@ def grouped_gemm(
         row_index,
         bias,
         bias_scale,
-        columns,
         accumulate,
         zero_tail,
         num_sms,
@@ -289,15 +278,12 @@ def grouped_gemm_dgrad(
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    _launch_gemm(
-        dout, weight, row_range, out, row_index, None, None, columns, accumulate, zero_tail, num_sms, config, True
-    )
+    _launch_gemm(dout, weight, row_range, out, row_index, None, None, accumulate, zero_tail, num_sms, config, True)
 
 
 def _launch_gemm(
@@ -308,7 +294,6 @@ def _launch_gemm(
     row_index,
     bias,
     bias_scale,
-    columns,
     accumulate,
     zero_tail,
     num_sms,
@@ -317,7 +302,6 @@ def _launch_gemm(
 ):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
-    columns = panel(columns, out_width)
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
@@ -330,17 +314,11 @@ def _launch_gemm(
                 row_range,
                 out,
                 weight_k_first=weight_k_first,
-                columns=columns,
                 zero_tail=zero_tail,
                 num_sms=num_sms,
             )
             return
-    first_column, end_column = columns or (0, out_width)
-    num_columns = end_column - first_column
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, num_columns, accumulate)
-    block_n = plan.config.block_n
-    if first_column % block_n or (end_column < out_width and end_column % block_n):
-        raise ArgumentError(f"tiles of {block_n} columns do not fill the columns {columns}")
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -354,7 +332,6 @@ def _launch_gemm(
         bias,
         bias_scale,
         num_rows if zero_tail else None,
-        first_column,
     )
 
 
@@ -366,7 +343,6 @@ def _gemm_plan(
     out_width: int,
     in_width: int,
     weight_k_first: bool,
-    num_columns: int,
     accumulate: bool,
 ) -> Plan:
     config = config or gemm_config(out_width, dtype)
@@ -377,12 +353,11 @@ def _gemm_plan(
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
         "WEIGHT_K_FIRST": weight_k_first,
-        "COLUMNS": num_columns,
         "ACCUMULATE": accumulate,
         **tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}
-    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
 
 
 def grouped_gemm_wgrad(

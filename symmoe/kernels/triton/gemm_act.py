@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import select
 from symmoe.kernels.activation import Activation, num_scale_sums
+from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -40,6 +41,7 @@ from symmoe.kernels.triton.activation import (
     store_hidden,
     up_distance,
 )
+from symmoe.kernels.triton.bias import sum_dbias
 from symmoe.kernels.triton.tiles import (
     Plan,
     TileConfig,
@@ -96,8 +98,6 @@ MIN_BLOCK_M = 64  # rows of the smallest tile of dact: the workspace's size must
 
 SCALE_ROWS = 256  # rows of a program that sums dscale
 SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
-BIAS_COLUMNS = 128  # columns of a program that sums dbias
-BIAS_TILES = 8  # row tiles whose sums are in flight
 LINE_BYTES = tl.constexpr(128)  # bytes of a line of L2
 
 
@@ -119,11 +119,6 @@ def dact_config(ffn: int, dtype: torch.dtype) -> DactConfig:
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
     return num_scale_sums(ffn) * num_rows + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
-
-
-def bias_slots(num_rows: int, num_groups: int, block_m: int) -> int:
-    """Slots of the row tiles' sums of dbias. The tile of group g that begins at row r has slot r // block_m + g."""
-    return num_rows // block_m + num_groups
 
 
 @triton.jit
@@ -501,33 +496,6 @@ def sum_dscale_kernel(
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["bias_sums", "row_range", "dbias"])
-def sum_dbias_kernel(
-    bias_sums,
-    row_range,
-    dbias,
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """dbias from the sums per row tile, TILES of them at a time; 0 without rows. Grid (column blocks, groups)."""
-    group = tl.program_id(1)
-    start = tl.load(row_range + group)
-    num_tiles = (tl.load(row_range + NUM_GROUPS + group) - start + (BLOCK_M - 1)) // BLOCK_M
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = bias_sums + (start // BLOCK_M + group).to(tl.int64) * WIDTH
-    total = tl.zeros((TILES, COLUMNS), dtype=tl.float32)
-    for first_tile in range(0, num_tiles, TILES):
-        tile = first_tile + tl.arange(0, TILES)
-        mask = (tile < num_tiles)[:, None] & (column < WIDTH)[None, :]
-        total += tl.load(first + tile.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-    pointers = dbias + group.to(tl.int64) * WIDTH + column
-    tl.store(pointers, tl.sum(total, axis=0).to(dbias.dtype.element_ty), mask=column < WIDTH)
-
-
 def grouped_gemm_act(
     rows: torch.Tensor,
     weight: torch.Tensor | TensorTable,
@@ -677,16 +645,8 @@ def grouped_gemm_dact(
         )
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
-    if dbias is not None:
-        width = activation.hidden_width(ffn)
-        launch(
-            sum_dbias_kernel,
-            (ceil_div(width, BIAS_COLUMNS), num_groups),
-            _sum_dbias_constants(num_groups, width, plan.config.block_m),
-            bias_sums,
-            row_range,
-            dbias,
-        )
+    if dbias is not None and bias_sums is not None:
+        sum_dbias(bias_sums, row_range, dbias, plan.config.block_m)
     return num_partials
 
 
@@ -734,9 +694,3 @@ def _dact_plan(
 @functools.cache
 def _sum_dscale_constants(num_groups: int, num_sums: int) -> Constants:
     return Constants({"NUM_GROUPS": num_groups, "NUM_SUMS": num_sums, "BLOCK": SCALE_ROWS, "num_warps": 4})
-
-
-@functools.cache
-def _sum_dbias_constants(num_groups: int, width: int, block_m: int) -> Constants:
-    tile = {"BLOCK_M": block_m, "TILES": BIAS_TILES, "COLUMNS": BIAS_COLUMNS, "num_warps": 4}
-    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})

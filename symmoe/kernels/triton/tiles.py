@@ -281,26 +281,6 @@ def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def zero_panel(
-    out,
-    first,
-    num_rows,
-    first_column,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Same as zero_rows, for COLUMNS columns from first_column on."""
-    base = out + first.to(tl.int64) * WIDTH + first_column
-    size = (num_rows - first).to(tl.int64) * COLUMNS
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-        offset = i + tl.arange(0, BLOCK)
-        pointers = base + offset // COLUMNS * WIDTH + offset % COLUMNS
-        tl.store(pointers, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
-
-
-@triton.jit
 def load_k_rows(
     desc,
     pointer,

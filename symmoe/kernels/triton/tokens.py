@@ -1,4 +1,4 @@
-"""Kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank. Letters: contract/rows.py.
+"""Kernels that move rows: push and pull over the wire, fan-out and sums on one rank. Letters: contract/rows.py.
 
 Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs loop over tiles,
 so a caller may limit their number and leave SMs to a GEMM.
@@ -24,11 +24,11 @@ ROW_WARPS = 8
 CAPPED_ROW_WARPS = 16  # with few programs, each has to keep more in flight
 COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 registers for each
 SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
-WIDE_SUM_ACCESSES = 4  # for few programs that wait for peers, where only a few rows are in flight
 MAX_TILE_COLUMNS_BYTES = 4096
 UNROLL = 8  # rows of one token whose loads may be in flight together
 PEERS_UNROLL = 4  # rows of peers whose loads may be in flight together
-OWN_UNROLL = 2  # the rank's own rows, in addition to those of peers; two ranks then leave room for NUM_CTAS
+OWN_UNROLL = 8  # the rank's own rows, in addition to those of peers
+HOME_ACCESSES = 1  # in place of SUM_ACCESSES where both kinds are in flight
 SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
 
@@ -74,7 +74,7 @@ def row_pointers(address, ELEMENT: tl.constexpr):
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["num_tokens", "first_rank", "end_rank"],
+    do_not_specialize=["num_tokens", "first_rank", "end_rank", "but"],
     do_not_specialize_on_alignment=["token_to_row", "bases", "received"],
 )
 def push_rows_kernel(
@@ -85,6 +85,7 @@ def push_rows_kernel(
     num_tokens: tl.int32,
     first_rank: tl.int32,
     end_rank: tl.int32,
+    but: tl.int32,
     ONE_RANK: tl.constexpr,
     COLUMN: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -108,7 +109,7 @@ def push_rows_kernel(
         for rank in range(first_rank, end_rank):
             row = tl.load(token_to_row + token * NUM_RANKS + rank, mask=is_token, other=-1)
             offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
-            goes = (row >= 0) & (offset >= 0)
+            goes = (row >= 0) & (offset >= 0) & (rank != but)
             address = tl.load(bases + rank) + offset + row.to(tl.int64) * ROW_BYTES
             tl.store(row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column)
 
@@ -121,11 +122,12 @@ def push_rows(
     *,
     column: int,
     ranks: range | None = None,
+    but: int | None = None,
     num_ctas: int | None = None,
 ) -> None:
     num_tokens, width = x.shape
     ranks = range(peers.num_ranks) if ranks is None else ranks
-    if num_tokens == 0:
+    if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
     if len(ranks) == 1 and (on_hopper := _movers(x, num_ctas)) is not None:
         on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
@@ -139,6 +141,7 @@ def push_rows(
         num_tokens,
         ranks.start,
         ranks.stop,
+        -1 if but is None else but,
         ONE_RANK=len(ranks) == 1 < peers.num_ranks,
         COLUMN=column,
         NUM_RANKS=peers.num_ranks,
@@ -349,12 +352,66 @@ def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr, UNROLL: t
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["packed_to_row", "packed_begin", "packed_end"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "rank"],
+    do_not_specialize_on_alignment=["slot_to_rank", "slot_to_row", "received"],
+)
+def place_rows_kernel(
+    x,  # [T, H]
+    slot_to_rank,  # [T, K]
+    slot_to_row,  # [T, K]
+    rows,  # [N_cap, H]
+    received,
+    num_tokens: tl.int32,
+    rank: tl.int32,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    num = tl.where(tl.load(received + rank * NUM_PUBLISHED) < 0, 0, num_tokens)
+    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        is_token = token < num
+        values = tl.load(x + token.to(tl.int64)[:, None] * WIDTH + column, mask=is_token[:, None] & is_column)
+        for k in range(TOP_K):
+            is_own = tl.load(slot_to_rank + token * TOP_K + k, mask=is_token, other=-1) == rank
+            row = tl.load(slot_to_row + token * TOP_K + k, mask=is_own, other=-1)
+            target = rows + row.to(tl.int64)[:, None] * WIDTH + column
+            tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
+
+
+def place_rows(
+    x: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    rows: torch.Tensor,
+    received: torch.Tensor,
+    *,
+    rank: int,
+) -> None:
+    num_tokens, width = x.shape
+    if num_tokens == 0 or rows.numel() == 0:
+        return
+    grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, None)
+    top_k = slot_to_row.shape[1]
+    place_rows_kernel[grid](x, slot_to_rank, slot_to_row, rows, received, num_tokens, rank, TOP_K=top_k, **meta)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["rank", "source"],
+    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"],
+)
 def fan_out_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
-    packed_begin,
-    packed_end,
+    source_to_packed_start,  # [R + 1]
+    rank: tl.int32,
+    source: tl.int32,  # -1: all but `rank`
+    NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -362,15 +419,21 @@ def fan_out_kernel(
     UNROLL: tl.constexpr,
 ):
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    begin = tl.load(packed_begin)
-    end = tl.load(packed_end)
-    for tile in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
-        packed = begin + tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+    own_begin = tl.load(source_to_packed_start + rank)
+    own_end = tl.load(source_to_packed_start + rank + 1)
+    begin = tl.load(source_to_packed_start + tl.maximum(source, 0))
+    end = tl.load(source_to_packed_start + tl.where(source < 0, NUM_RANKS, source + 1))
+    num_skipped = tl.where(source < 0, own_end - own_begin, 0)
+    num = end - begin - num_skipped
+    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        index = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        packed = begin + index
+        packed = tl.where(packed < own_begin, packed, packed + num_skipped)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, packed < end, TOP_K, UNROLL)
+        primary, num_rows = primary_row(packed_to_row, packed, index < num, TOP_K, UNROLL)
         several = num_rows > 1
-        source = rows + primary.to(tl.int64)[:, None] * WIDTH + column
-        values = tl.load(source, mask=several[:, None] & is_column)
+        source_row = rows + primary.to(tl.int64)[:, None] * WIDTH + column
+        values = tl.load(source_row, mask=several[:, None] & is_column)
         for k in range(TOP_K):
             row = tl.load(packed_to_row + packed * TOP_K + k, mask=several, other=-1)
             target = rows + row.to(tl.int64)[:, None] * WIDTH + column
@@ -380,21 +443,23 @@ def fan_out_kernel(
 def fan_out(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
-    packed_begin: torch.Tensor,
-    packed_end: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
     *,
-    num_ctas: int | None = None,
+    rank: int,
+    source: int | None = None,
 ) -> None:
-    num_packed_cap, top_k = packed_to_row.shape
-    if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
+    (num_packed_cap, top_k), num_ranks = packed_to_row.shape, source_to_packed_start.numel() - 1
+    # One slot per token: no secondary rows.
+    if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
         return
-    width = rows.shape[1]
-    grid, meta = _launch(num_packed_cap, width, rows.element_size(), COPY_ACCESSES, num_ctas)
+    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), COPY_ACCESSES, None)
     fan_out_kernel[grid](
         rows,
         packed_to_row,
-        packed_begin,
-        packed_end,
+        source_to_packed_start,
+        rank,
+        -1 if source is None else source,
+        NUM_RANKS=num_ranks,
         TOP_K=top_k,
         UNROLL=min(UNROLL, next_power_of_2(top_k)),
         **meta,
@@ -402,79 +467,92 @@ def fan_out(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
-def pre_reduce_kernel(
+@triton.jit(
+    do_not_specialize=["rank", "first_step", "end_step"],
+    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start", "bases", "received"],
+)
+def push_sums_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
     source_to_packed_start,  # [R + 1]
+    bases,
+    received,
     rank: tl.int32,
+    first_step: tl.int32,
+    end_step: tl.int32,
+    COLUMN: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    ELEMENT: tl.constexpr = rows.dtype.element_ty
+    ROW_BYTES: tl.constexpr = WIDTH * ELEMENT.primitive_bitwidth // 8
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    own_begin = tl.load(source_to_packed_start + rank)
-    num_own = tl.load(source_to_packed_start + rank + 1) - own_begin
-    num = tl.load(source_to_packed_start + NUM_RANKS) - num_own
-    rows += FIRST_COLUMN
-    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
-        index = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
-        packed = tl.where(index < own_begin, index, index + num_own)
-        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, index < num, TOP_K, UNROLL)
-        several = num_rows > 1
-        mask = several[:, None] & is_column
-        target = rows + primary.to(tl.int64)[:, None] * ROW_WIDTH + column
-        total = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        for first in range(0, TOP_K, UNROLL):
-            masks, values = (), ()
-            for step in tl.static_range(UNROLL):
-                k = first + step
-                row = tl.load(packed_to_row + packed * TOP_K + k, mask=several & (k < TOP_K), other=-1)
-                source = rows + row.to(tl.int64)[:, None] * ROW_WIDTH + column
-                masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
-                values += (tl.load(source, mask=masks[step], other=0.0),)
-            for step in tl.static_range(UNROLL):
-                # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
-                total = tl.where(masks[step], total + values[step].to(tl.float32), total)
-        tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
+    for step in range(first_step, end_step):  # every rank begins with another one
+        home = (rank + step) % NUM_RANKS
+        begin = tl.load(source_to_packed_start + home)
+        offset = tl.load(received + home * NUM_PUBLISHED + COLUMN)
+        num = tl.where(offset < 0, 0, tl.load(source_to_packed_start + home + 1) - begin)
+        region_bytes = tl.load(received + home * NUM_PUBLISHED + COLUMN + 1) - offset + ROW_BYTES
+        region = tl.load(bases + home) + offset + (rank - (rank > home).to(tl.int32)) * region_bytes
+        for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+            index = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+            column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+            primary, num_rows = primary_row(packed_to_row, begin + index, index < num, TOP_K, UNROLL)
+            mask = (num_rows > 0)[:, None] & is_column
+            total = tl.load(rows + primary.to(tl.int64)[:, None] * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+            for first in range(0, TOP_K, UNROLL):
+                masks, values = (), ()
+                for more in tl.static_range(UNROLL):
+                    k = first + more
+                    is_slot = (num_rows > 1) & (k < TOP_K)
+                    row = tl.load(packed_to_row + (begin + index) * TOP_K + k, mask=is_slot, other=-1)
+                    source = rows + row.to(tl.int64)[:, None] * WIDTH + column
+                    masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
+                    values += (tl.load(source, mask=masks[more], other=0.0),)
+                for more in tl.static_range(UNROLL):
+                    # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
+                    total = tl.where(masks[more], total + values[more].to(tl.float32), total)
+            target = row_pointers(region + index.to(tl.int64) * ROW_BYTES, ELEMENT) + column
+            tl.store(target, total.to(ELEMENT), mask=mask)
 
 
-def pre_reduce(
+def push_sums(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
     source_to_packed_start: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
     *,
-    rank: int,
-    columns: tuple[int, int] | None = None,
+    column: int,
+    source: int | None = None,
     num_ctas: int | None = None,
 ) -> None:
     num_packed_cap, top_k = packed_to_row.shape
-    num_ranks = source_to_packed_start.numel() - 1
-    # One rank has no peers' tokens; with one slot per token there are no secondary rows.
-    if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or top_k == 1:
+    num_ranks, rank = peers.num_ranks, peers.rank
+    if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
         return
-    on_hopper = _movers(rows, num_ctas)
+    on_hopper = _movers(rows, num_ctas) if source is not None else None
     if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
         tables = (packed_to_row, source_to_packed_start)
-        on_hopper.launch_pre_reduce(rows, *tables, rank=rank, columns=columns, num_ctas=num_ctas)
+        on_hopper.launch_push_sums(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
         return
-    first, end = columns or (0, rows.shape[1])
-    grid, meta = _launch(num_packed_cap, end - first, rows.element_size(), SUM_ACCESSES, num_ctas)
-    pre_reduce_kernel[grid](
+    steps = (1, num_ranks) if source is None else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
+    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), SUM_ACCESSES, num_ctas)
+    push_sums_kernel[grid](
         rows,
         packed_to_row,
         source_to_packed_start,
+        peers.bases,
+        received,
         rank,
+        *steps,
+        COLUMN=column,
         NUM_RANKS=num_ranks,
         TOP_K=top_k,
-        ROW_WIDTH=rows.shape[1],
-        FIRST_COLUMN=first,
         UNROLL=min(UNROLL, next_power_of_2(top_k)),
         **meta,
     )
@@ -540,22 +618,19 @@ def pull_rows_kernel(
     NUM_SOURCES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    ROW_BYTES: tl.constexpr = ROW_WIDTH * ELEMENT.primitive_bitwidth // 8
+    ROW_BYTES: tl.constexpr = WIDTH * ELEMENT.primitive_bitwidth // 8
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
     num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        column += FIRST_COLUMN
         is_token = token < num_tokens
         total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
         for first in range(0, NUM_SOURCES, UNROLL):
@@ -578,7 +653,7 @@ def pull_rows_kernel(
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
-        target = out + token.to(tl.int64)[:, None] * ROW_WIDTH + column
+        target = out + token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
 
 
@@ -590,16 +665,12 @@ def pull_rows(
     out: torch.Tensor,
     *,
     column: int,
-    columns: tuple[int, int] | None = None,
-    num_ctas: int | None = None,
 ) -> None:
     num_tokens, width = out.shape
     if num_tokens == 0:
         return
     num_sources = source_row.shape[1]
-    first, end = columns or (0, width)
-    accesses = SUM_ACCESSES if num_ctas is None or num_sources > 2 else WIDE_SUM_ACCESSES
-    grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
+    grid, meta = _launch(num_tokens, width, out.element_size(), SUM_ACCESSES, None)
     pull_rows_kernel[grid](
         source_rank,
         source_row,
@@ -611,8 +682,6 @@ def pull_rows(
         NUM_SOURCES=num_sources,
         NUM_RANKS=peers.num_ranks,
         RANK_LANES=next_power_of_2(peers.num_ranks),
-        ROW_WIDTH=width,
-        FIRST_COLUMN=first,
         UNROLL=min(UNROLL, next_power_of_2(num_sources)),
         **meta,
     )
@@ -626,54 +695,60 @@ def sum_own_rows(
     is_token,
     top_k,
     rank,
-    place,  # address of the rows of rank `rank`, which is this rank
+    rows,  # [N_cap, H], of rank `rank`, which is this rank
     column,
     is_column,
-    ELEMENT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sums of the tokens' rows on rank `rank`: fp32, in k order, rounded, same as in a primary row."""
+    """Sums of the tokens' rows on rank `rank`: fp32, in k order, rounded, as peers' sums are."""
     total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
-    # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of peers' rows in straight code.
+    # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of returned rows in straight code.
     for first in range(0, top_k, UNROLL):
-        rows, values = (), ()
+        places, values = (), ()
         for step in tl.static_range(UNROLL):
             slot = token * top_k + first + step
             mask = is_token & (first + step < top_k)
             is_own = tl.load(slot_to_rank + slot, mask=mask, other=-1) == rank
-            rows += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
+            places += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
         for step in tl.static_range(UNROLL):
-            source = row_pointers(place + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
-            values += (tl.load(source, mask=(rows[step] >= 0)[:, None] & is_column, other=0.0),)
+            has = places[step] >= 0
+            source = rows + places[step].to(tl.int64)[:, None] * WIDTH + column
+            values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
         for step in tl.static_range(UNROLL):
-            # Where all rows are -0.0, pre_reduce leaves -0.0 and this is 0.0. The sum over ranks is the same.
+            # Where all rows are -0.0, a peer's sum is -0.0 and this is 0.0. The sum over ranks is the same.
             total += values[step].to(tl.float32)
-    return total.to(ELEMENT)
+    return total.to(rows.dtype.element_ty)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens", "top_k", "own_rank"],
-    do_not_specialize_on_alignment=["token_to_primary_row", "slot_to_rank", "slot_to_row", "bases", "received"],
+    do_not_specialize_on_alignment=[
+        "token_to_packed_row",
+        "packed_start",
+        "slot_to_rank",
+        "slot_to_row",
+        "ready",
+        "arrived",
+    ],
 )
-def pull_sums_kernel(
-    token_to_primary_row,  # [T, R]
+def sum_home_kernel(
+    rows,  # [N_cap, H]
+    returned,  # [(R - 1) * T, H]
+    token_to_packed_row,  # [T, R]
+    packed_start,  # [R]
     slot_to_rank,  # [T, K]
     slot_to_row,  # [T, K]
-    bases,
-    received,
+    ready,
+    arrived,
     out,  # [T, H]
     num_tokens: tl.int32,
     top_k: tl.int32,
     own_rank: tl.int32,
-    COLUMN: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    RANK_LANES: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -681,32 +756,30 @@ def pull_sums_kernel(
     SLOT_UNROLL: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    ROW_BYTES: tl.constexpr = ROW_WIDTH * ELEMENT.primitive_bitwidth // 8
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
-    own_place = tl.load(bases + own_rank) + tl.load(received + own_rank * NUM_PUBLISHED + COLUMN)
+    failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
     num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        column += FIRST_COLUMN
         is_token = token < num_tokens
         total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
         own = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), ELEMENT)
         for first in range(0, NUM_RANKS, RANK_UNROLL):
-            rows, values = (), ()
+            packed, values = (), ()
             for step in tl.static_range(RANK_UNROLL):
                 rank = first + step
                 mask = is_token & (rank < NUM_RANKS) & (rank != own_rank) & (not failed)
-                rows += (tl.load(token_to_primary_row + token * NUM_RANKS + rank, mask=mask, other=-1),)
+                packed += (tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=mask, other=-1),)
             for step in tl.static_range(RANK_UNROLL):
                 rank = first + step
-                known = rank < NUM_RANKS
-                base = tl.load(bases + rank, mask=known, other=0)
-                place = base + tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=known, other=0)
-                source = row_pointers(place + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
-                values += (tl.load(source, mask=(rows[step] >= 0)[:, None] & is_column, other=0.0),)
-            if first == 0:  # while the peers' rows are on their way
+                region = rank - (own_rank < rank).to(tl.int32)
+                start = tl.load(packed_start + rank, mask=rank < NUM_RANKS, other=0)
+                row = region * num_tokens + packed[step] - start
+                has = is_token & (packed[step] >= 0)
+                source = returned + row.to(tl.int64)[:, None] * WIDTH + column
+                values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
+            if first == 0:  # while those rows are on their way
                 own = sum_own_rows(
                     slot_to_rank,
                     slot_to_row,
@@ -714,11 +787,10 @@ def pull_sums_kernel(
                     is_token & (not failed),
                     top_k,
                     own_rank,
-                    own_place,
+                    rows,
                     column,
                     is_column,
-                    ELEMENT,
-                    ROW_BYTES,
+                    WIDTH,
                     BLOCK_TOKENS,
                     BLOCK_COLUMNS,
                     SLOT_UNROLL,
@@ -727,49 +799,43 @@ def pull_sums_kernel(
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
         total = tl.where(failed, float("nan"), total)
-        target = out + token.to(tl.int64)[:, None] * ROW_WIDTH + column
+        target = out + token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
 
 
-def pull_sums(
-    token_to_primary_row: torch.Tensor,
+def sum_home(
+    rows: torch.Tensor,
+    returned: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    packed_start: torch.Tensor,
     slot_to_rank: torch.Tensor,
     slot_to_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
+    ready: torch.Tensor,
+    arrived: torch.Tensor,
     out: torch.Tensor,
     *,
-    column: int,
-    columns: tuple[int, int] | None = None,
+    rank: int,
     num_ctas: int | None = None,
 ) -> None:
     num_tokens, width = out.shape
     if num_tokens == 0:
         return
-    top_k, num_ranks = slot_to_row.shape[1], peers.num_ranks
-    on_hopper = _movers(out, num_ctas)
+    top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
+    tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived)
+    on_hopper = _movers(out, num_ctas) if num_ranks > 1 else None
     if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
-        tables = (token_to_primary_row, slot_to_rank, slot_to_row)
-        on_hopper.launch_pull(*tables, peers, received, out, column=column, columns=columns, num_ctas=num_ctas)
+        on_hopper.launch_sum_home(rows, returned, *tables, out, rank=rank, num_ctas=num_ctas)
         return
-    first, end = columns or (0, width)
-    accesses = SUM_ACCESSES if num_ctas is None or num_ranks > 2 else WIDE_SUM_ACCESSES
-    grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
-    pull_sums_kernel[grid](
-        token_to_primary_row,
-        slot_to_rank,
-        slot_to_row,
-        peers.bases,
-        received,
+    grid, meta = _launch(num_tokens, width, out.element_size(), HOME_ACCESSES, num_ctas)
+    sum_home_kernel[grid](
+        rows,
+        returned,
+        *tables,
         out,
         num_tokens,
         top_k,
-        peers.rank,
-        COLUMN=column,
+        rank,
         NUM_RANKS=num_ranks,
-        RANK_LANES=next_power_of_2(num_ranks),
-        ROW_WIDTH=width,
-        FIRST_COLUMN=first,
         RANK_UNROLL=min(PEERS_UNROLL, next_power_of_2(num_ranks)),
         SLOT_UNROLL=min(OWN_UNROLL, next_power_of_2(top_k)),
         **meta,

@@ -1,7 +1,8 @@
 """Twins of act_quantize and dact_quantize.
 
 Each function is the composition of the functions that it fuses. Numbers are rounded to the dtype of h and then
-quantised, so the bits are those of scaled_activation or its gradient, followed by quantize_rows and quantize_columns.
+quantised, so the bits are those of scaled_activation or its gradient, followed by quantize_rows, quantize_columns and
+grouped_bias_grad.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from symmoe.kernels.act_quantized import Buffers, check_act_quantize, check_dact
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
+from symmoe.kernels.twin.bias import grouped_bias_grad
 from symmoe.kernels.twin.gemm import spans_of
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
@@ -46,9 +48,10 @@ def dact_quantize(
     rows: Buffers | None = None,
     columns: Buffers | None = None,
     a_columns: Buffers | None = None,
+    dbias: torch.Tensor | None = None,
 ) -> None:
     check_dact_quantize(
-        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns
+        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns, dbias
     )
     end = int(row_range[1, -1])
     dh, a = torch.empty_like(h), torch.empty_like(da)
@@ -58,6 +61,8 @@ def dact_quantize(
     dscale[end:] = 0
     _quantize(dh, row_range, block_format, rows, columns)
     _quantize(a, row_range, block_format, None, a_columns)
+    if dbias is not None:
+        grouped_bias_grad(dh, row_range, dbias)
 
 
 def _quantize(

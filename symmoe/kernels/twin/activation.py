@@ -5,7 +5,7 @@ import math
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.activation import SRELU, SUM_COLUMNS, Activation, num_scale_sums
+from symmoe.kernels.activation import SRELU, SUM_COLUMNS, Activation
 
 
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
@@ -35,7 +35,7 @@ def activation_gradients(
     """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = _value_and_slopes(h, activation, need_slopes=True)
     grad = dout.float()
-    dscale.copy_(_sum_columns(grad * value))
+    dscale.copy_(sum_in_blocks(grad * value, SUM_COLUMNS))
     grad = grad * scale[:, None]
     parts = gate_and_up(dh, activation) if activation.is_gated else [dh]
     for part, slope in zip(parts, slopes, strict=True):
@@ -43,15 +43,15 @@ def activation_gradients(
     return value
 
 
-def _sum_columns(x: torch.Tensor) -> torch.Tensor:
-    """fp32 [N] of fp32 [N, I]."""
-    num_blocks = num_scale_sums(x.shape[1])
-    x = torch.nn.functional.pad(x, (0, num_blocks * SUM_COLUMNS - x.shape[1])).view(-1, num_blocks, SUM_COLUMNS)
+def sum_in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Sums fp32 [N] of fp32 [N, I]: in blocks of columns neighbours, then neighbouring sums, and so on; then blocks."""
+    num_blocks = -(-x.shape[1] // block)
+    x = torch.nn.functional.pad(x, (0, num_blocks * block - x.shape[1])).view(x.shape[0], num_blocks, block)
     while x.shape[2] > 1:
         x = x[..., ::2] + x[..., 1::2]
     total = x.new_zeros(x.shape[0])
-    for block in x.squeeze(2).unbind(1):
-        total += block
+    for sums in x.squeeze(2).unbind(1):
+        total += sums
     return total
 
 

@@ -1,7 +1,9 @@
-"""Twins of the gradients of biases of contract/gemm.py."""
+"""Twins of the gradients of biases of contract/gemm.py. The order of the sum is that of kernels/bias_sums.py."""
 
 import torch
 
+from symmoe.kernels.formats import TILE
+from symmoe.kernels.twin.activation import sum_in_blocks
 from symmoe.kernels.twin.gemm import groups, take_rows
 
 
@@ -17,7 +19,7 @@ def grouped_bias_grad(
         addends = take_rows(dout, dout_index, span).float()
         if scale is not None:
             addends = addends * scale[span, None]
-        dbias[g] = addends.sum(dim=0)
+        dbias[g] = sum_in_blocks(addends.t(), TILE)
 
 
 def grouped_bias_dot(

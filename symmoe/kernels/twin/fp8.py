@@ -7,7 +7,6 @@ A block's sum, the multiplication by its scales from left to right, and the addi
 import torch
 
 from symmoe.kernels.fp8 import BLOCK, check_fp8_gemm, check_fp8_wgrad, num_blocks
-from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.gemm import (
     bias_rows,
@@ -31,26 +30,23 @@ def grouped_gemm_fp8(
     *,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
     check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
-    columns = panel(columns, out.shape[1])
-    inside = slice(*columns) if columns else slice(None)
     for g, span in filled_groups(row_range):
         total = torch.zeros((span.stop - span.start, out.shape[1]), dtype=torch.float32, device=out.device)
         partial = torch.empty_like(total)
         for b in range(num_blocks(rows.shape[1])):
             block = slice(b * BLOCK, (b + 1) * BLOCK)
-            multiply_rows(partial, rows[span, block].float(), matrix(weight, g)[:, block].float().t(), columns)
+            multiply_rows(partial, rows[span, block].float(), matrix(weight, g)[:, block].float().t())
             features = matrix(weight_scale, g)[:, b].repeat_interleave(BLOCK)[: out.shape[1]]
-            total[:, inside] += partial[:, inside] * (row_scale[span, b, None] * features[inside])
+            total += partial * (row_scale[span, b, None] * features)
         addend = bias_rows(bias, bias_scale, g, span)
         total = total if addend is None else total + addend
-        out[span, inside] = total[:, inside].to(out.dtype)
+        out[span] = total.to(out.dtype)
     if zero_tail:
-        zero_rows(out, row_range, columns)
+        zero_rows(out, row_range)
 
 
 def grouped_gemm_wgrad_fp8(

@@ -1,7 +1,7 @@
 """Twins of the grouped GEMMs of contract/gemm.py.
 
-MKL does not promise that a row's bits are independent of its place and of parts of rows and columns. It gets operands
-aligned to ALIGNMENT, never fewer than min_rows() rows, and at most PANEL_COLUMNS columns at a time.
+MKL does not promise that a row's bits are independent of its place and of parts of rows. It gets operands aligned to
+ALIGNMENT, and never fewer than min_rows() rows.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.gemm_parts import PANEL_COLUMNS, panel
 from symmoe.kernels.tensor_table import TensorTable
 
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
@@ -75,10 +74,9 @@ def store_sum(out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, 
     out_g.copy_(out_g.float() + total if accumulate else total)
 
 
-def zero_rows(out: torch.Tensor, row_range: torch.Tensor, columns: tuple[int, int] | None) -> None:
-    """Zeros in out's tail: rows at and past the end of the last group, in all columns or in these."""
-    first, end = columns or (0, out.shape[1])
-    out[int(row_range[1, -1]) :, first:end].zero_()
+def zero_rows(out: torch.Tensor, row_range: torch.Tensor) -> None:
+    """Zeros in out's tail: rows at and past the end of the last group."""
+    out[int(row_range[1, -1]) :].zero_()
 
 
 def min_rows() -> int:
@@ -90,10 +88,9 @@ def multiply_rows(
     out: torch.Tensor,
     left: torch.Tensor,
     right: torch.Tensor,
-    columns: tuple[int, int] | None = None,
     addend: torch.Tensor | None = None,
 ) -> None:
-    """out = left @ right + addend, only in `columns`, summed in fp32 and rounded to out's dtype."""
+    """out = left @ right + addend, summed in fp32 and rounded to out's dtype."""
     num_rows, least = left.shape[0], min_rows()
     may_write = out.dtype == left.dtype == torch.float32 and addend is None and num_rows >= least and _is_aligned(out)
     if num_rows < least:
@@ -101,15 +98,11 @@ def multiply_rows(
         filled[:num_rows] = left
         left = filled
     left = _aligned(left.float())
-    first, end = columns or (0, out.shape[1])
-    for column in range(first, end, PANEL_COLUMNS):
-        block = slice(column, min(column + PANEL_COLUMNS, end))
-        part, out_part = right[:, block], out[:, block]
-        if may_write:
-            torch.mm(left, _aligned(part), out=out_part)
-            continue
-        product = torch.mm(left, _aligned(part.float()))[:num_rows]
-        out_part.copy_(product if addend is None else product + addend[..., block])
+    if may_write:
+        torch.mm(left, _aligned(right), out=out)
+        return
+    product = torch.mm(left, _aligned(right.float()))[:num_rows]
+    out.copy_(product if addend is None else product + addend)
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -142,19 +135,17 @@ def grouped_gemm(
     row_index: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    columns = panel(columns, out.shape[1])
     for g, span in filled_groups(row_range):
         addend = bias_rows(bias, bias_scale, g, span)
         if accumulate:
             addend = out[span].float() if addend is None else out[span].float() + addend
-        multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), columns, addend)
+        multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), addend)
     if zero_tail:
-        zero_rows(out, row_range, columns)
+        zero_rows(out, row_range)
 
 
 def grouped_gemm_dgrad(
@@ -164,17 +155,15 @@ def grouped_gemm_dgrad(
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    columns = panel(columns, out.shape[1])
     for g, span in filled_groups(row_range):
         addend = out[span].float() if accumulate else None
-        multiply_rows(out[span], take_rows(dout, row_index, span), matrix(weight, g), columns, addend)
+        multiply_rows(out[span], take_rows(dout, row_index, span), matrix(weight, g), addend)
     if zero_tail:
-        zero_rows(out, row_range, columns)
+        zero_rows(out, row_range)
 
 
 def grouped_gemm_wgrad(

@@ -9,7 +9,8 @@ import torch
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
-from symmoe.kernels.twin.gemm import filled_groups, grouped_gemm, groups, matrix, multiply_rows, spans_of, take_rows
+from symmoe.kernels.twin.bias import grouped_bias_grad
+from symmoe.kernels.twin.gemm import filled_groups, grouped_gemm, matrix, multiply_rows, spans_of, take_rows
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
@@ -60,8 +61,7 @@ def grouped_gemm_dact(
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, 1)
     if dbias is not None:
-        for g, span in groups(row_range):
-            dbias[g] = dh[span].float().sum(dim=0)
+        grouped_bias_grad(dh, row_range, dbias)
     return 1
 
 

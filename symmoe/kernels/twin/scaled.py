@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat
-from symmoe.kernels.gemm_parts import equal_groups, panel
+from symmoe.kernels.gemm_parts import equal_groups
 from symmoe.kernels.scaled import TILE_BYTES, check_scaled_gemm, check_scaled_wgrad, tiles_down
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.gemm import (
@@ -37,7 +37,6 @@ def grouped_gemm_scaled(
     group_range: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
@@ -45,8 +44,6 @@ def grouped_gemm_scaled(
         *(rows, row_scale, weight, weight_scale, row_range, out),
         *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
     )
-    columns = panel(columns, out.shape[1])
-    inside = slice(*columns) if columns else slice(None)
     num_groups, out_width, _ = weight.shape
     left = _numbers(rows, row_scale, row_range if group_range is None else group_range, block_format)
     lines = equal_groups(num_groups, out_width, row_range.device)
@@ -56,14 +53,14 @@ def grouped_gemm_scaled(
     right = _numbers(packed(weight).flatten(0, 1), tiles, lines, block_format).view(num_groups, out_width, -1)
     for g, span in filled_groups(row_range):
         total = torch.zeros((span.stop - span.start, out_width), dtype=torch.float32, device=out.device)
-        multiply_rows(total, left[span], right[g].t(), columns)
+        multiply_rows(total, left[span], right[g].t())
         if row_global_scale is not None and weight_global_scale is not None:
             total = total * row_global_scale[g] * weight_global_scale[g]
         addend = bias_rows(bias, bias_scale, g, span)
         total = total if addend is None else total + addend
-        out[span, inside] = total[:, inside].to(out.dtype)
+        out[span] = total.to(out.dtype)
     if zero_tail:
-        zero_rows(out, row_range, columns)
+        zero_rows(out, row_range)
 
 
 def grouped_gemm_wgrad_scaled(

@@ -17,12 +17,13 @@ def push_rows(
     *,
     column: int,
     ranks: range | None = None,
+    but: int | None = None,
     num_ctas: int | None = None,
 ) -> None:
     offsets = received[:, column].tolist()
     for rank in range(peers.num_ranks) if ranks is None else ranks:
         offset = offsets[rank]
-        if offset < 0:
+        if offset < 0 or rank == but:
             continue
         tokens, rows = _present(token_to_row[:, rank])
         _put_rows(_rows_at(peers, rank, offset, x), rows, x.index_select(0, tokens))
@@ -86,36 +87,62 @@ def index_rows(
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
-def fan_out(
+def place_rows(
+    x: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
     rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    packed_begin: torch.Tensor,
-    packed_end: torch.Tensor,
+    received: torch.Tensor,
     *,
-    num_ctas: int | None = None,
+    rank: int,
 ) -> None:
-    primary, others = _primary_and_others(packed_to_row[int(packed_begin) : int(packed_end)])
-    for which, secondary in others:
-        _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
+    if int(received[rank, 0]) < 0:
+        return
+    for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
+        tokens, index = _present(places.where(ranks == rank, -1))
+        _put_rows(rows, index, x.index_select(0, tokens))
 
 
-def pre_reduce(
+def fan_out(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
     source_to_packed_start: torch.Tensor,
     *,
     rank: int,
-    columns: tuple[int, int] | None = None,
-    num_ctas: int | None = None,
+    source: int | None = None,
 ) -> None:
     starts = source_to_packed_start.tolist()
-    begin, end, num_packed = starts[rank], starts[rank + 1], starts[-1]
-    primary, others = _primary_and_others(torch.cat([packed_to_row[:begin], packed_to_row[end:num_packed]]))
-    rows = rows[:, slice(*columns or (None,))]
-    total = rows.index_select(0, primary).float()
-    for which, secondary in others:
-        total.index_add_(0, which, rows.index_select(0, secondary).float())
-    _put_rows(rows, primary, total.to(rows.dtype))
+    for each in range(len(starts) - 1) if source is None else (source,):
+        if each != rank:
+            primary, others = _primary_and_others(packed_to_row[starts[each] : starts[each + 1]])
+            for which, secondary in others:
+                _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
+
+
+def push_sums(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    *,
+    column: int,
+    source: int | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    starts, published = source_to_packed_start.tolist(), received.tolist()
+    for home in range(peers.num_ranks) if source is None else (source,):
+        offset, last_row = published[home][column : column + 2]
+        if home == peers.rank or offset < 0:
+            continue
+        row_bytes = rows.shape[1] * rows.element_size()
+        offset += (peers.rank - (peers.rank > home)) * (last_row - offset + row_bytes)
+        index = packed_to_row[starts[home] : starts[home + 1]]
+        used, first = _present(_first_rows(index))
+        total = rows.index_select(0, first).float()
+        for which, secondary in _secondary_rows(index.index_select(0, used)):
+            total.index_add_(0, which, rows.index_select(0, secondary).float())
+        _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
 
 def gather_values(
@@ -138,49 +165,48 @@ def pull_rows(
     out: torch.Tensor,
     *,
     column: int,
-    columns: tuple[int, int] | None = None,
-    num_ctas: int | None = None,
 ) -> None:
-    panel, offsets = slice(*columns or (None,)), received[:, column].tolist()
+    offsets = received[:, column].tolist()
     if any(offset < 0 for offset in offsets):
-        out[:, panel] = float("nan")
+        out.fill_(float("nan"))
         return
-    buffers = [_rows_at(peers, rank, offset, out)[:, panel] for rank, offset in enumerate(offsets)]
-    total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
+    buffers = [_rows_at(peers, rank, offset, out) for rank, offset in enumerate(offsets)]
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
         for rank, buffer in enumerate(buffers):
             _add_rows(total, buffer, (ranks == rank) & (rows >= 0), rows)
-    out[:, panel] = total
+    out.copy_(total)
 
 
-def pull_sums(
-    token_to_primary_row: torch.Tensor,
+def sum_home(
+    rows: torch.Tensor,
+    returned: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    packed_start: torch.Tensor,
     slot_to_rank: torch.Tensor,
     slot_to_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
+    ready: torch.Tensor,
+    arrived: torch.Tensor,
     out: torch.Tensor,
     *,
-    column: int,
-    columns: tuple[int, int] | None = None,
+    rank: int,
     num_ctas: int | None = None,
 ) -> None:
-    panel, offsets = slice(*columns or (None,)), received[:, column].tolist()
-    if any(offset < 0 for offset in offsets):
-        out[:, panel] = float("nan")
+    if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
+        out.fill_(float("nan"))
         return
-    total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
-    for rank, offset in enumerate(offsets):
-        buffer = _rows_at(peers, rank, offset, out)[:, panel]
-        if rank == peers.rank:
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    num_tokens = out.shape[0]
+    for peer, start in enumerate(packed_start.tolist()):
+        if peer == rank:
             own = torch.zeros_like(total)
-            for ranks, rows in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-                _add_rows(own, buffer, (ranks == rank) & (rows >= 0), rows)
+            for ranks, slots in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
+                _add_rows(own, rows, (ranks == rank) & (slots >= 0), slots)
             total += own.to(out.dtype)
         else:
-            rows = token_to_primary_row[:, rank]
-            _add_rows(total, buffer, rows >= 0, rows)
-    out[:, panel] = total
+            packed = token_to_packed_row[:, peer]
+            _add_rows(total, returned, packed >= 0, packed + ((peer - (peer > rank)) * num_tokens - start))
+    out.copy_(total)
 
 
 def pull_values(
@@ -232,13 +258,19 @@ def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
 
 
 def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Primary rows of the packed rows that have more than one row; per k > 0, those with a secondary row, and it.
-
-    All int64. Packed rows with only one row have nothing to copy or to add.
-    """
+    """Primary rows of the packed rows that have more than one row, and what _secondary_rows says of these. int64."""
     several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
     index = packed_to_row.index_select(0, several)
-    first = (index >= 0).int().argmax(1, keepdim=True)
-    primary = index.gather(1, first).squeeze(1).long()
-    secondary = index.scatter(1, first, -1)
-    return primary, [_present(column) for column in secondary.unbind(1)[1:]]  # the row of the smallest k is primary
+    return _first_rows(index).long(), _secondary_rows(index)
+
+
+def _first_rows(packed_to_row: torch.Tensor) -> torch.Tensor:
+    """The row of the smallest k of each packed row; -1 without rows."""
+    first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
+    return packed_to_row.gather(1, first).squeeze(1)
+
+
+def _secondary_rows(packed_to_row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per k > 0, the packed rows that have a row there which is not their first, and that row. int64."""
+    first = (packed_to_row >= 0).int().argmax(1, keepdim=True)
+    return [_present(column) for column in packed_to_row.scatter(1, first, -1).unbind(1)[1:]]

@@ -5,12 +5,15 @@ over pairs of nn.Linear, whose splits are a list on the host, and with torch._gr
 made of torch's operations. pointer_loading.py has what loads pointers, for matrices of the same sizes.
 
 Calls are timed on the host without waiting for the GPU. Between short blocks the host waits for it, so that its queue
-never fills up. On CPUs the work itself is inside of the calls.
+never fills up; what loads pointers is timed in longer blocks of one kind too. On CPUs the work itself is inside of the
+calls.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +23,7 @@ from torch import nn
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.tools.bench.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
 from symmoe.tools.bench.problem import DTYPE
-from symmoe.tools.bench.records import Record, median_ms, new_record
+from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.run import Run
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
@@ -29,6 +32,7 @@ from symmoe.tools.bench.timing import Clock, HostClock, Mark, Variant, measure, 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
 BLOCK = 5  # calls between two waits for the GPU
+IN_A_ROW, BLOCK_MS = 200, 50.0  # most calls of a block of one kind, and about how long a block takes
 LINEAR_LOOP, TORCH_MODULE = "nn.Linear loop", "torch._grouped_mm"
 
 
@@ -79,8 +83,25 @@ def bench_overhead(run: Run) -> list[Record]:
     shapes = ((2 * FFN, HIDDEN), (HIDDEN, FFN))
     for num_experts, loaded in itertools.product(NUM_EXPERTS, LOADED):
         variants = pointer_variants(num_experts, shapes, loaded, device)
-        records += _time(run, variants, yardsticks(loaded), num_experts)
+        of_kind = _time(run, variants, yardsticks(loaded), num_experts)
+        for record, variant in zip(of_kind, variants, strict=True):  # one direction each
+            num_calls = max(1, min(IN_A_ROW, int(BLOCK_MS / record["ms_median"])))
+            record["in_a_row_us"] = _in_a_row_us(variant, run, num_calls)
+        records += of_kind
     return records
+
+
+def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
+    """Host time of a call that follows others of its kind: the median of blocks."""
+    clock, times_us = HostClock(), []
+    for _ in range(min(5, run.repetitions)):
+        run.ranks.barrier()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            variant.call(clock)
+        times_us.append((time.perf_counter() - start) * 1e6 / num_calls)
+    run.ranks.barrier()
+    return rounded(statistics.median(times_us))
 
 
 def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int) -> list[Record]:

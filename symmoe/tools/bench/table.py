@@ -19,6 +19,7 @@ _COLUMNS = (
     ("p10", 10, "ms_p10", ".4f"),
     ("p90", 10, "ms_p90", ".4f"),
     ("host us", 8, "host_us", ".0f"),
+    ("in a row", 8, "in_a_row_us", ".1f"),
     ("TFLOP/s", 9, "tflops", ".4g"),
     ("ceiling", 8, "ceiling_tflops", ".4g"),
     ("stock", 8, "stock_tflops", ".4g"),

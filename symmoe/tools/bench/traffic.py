@@ -21,7 +21,7 @@ def dispatch_bytes(plan: Plan, row_bytes: int) -> npt.NDArray[np.int64]:
 
 
 def combine_bytes(plan: Plan, order: str, row_bytes: int) -> npt.NDArray[np.int64]:
-    """int64 [R]: bytes of rows that this rank reads from each rank in a combine, itself included."""
+    """int64 [R]: bytes of rows that come to this rank from each rank in a combine, itself included."""
     if order == "rank":
         count = (plan.token_to_primary_row >= 0).sum(0)
     else:

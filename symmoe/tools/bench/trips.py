@@ -1,6 +1,6 @@
 """The suites "plan", "dispatch" and "combine": each trip by itself, a plain copy, and a stock all-to-all.
 
-A trip is timed with both of its barriers and all that belongs to it: slots and probs, fan-out, pre-reduce.
+A trip is timed with both of its barriers and all that belongs to it: slots and probs, fan-out, sums.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         with run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed") as packed:
             send(problem.tokens.x.detach(), plan, packed.tensor, None, layout="packed")  # combine follows a dispatch
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
-        # What this rank reads from r is what a copy that pushes writes on r: the matrix is transposed.
+        # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
         times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, sent, stack)])
     moved = {f"order={order}": each for order, each in received.items()} | sent
@@ -205,8 +205,8 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
         expected, expected_values = _combined(problem)
         wrong = 0.0
         calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [lambda: (forward(), expected_values), backward]
+        rows[: problem.num_rows] = _rows_of(problem, problem.rank)
         for call in calls:
-            rows[: problem.num_rows] = _rows_of(problem, problem.rank)  # order "rank" overwrites them
             y, got_values = call()
             wrong += _differing(y, expected) + _differing(got_values, expected_values)
         rows.zero_()
