@@ -20,8 +20,10 @@ from worker import Findings, open_heap
 
 import symmoe.symm_mem.heap
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.topology import find_topology
+from symmoe.precision import Float8Block
 
 # (ranks, ranks per node)
 LAYOUTS = [
@@ -215,6 +217,50 @@ def test_order_node_sums_twice(cluster):
         assert torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
     for a, b in zip(itertools.chain(*one_node), itertools.chain(*one_node_by_slot), strict=True):
         assert torch.equal(a, b)
+
+
+def quantized(rank: int, num_ranks: int, ranks_per_node: int | None) -> list[torch.Tensor]:
+    """A step with tokens and gradients that travel as E4M3 numbers."""
+    generator = torch.Generator().manual_seed(2)
+    with open_heap("cpu", num_bytes=32 << 20, ranks_per_node=ranks_per_node) as heap:
+        options = {"order": "slot", "precision": Float8Block(), "quantized_wire": "both", "router": "none"}
+        layer = MoELayer(MoEConfig(hidden=256, ffn=128, num_experts=4, top_k=2, **options), heap, dtype=torch.bfloat16)
+        for parameter in layer.parameters():
+            whole = torch.randn((4, *parameter.shape[1:]), generator=generator) * 0.1
+            parameter.data.copy_(whole[rank * parameter.shape[0] : (rank + 1) * parameter.shape[0]])
+        x = torch.randn((num_ranks, 20, 256), generator=generator)[rank].bfloat16().requires_grad_()
+        probs = torch.rand((num_ranks, 20, 2), generator=generator)[rank].requires_grad_()
+        ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(20)])
+        y, _ = layer(x, topk_idx=ids, probs=probs)
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad, probs.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.slow
+def test_rows_that_travel_quantized(cluster):
+    for want, got in zip(cluster(4).run(quantized, None), cluster(4).run(quantized, 2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def keep_or_load(rank: int, num_ranks: int, ranks_per_node: int | None, folder: str, keeps: bool) -> torch.Tensor:
+    """What a layer makes of some tokens: one that is saved, or one that is loaded."""
+    torch.manual_seed(rank)
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=8, top_k=2, order="slot"), heap)
+        dist.broadcast(layer.router.weight.data, src=0)
+        if keeps:
+            save_checkpoint(folder, 1, model=layer)
+        else:
+            load_checkpoint(folder, model=layer)
+        return layer(torch.arange(128.0).view(8, 16) / 100)[0].detach()
+
+
+def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
+    saved = cluster(4).run(keep_or_load, 2, str(tmp_path), True)
+    assert float(saved[0].abs().sum()) > 0
+    for num_ranks, ranks_per_node in ((2, 1), (4, None)):
+        for y in cluster(num_ranks).run(keep_or_load, ranks_per_node, str(tmp_path), False):
+            assert torch.equal(y, saved[0])
 
 
 # -- capacity of the rails --------------------------------------------------------------------------------------------

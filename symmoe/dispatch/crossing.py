@@ -47,10 +47,11 @@ def find_rail_rows(topk_idx: torch.Tensor, topology: Topology, *, num_experts: i
         capacity: the most tokens that go to a node, the first ones; None: all.
     """
     device, nodes = topk_idx.device, torch.arange(topology.num_nodes, device=topk_idx.device)
-    rank_to_node = torch.tensor([topology.node_of(rank) for rank in range(topology.num_nodes * len(topology.ranks))])
-    experts_per_rank = num_experts // rank_to_node.numel()
+    num_ranks = topology.num_nodes * len(topology.ranks)
+    rank_to_node = torch.tensor([topology.node_of(rank) for rank in range(num_ranks)], device=device)
+    experts_per_rank = num_experts // num_ranks
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
-    slot_to_node = rank_to_node.to(device)[topk_idx.where(is_expert, 0) // experts_per_rank].where(is_expert, -1)
+    slot_to_node = rank_to_node[topk_idx.where(is_expert, 0) // experts_per_rank].where(is_expert, -1)
     goes = (slot_to_node[:, :, None] == nodes).any(1) & (nodes != topology.node)
     row = goes.cumsum(0) - goes.long()
     has_room = goes if capacity is None else goes & (row < capacity)

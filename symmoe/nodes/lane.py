@@ -121,9 +121,9 @@ class Lane:
         self._last.clear()
 
     def _listen(self) -> None:
-        self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self._num_nodes)]
+        self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
         self._awaited = self._rail.start(self._nothing, self._received, tag=_HEADERS)
 
     @property
     def _nothing(self) -> list[torch.Tensor]:
-        return [torch.empty(0, dtype=torch.uint8)] * self._num_nodes
+        return [torch.empty(0, dtype=torch.uint8, device="cpu")] * self._num_nodes
