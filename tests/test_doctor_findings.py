@@ -19,6 +19,7 @@ import torch
 from limits import HANG_S, PROMPT_S
 
 from symmoe.cli import main
+from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import checkup, self_test
 from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
@@ -546,6 +547,19 @@ class Lies:
 
     def largest(self, value: float) -> float:
         return value
+
+
+def run_self_test(rank: int, num_ranks: int) -> set[str]:
+    """With little to spare: on GPUs, rows are far larger than what is spare."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_test, "_SPARE_BYTES", 1 << 20)
+        return set(self_test.run(Ranks(torch.device("cpu")), HANG_S))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_heap_of_the_self_test_has_room_for_what_it_moves(cluster, num_ranks: int):
+    figures = {"heap_s", "dispatch_gbs", "combine_gbs", "copy_gbs"}
+    assert cluster(num_ranks).run(run_self_test) == [figures] * num_ranks
 
 
 @pytest.mark.parametrize("wrong_part", ["none", "rows", "sums"])

@@ -82,7 +82,7 @@ def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Cou
         for direction in ("forward", "backward")
     )
     num_forward = num_parts * (1 if config.stash in ("all", "hidden") else 2)  # FC1 again
-    counts = Counter({"grouped_gemm_fp8": num_parts + num_forward})
+    counts = Counter({"grouped_gemm_fp8": num_forward + 2 * num_parts})  # FC1, FC2 and FC2's dgrad
     counts[forward] += num_forward
     counts[backward] += num_parts
     if dtype != torch.float32:  # for which no kernel activates and quantises
@@ -108,8 +108,8 @@ def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
 
 
 def check_parts(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtype) -> list[str]:
-    """The bits of one thing after the other. On CPUs also: every product that reads arriving rows has as many parts as
-    there are ranks."""
+    """The bits of one thing after the other. On CPUs also: every product that reads arriving rows, or makes rows that
+    are sent, has as many parts as there are ranks."""
     findings = Findings()
     with open_heap(device, num_bytes=64 << 20) as heap:
         for config in configs(num_ranks, recipe, *((H, I) if device == "cpu" else (512, 256))):

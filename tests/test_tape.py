@@ -251,9 +251,10 @@ def check_errors(rank: int, num_ranks: int, options: dict) -> tuple[int, list[st
             step(layer, x, dy, "")
         with before_steps(twin, names.append, twin.__all__):
             step(layer, x, dy, "")
-        for fails_at, name in enumerate(names):
-            # Errors of the heap; one that peers could not be told of; those after the last collective call.
-            if name in ("barrier", "push_slots", "choose_experts_grad", "router_gemm_grads"):
+        last = len(names) - 1 - names[::-1].index("barrier")  # of errors after it peers learn in the next call
+        for fails_at, name in enumerate(names[:last]):
+            # Errors of the heap; one that peers could not be told of.
+            if name in ("barrier", "push_slots"):
                 continue
             left = [fails_at]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 # Kernels that peers see the effect of, or that see what peers have done.
-STEPS = ("barrier", "send_", "push_", "pull_", "lay_out", "index_rows")
+STEPS = ("barrier", "send_", "push_", "pull_", "sum_home", "lay_out", "index_rows")
 
 
 def step_names(kernels: ModuleType) -> list[str]:

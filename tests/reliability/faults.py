@@ -142,7 +142,7 @@ class Step:
                 self._at("in backward")
         elif name.startswith("push_rows"):
             self._at("in dispatch")
-        elif name.startswith("pull_"):
+        elif name in ("push_sums", "pull_rows"):
             self._at("in combine")
         elif name == "index_rows" and self.layer is not None:
             self._at("between")  # rows are there, experts come next

@@ -30,5 +30,6 @@ def heap_bytes(case: Case, num_ranks: int, num_rows: int, suites: Sequence[Mappi
     # A graph's leases on one stream do not take over what was freed on another.
     captured = max(2 * sum(step_bytes(choice) for choice in suite.values() if choice.captured) for suite in suites)
     eager = max(step_bytes(choice) for suite in suites for choice in suite.values())
-    parts = _ROW_BUFFERS * rows * shape.hidden * DTYPE.itemsize
+    returned = (num_ranks - 1) * case.num_tokens  # sums that combine gets
+    parts = (_ROW_BUFFERS * rows + returned) * shape.hidden * DTYPE.itemsize
     return captured + max(eager, parts) + _SPARE_BYTES
