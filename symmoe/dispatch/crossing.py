@@ -110,12 +110,14 @@ class Crossing:
             none.
         token_to_rail_row: int32 [T, N], see RailRows.
         num_received: by node, rows that it sends; 0 of this node.
+        number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
     """
 
     heap: SymmetricHeap
     rail_row_to_token: tuple[torch.Tensor, ...]
     token_to_rail_row: torch.Tensor
     num_received: tuple[int, ...]
+    number: int
 
     @property
     def num_tokens(self) -> int:
@@ -141,8 +143,12 @@ class Crossing:
             sends.append([_rows(tensor, index) for index in self.rail_row_to_token])
             receives.append([whole[first:end] for first, end in self.received_ranges])
             inside.append(whole)
-        self.heap.exchange(sends, receives, phase, **agreed)
+        self.heap.exchange(sends, receives, phase, **self.agreed_on_rail(agreed))
         return inside
+
+    def agreed_on_rail(self, agreed: control.CallFields) -> control.CallFields:
+        """Fields of a call on which the ranks of a rail must agree, from those of the ranks of a node."""
+        return {**agreed, "plan": self.number}
 
     def bring_home(
         self, inside: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
@@ -158,7 +164,7 @@ class Crossing:
         home = [
             [whole.new_empty((index.numel(), *whole.shape[1:])) for index in self.rail_row_to_token] for whole in inside
         ]
-        self.heap.exchange(sends, home, phase, **agreed)
+        self.heap.exchange(sends, home, phase, **self.agreed_on_rail(agreed))
         for whole, by_node in zip(inside, home, strict=True):
             by_node[self.heap.topology.node] = whole[: self.num_tokens]
         return home
@@ -191,7 +197,7 @@ def make_crossing(
         # Those that do not go share a row past the end.
         index = tokens.new_full((num_rows + 1,), -1).scatter_(0, row.where(row >= 0, num_rows), tokens)
         indices.append(index[:num_rows])
-    return Crossing(heap, tuple(indices), token_to_rail_row, tuple(received))
+    return Crossing(heap, tuple(indices), token_to_rail_row, tuple(received), heap.num_meetings)
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

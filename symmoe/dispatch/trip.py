@@ -55,7 +55,7 @@ def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str,
     if plan.across is not None:
         (rows,) = plan.across.crossing.bring_in([x], control.PHASE_NODES_OUT, agreed)
         send_rows(rows, plan.across.inside, buffer, layout=layout, gradients=gradients)
-        heap.meet(control.PHASE_NODES_OUT, **agreed)
+        heap.meet(control.PHASE_NODES_OUT, **plan.across.crossing.agreed_on_rail(agreed))
         return
     with heap.one_call(), heap.timed("dispatch"):
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
@@ -72,7 +72,8 @@ def _send_between_nodes(
     agreed = agreed_fields(x, plan, probs, layout, "serial")
     rows, *values = crossing.bring_in([x] if probs is None else [x, probs], control.PHASE_NODES_OUT, agreed)
     row_probs = send(rows, inside, buffer, values[0] if values else None, layout=layout)
-    plan.heap.meet(control.PHASE_NODES_OUT, **agreed)  # what has gone wrong inside another node
+    # What has gone wrong inside another node.
+    plan.heap.meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
     plan.packed_to_row, plan.row_to_packed_row = inside.received_index()
     return row_probs
 

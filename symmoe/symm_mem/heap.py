@@ -395,6 +395,11 @@ class SymmetricHeap:
         with self._access:
             raise_for(self._faults.meet(control.pack_call(phase=phase, **agreed)))
 
+    @property
+    def num_meetings(self) -> int:
+        """Meetings of this rank's rail so far: it is the same for the ranks on it. 0 on one node."""
+        return 0 if self._mates is None else self._mates.num_meetings
+
     def exchange(
         self,
         sends: Sequence[Sequence[torch.Tensor]],

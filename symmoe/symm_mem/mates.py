@@ -45,13 +45,13 @@ class Mates:
         self._is_first = True
 
     def meet(self, call: int) -> Fault | Report | None:
-        """Meets all mates, which must be in the same call; its field "plan" is a node's own. Collective.
+        """Meets all mates, which must be in the same call. Collective.
 
         Returns:
             None if all go on; the same Fault on all ranks of the rail if not.
         """
-        call &= _ALL_BUT_PLAN
-        self._phase, self._is_first = call & 0xFF, call not in self._known_calls
+        kind = call & _ALL_BUT_PLAN
+        self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
         headers = self._exchange(Header(GOES_ON, call=call))
         if isinstance(headers, Report):
             return headers
@@ -59,7 +59,7 @@ class Mates:
         if fault is None:
             fault = self._difference(headers)
         if fault is None:
-            self._known_calls.add(call)
+            self._known_calls.add(kind)
         return fault
 
     def tell(self, fault: Fault) -> Fault | Report:
@@ -80,6 +80,11 @@ class Mates:
         except RailBroken as broken:
             return self._missing(broken)
         return None
+
+    @property
+    def num_meetings(self) -> int:
+        """So far; the same for all mates."""
+        return self._lane.number
 
     def give_up(self, sender: int, report: Report) -> None:
         """Tells the mates that `sender` (rank in the EP group) has given up. Local; waits for nobody."""
