@@ -1,8 +1,8 @@
 """The command `symmoe`.
 
-`symmoe plan` says how much memory a configuration needs, before anything is allocated; `symmoe bench` measures;
-`symmoe doctor` says whether a machine can run symmoe, and who waited for whom; `symmoe trace` records a step as a
-timeline; `symmoe plot` draws what was logged and measured.
+`symmoe plan` says how much memory a configuration needs, before anything is allocated, and what bounds it on several
+nodes; `symmoe bench` measures; `symmoe doctor` says whether a machine can run symmoe, and who waited for whom;
+`symmoe trace` records a step as a timeline; `symmoe plot` draws what was logged and measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from symmoe.tools.bench.command import add_command as add_bench
 from symmoe.tools.doctor.command import add_command as add_doctor
 from symmoe.tools.plot.command import add_command as add_plot
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
+from symmoe.training.network_plan import NetworkPlan, plan_network
 from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,13 +39,23 @@ ROWS_SHOWN = (
     ("activations, all in flight", "activation_bytes"),
 )
 
+TRAFFIC_SHOWN = (
+    ("network, a row per slot", "slots"),
+    ("network, per rank", "ranks"),
+    ("network, per node, exact", "nodes"),
+    ("network, per node, fixed size", "fixed"),
+    ("NVLink", "link"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
     commands = parser.add_subparsers(required=True)
-    plan = commands.add_parser("plan", help="bytes of heap and activations of a configuration, per rank")
+    plan = commands.add_parser(
+        "plan", help="bytes of heap and activations, or bytes and time on several nodes, per rank"
+    )
     for flag, text in (
         ("--hidden", "H, width of the tokens"),
         ("--ffn", "I, width of one expert"),
@@ -71,6 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="none",
         help="what travels to experts as numbers of --precision: tokens, gradients (default none)",
     )
+    plan.add_argument(
+        "--groups", type=int, default=1, help="groups of experts; see num_groups of MoEConfig (default 1)"
+    )
+    plan.add_argument("--top-groups", type=int, default=1, help="groups that a token may choose from (default 1)")
+    plan.add_argument("--nodes", type=int, help="instead of memory: bytes and time of a forward pass on N nodes")
+    plan.add_argument("--nic-gbs", type=float, default=50.0, help="GB/s that a rank sends to other nodes (default 50)")
+    plan.add_argument("--rail-capacity", type=int, help="see MoEConfig (default: --tokens)")
     plan.set_defaults(run=_plan)
     add_bench(commands)
     add_doctor(commands)
@@ -99,6 +117,8 @@ def _plan(args: argparse.Namespace) -> int:
         stash=args.stash,
         precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
+        num_groups=args.groups,
+        top_groups=args.top_groups,
     )
     reason = ""
     if args.precision == AUTO:
@@ -106,22 +126,36 @@ def _plan(args: argparse.Namespace) -> int:
         reason = f"\n{_reason(layer, speed_up)}\n"
         exact = exact if speed_up >= LEAST_SPEED_UP else in_full(exact)
     capacity = math.ceil(args.capacity_factor * args.tokens * args.top_k)
-    static = dataclasses.replace(exact, capacity=capacity)
-    numbers = {
-        "num_ranks": args.ranks,
-        "num_tokens": args.tokens,
-        "num_layers": args.layers,
-        "num_in_flight": args.micro_batches,
-        "dtype": DTYPES[args.dtype],
-    }
-    plans = {
-        "exact, uniform": plan_memory(exact, **numbers),
-        f"static, {args.capacity_factor:g}": plan_memory(static, **numbers),
-        "exact, worst": plan_memory(exact, **numbers, routing="worst"),
-    }
-    print(_table(plans))
+    static = dataclasses.replace(exact, capacity=capacity, rail_capacity=args.rail_capacity)
+    numbers = {"num_ranks": args.ranks, "num_tokens": args.tokens, "dtype": DTYPES[args.dtype]}
+    if args.nodes is not None:
+        print(_forward(plan_network(static, **numbers, num_nodes=args.nodes, nic_gbs=args.nic_gbs)))
+    else:
+        numbers |= {"num_layers": args.layers, "num_in_flight": args.micro_batches}
+        plans = {
+            "exact, uniform": plan_memory(exact, **numbers),
+            f"static, {args.capacity_factor:g}": plan_memory(static, **numbers),
+            "exact, worst": plan_memory(exact, **numbers, routing="worst"),
+        }
+        print(_table(plans))
     print(reason, end="")
     return 0
+
+
+def _forward(plan: NetworkPlan) -> str:
+    lines = [f"{'a model, not a measurement; per rank':38}{'rows per token':>16}{'MB':>10}{'us':>10}"]
+    for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
+        for label, field in TRAFFIC_SHOWN:
+            it = getattr(trip, field)
+            figures = f"{it.rows:16.2f}{it.num_bytes / 1e6:10.0f}{it.seconds * 1e6:10.0f}"
+            lines.append(f"{name + ': ' + label:38}{figures}")
+    lines.append(f"{'GEMMs of the forward pass':54}{plan.exact.gemms_s * 1e6:20.0f}")
+    for name, it in (("exact", plan.exact), ("fixed size", plan.fixed)):
+        lines.append(
+            f"forward, {name}: serial {it.serial_s * 1e6:.0f} us, if all were hidden {it.hidden_s * 1e6:.0f} us, "
+            f"bound by {it.bound}"
+        )
+    return "\n".join(lines)
 
 
 def _table(plans: dict[str, MemoryPlan]) -> str:

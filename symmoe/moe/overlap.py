@@ -83,6 +83,21 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
     return layout_for(ffn) if precision is None else "packed"
 
 
+def chance_of_part(num_experts: int, num_parts: int, top_k: int, num_groups: int = 1, top_groups: int = 1) -> float:
+    """Chance that a token has an expert in a given one of `num_parts` equal parts of the experts (ranks, nodes).
+
+    All sets of `top_groups` groups are equally likely, and so are all sets of K experts of those groups. One of
+    `num_parts` and `num_groups` divides the other.
+    """
+    part, group = num_experts // num_parts, num_experts // num_groups
+    touched, shared, chosen = max(1, part // group), min(part, group), top_groups * group  # groups; experts of each
+    ways_elsewhere = sum(
+        math.comb(touched, n) * math.comb(num_groups - touched, top_groups - n) * math.comb(chosen - n * shared, top_k)
+        for n in range(min(touched, top_groups) + 1)
+    )
+    return 1 - ways_elsewhere / max(1, math.comb(num_groups, top_groups) * math.comb(chosen, top_k))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
     """What travels or is summed.
@@ -163,9 +178,8 @@ class Sizes:
     @property
     def wire_bytes(self) -> float:
         """Bytes of the rows that go to peers in a dispatch, one per (token, rank), if they are not quantised."""
-        experts, top_k = self.num_experts, self.top_k
-        stays_away = math.comb(experts - experts // self.num_ranks, top_k) / max(1, math.comb(experts, top_k))
-        return self.row_bytes / top_k * (self.num_ranks - 1) * (1 - stays_away)
+        goes_there = chance_of_part(self.num_experts, self.num_ranks, self.top_k)
+        return self.row_bytes / self.top_k * (self.num_ranks - 1) * goes_there
 
     @property
     def row_bytes(self) -> int:

@@ -21,6 +21,7 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
@@ -123,11 +124,9 @@ def plan_memory(
 def _row_counts(config: MoEConfig, num_ranks: int, num_tokens: int, routing: str) -> tuple[int, int]:
     """N and P with exact capacity."""
     experts, top_k = config.num_experts, config.top_k
-    local = experts // num_ranks
     if routing == "worst":
-        return num_ranks * num_tokens * min(top_k, local), num_ranks * num_tokens
-    comes_here = 1 - math.comb(experts - local, top_k) / math.comb(experts, top_k)
-    return num_tokens * top_k, math.ceil(num_ranks * num_tokens * comes_here)
+        return num_ranks * num_tokens * min(top_k, experts // num_ranks), num_ranks * num_tokens
+    return num_tokens * top_k, math.ceil(num_ranks * num_tokens * chance_of_part(experts, num_ranks, top_k))
 
 
 class _Call(NamedTuple):
