@@ -143,16 +143,16 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _forward(plan: NetworkPlan) -> str:
-    lines = [f"{'a model, not a measurement; per rank':38}{'rows per token':>16}{'MB':>10}{'us':>10}"]
+    lines = [f"{'a model, not a measurement; per rank':40}{'rows per token':>16}{'MB':>10}{'us':>10}"]
     for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         for label, field in TRAFFIC_SHOWN:
             it = getattr(trip, field)
             figures = f"{it.rows:16.2f}{it.num_bytes / 1e6:10.0f}{it.seconds * 1e6:10.0f}"
-            lines.append(f"{name + ': ' + label:38}{figures}")
-    lines.append(f"{'GEMMs of the forward pass':54}{plan.exact.gemms_s * 1e6:20.0f}")
+            lines.append(f"{f'{name}: {label}':40}{figures}")
+    lines.append(f"{'GEMMs of the forward pass':40}{plan.exact.gemms_s * 1e6:36.0f}")
     for name, it in (("exact", plan.exact), ("fixed size", plan.fixed)):
         lines.append(
-            f"forward, {name}: serial {it.serial_s * 1e6:.0f} us, if all were hidden {it.hidden_s * 1e6:.0f} us, "
+            f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
             f"bound by {it.bound}"
         )
     return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""plan_network and `symmoe plan --nodes` against draws, other people's arithmetic and the tables of docs/nodes.md."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from symmoe import MoEConfig, cli
+from symmoe.errors import ArgumentError
+from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.moe.overlap import H200, Sizes, chance_of_part
+from symmoe.moe.routing import route_tokens
+from symmoe.precision import Float8Block
+from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "nodes.md").read_text(encoding="utf-8")
+QWEN = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8)
+DEEPSEEK = MoEConfig(hidden=7168, ffn=2048, num_experts=256, top_k=8, score="sigmoid", num_groups=8, top_groups=4)
+LAYERS = {"qwen3-30b": QWEN, "deepseek-v3": DEEPSEEK}
+
+
+def of_layer(config: MoEConfig, num_ranks: int, **changes: object) -> NetworkPlan:
+    return plan_network(config, num_ranks=num_ranks, num_nodes=num_ranks // 8, num_tokens=8192, **changes)
+
+
+def routings(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> list[tuple[int, ...]]:
+    """All choices of groups, and of experts of those groups."""
+    size = num_experts // num_groups
+    return [
+        experts
+        for groups in itertools.combinations(range(num_groups), top_groups)
+        for experts in itertools.combinations([e for e in range(num_experts) if e // size in groups], top_k)
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", [(12, 3, 1, 1), (12, 3, 2, 1), (12, 3, 6, 2), (12, 3, 4, 3), (12, 4, 12, 4), (12, 6, 2, 1), (8, 8, 1, 1)]
+)
+def test_rows_per_token_are_those_of_all_routings(case: tuple[int, int, int, int]):
+    """A token of each rank with each routing; on 2 nodes of 1 and 2, and on 4 of 1."""
+    num_experts, top_k, num_groups, top_groups = case
+    chosen = routings(*case)
+    config = MoEConfig(
+        hidden=16, ffn=8, num_experts=num_experts, top_k=top_k, num_groups=num_groups, top_groups=top_groups
+    )
+    for num_ranks, num_nodes in ((2, 2), (4, 2), (4, 4)):
+        if num_groups == 6 and num_ranks == 4:  # no such plan
+            continue
+        per_rank, per_node = num_experts // num_ranks, num_ranks // num_nodes
+        slots = ranks = nodes = link = read = 0
+        for home in range(num_ranks):
+            for experts in chosen:
+                found = [e // per_rank for e in experts]
+                away = [rank for rank in found if rank // per_node != home // per_node]
+                slots += len(away)
+                ranks += len(set(away))
+                nodes += len({rank // per_node for rank in away})
+                link += sum(rank % per_node != home % per_node for rank in set(found))  # the rail keeps the index
+                read += sum(rank % per_node != home % per_node for rank in found)
+        plan = plan_network(config, num_ranks=num_ranks, num_nodes=num_nodes, num_tokens=100)
+        total = num_ranks * len(chosen)
+        sent, home_trip = plan.dispatch, plan.combine
+        assert sent.slots.rows == home_trip.slots.rows == pytest.approx(slots / total)
+        assert sent.ranks.rows == home_trip.ranks.rows == pytest.approx(ranks / total)
+        assert sent.nodes.rows == home_trip.nodes.rows == pytest.approx(nodes / total)
+        assert sent.link.rows == pytest.approx(link / total)
+        assert home_trip.link.rows == pytest.approx(read / total)
+
+
+def test_groups_that_a_router_compares():
+    """What docs/nodes.md says of DeepSeek-V3's rule, best two of a group, with random scores of its router."""
+    torch.manual_seed(0)
+    rule = RoutingRule(score="sigmoid", num_groups=8, top_groups=4)
+    x, weight = torch.randn(20_000, 256), torch.eye(256)
+    experts = route_tokens(x, weight, None, None, top_k=8, rule=rule).topk_idx.long()
+    said = re.search(r"reaches (\S+), (\S+) and (\S+) other nodes", " ".join(PAGE.split())).groups()
+    for num_nodes, text in zip((2, 4, 8), said, strict=True):
+        found = torch.zeros(len(x), num_nodes).scatter(1, experts // (256 // num_nodes), 1).mean()
+        assert float(found) * (num_nodes - 1) == pytest.approx(float(text), abs=0.015)
+        assert of_layer(DEEPSEEK, 8 * num_nodes).dispatch.nodes.rows < float(text)
+
+
+# From outside of this repository, by draws: rows per token, MB by rank, node and fixed, us of NVLink, us of GEMMs.
+OTHERS = {
+    ("qwen3-30b", 16): ((4.00, 3.30, 1.00), (111, 33, 34), 569, 952),
+    ("qwen3-30b", 32): ((5.99, 5.51, 2.72), (185, 91, 101), 635, 952),
+    ("qwen3-30b", 64): ((6.99, 6.80, 4.67), (228, 157, 235), 671, 952),
+    ("deepseek-v3", 16): ((4.01, 2.67, 0.96), (314, 113, 117), 1613, 8881),
+    ("deepseek-v3", 32): ((6.01, 4.95, 2.20), (581, 259, 352), 1991, 8881),
+    ("deepseek-v3", 64): ((7.00, 6.44, 3.18), (756, 374, 822), 2224, 8881),
+}
+
+
+@pytest.mark.parametrize(("layer", "num_ranks"), OTHERS)
+def test_figures_that_others_computed(layer: str, num_ranks: int):
+    rows, megabytes, link_us, gemms_us = OTHERS[layer, num_ranks]
+    plan = of_layer(LAYERS[layer], num_ranks)
+    trip = plan.dispatch
+    assert [trip.slots.rows, trip.ranks.rows, trip.nodes.rows] == pytest.approx(rows, abs=0.015)
+    moved = [it.num_bytes / 1e6 for it in (trip.ranks, trip.nodes, trip.fixed)]
+    assert moved == pytest.approx(megabytes, rel=0.005, abs=0.6)
+    assert [it.seconds for it in (trip.ranks, trip.nodes)] == pytest.approx(
+        [it.num_bytes / 50e9 for it in (trip.ranks, trip.nodes)]
+    )
+    assert trip.link.seconds * 1e6 == pytest.approx(link_us, rel=0.005)
+    assert plan.exact.gemms_s == plan.fixed.gemms_s == pytest.approx(gemms_us * 1e-6, rel=0.001)
+    assert plan.exact.network_s == pytest.approx(2 * trip.nodes.seconds)
+
+
+def test_what_bounds_a_layer():
+    """The ratios that were computed elsewhere: GEMMs over the network, and what FP8 on the way out changes."""
+    few = of_layer(QWEN, 16).exact
+    assert few.gemms_s / few.hidden_s == pytest.approx(0.71, abs=0.005)
+    bounds = {n: of_layer(DEEPSEEK, n).exact for n in (16, 32, 64)}
+    assert {n: it.bound for n, it in bounds.items()} == {16: "GEMMs", 32: "network", 64: "network"}
+    assert bounds[32].gemms_s / bounds[32].hidden_s == pytest.approx(0.86, abs=0.005)
+    assert bounds[64].gemms_s / bounds[64].hidden_s == pytest.approx(0.595, abs=0.005)
+    quantized = replace(DEEPSEEK, precision=Float8Block(), quantized_wire="forward")
+    assert of_layer(quantized, 32).exact.network_s == pytest.approx(7.8e-3, rel=0.03)  # scales travel, too
+    assert of_layer(quantized, 32).exact.gemms_s < bounds[32].gemms_s
+    forward = Forward(network_s=1.0, link_s=4.0, gemms_s=2.0)
+    assert (forward.serial_s, forward.hidden_s, forward.bound) == (7.0, 4.0, "NVLink")
+
+
+def test_sizes_of_a_static_capacity_and_of_one_node():
+    config = replace(QWEN, capacity=80_000, rail_capacity=5000)
+    assert of_layer(config, 32).dispatch.fixed.num_bytes == pytest.approx(3 * 5000 * 4096)
+    assert of_layer(QWEN, 32, dtype=torch.float32).dispatch.fixed.num_bytes == pytest.approx(3 * 8192 * 8192)
+    one = of_layer(QWEN, 8)
+    assert one.exact.network_s == one.fixed.network_s == 0
+    sizes = Sizes(num_rows=65536, hidden=2048, ffn=768, top_k=8, num_experts=128, num_ranks=8, item_bytes=2)
+    assert one.dispatch.link.num_bytes == pytest.approx(sizes.wire_bytes)
+    assert one.dispatch.link.seconds == pytest.approx(sizes.wire_bytes / H200.link_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_nodes": 3}, "num_ranks (16) must be divisible by num_nodes (3)"),
+        ({"num_nodes": 0}, "num_nodes (0) must be at least 1"),
+        ({"num_tokens": 0}, "num_tokens (0) must be at least 1"),
+        ({"num_ranks": 24}, "num_experts (128) must be divisible by num_ranks (24)"),
+        ({"nic_gbs": 0.0}, "nic_gbs (0.0) must be finite and greater than 0"),
+        ({"nic_gbs": float("nan")}, "nic_gbs (nan) must be finite"),
+    ],
+)
+def test_wrong_arguments(change: dict, text: str):
+    with pytest.raises(ArgumentError) as caught:
+        plan_network(QWEN, **{"num_ranks": 16, "num_nodes": 2, "num_tokens": 8, **change})
+    assert text in str(caught.value)
+
+
+def test_groups_that_do_not_fit():
+    config = replace(QWEN, num_experts=24, num_groups=6, top_groups=4)
+    with pytest.raises(ArgumentError, match=r"num_groups \(6\) must divide num_ranks \(4\), or be divisible by it"):
+        plan_network(config, num_ranks=4, num_nodes=2, num_tokens=8)
+
+
+PLAN = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 16 --tokens 8192 --nodes"
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]):
+    assert (
+        cli.main([*PLAN.split(), "4", "--nic-gbs", "40", "--rail-capacity", "6000", "--groups=8", "--top-groups=4"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    config = replace(QWEN, num_groups=8, top_groups=4, capacity=80_000, rail_capacity=6000)
+    plan = plan_network(config, num_ranks=16, num_nodes=4, num_tokens=8192, nic_gbs=40)
+    for name, trip in (("dispatch", plan.dispatch), ("combine", plan.combine)):
+        for label, field in cli.TRAFFIC_SHOWN:
+            it = getattr(trip, field)
+            figures = re.search(rf"^{name}: {label} +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE).groups()
+            assert figures == (f"{it.rows:.2f}", f"{it.num_bytes / 1e6:.0f}", f"{it.seconds * 1e6:.0f}")
+    assert f" {plan.exact.gemms_s * 1e6:.0f}\n" in out
+    for it in (plan.exact, plan.fixed):
+        assert f"serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, bound by network" in out
+    with pytest.raises(SystemExit):
+        cli.main([*PLAN.split(), "3"])
+    assert "num_ranks (16) must be divisible by num_nodes (3)" in capsys.readouterr().err
+
+
+def cells(plan: NetworkPlan) -> list[str]:
+    """A row of the table of docs/nodes.md."""
+    sent, home = plan.dispatch, plan.combine
+    exact, fixed = plan.exact, plan.fixed
+    return [
+        " / ".join(f"{it.rows:.2f}" for it in (sent.slots, sent.ranks, sent.nodes)),
+        " / ".join(f"{it.num_bytes / 1e6:.0f}" for it in (sent.nodes, sent.fixed)),
+        " / ".join(f"{it.seconds * 1e6:.0f}" for it in (sent.nodes, sent.fixed)),
+        " / ".join(f"{it.seconds * 1e6:.0f}" for it in (sent.link, home.link)),
+        f"{exact.gemms_s * 1e6:.0f}",
+        " / ".join(f"{it.serial_s * 1e6:.0f}" for it in (exact, fixed)),
+        " / ".join(f"{it.hidden_s * 1e6:.0f}" for it in (exact, fixed)),
+        exact.bound if exact.bound == fixed.bound else f"{exact.bound} / {fixed.bound}",
+    ]
+
+
+def test_the_table_is_the_models():
+    shown = re.findall(r"^\| ([\w-]+) \| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert {(layer, num_ranks): row for layer, num_ranks, row in shown} == {
+        (layer, str(num_ranks)): " | ".join(cells(of_layer(config, num_ranks)))
+        for layer, config in LAYERS.items()
+        for num_ranks in (16, 32, 64)
+    }
+
+
+def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]):
+    command, shown = re.search(r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE).groups()
+    assert cli.main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == re.sub(r"^    ", "", shown, flags=re.MULTILINE)
+
+
+def test_a_chance_without_groups():
+    """1 - C(E - E/N, K) / C(E, K), as a product of chances to miss."""
+    miss = 1.0
+    for k in range(8):
+        miss *= (96 - k) / (128 - k)
+    assert chance_of_part(128, 4, 8) == pytest.approx(1 - miss)
