@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster
-from limits import HANG_S
+from limits import HANG_S, PROMPT_S
 from worker import free_bytes, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -192,13 +192,13 @@ def test_a_rank_that_ends_at_the_start():
     assert len(survivors) == 3
     for name, seconds in survivors.values():
         assert name in ("PeerLost", "PeerTimeout"), survivors
-        assert seconds < 3 * BOUND_S
+        assert seconds < 3 * TIMEOUT_S + PROMPT_S
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 
-TIMEOUT_S = 2.0
-BOUND_S = 2.5 * TIMEOUT_S  # 1.25 times, and what a busy machine needs
+TIMEOUT_S = 4.0
+BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
 
 
 def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, where: tuple[str, int]):
@@ -254,7 +254,7 @@ def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], h
         assert (name, node) == ("PeerTimeout", victims[0] // ranks_per_node), survivors
         assert missing in victims, survivors
         assert raised_s < BOUND_S, survivors
-        assert closed_s < 1.0, survivors
+        assert closed_s < PROMPT_S, survivors
 
 
 @pytest.mark.parametrize(("victims", "how", "point"), SHORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,22 @@ from symmoe import GroupedMLP, make_plan
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.moe import ep_step
-from symmoe.moe.overlap import H200, H200_FLOAT8, Move, Overlap, Rates, Sizes, layout_for, overlap, overlap_everything
+from symmoe.moe.overlap import (
+    H100,
+    H200,
+    Move,
+    Overlap,
+    Rates,
+    Sizes,
+    gpu_of,
+    layout_for,
+    overlap,
+    overlap_everything,
+    rates_of,
+)
 from symmoe.precision import MXFP8, Float8Block
+
+H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 
 
 @given(st.data())
@@ -230,6 +245,31 @@ def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int |
 def test_what_formulas_get(cluster):
     """The same on all ranks."""
     assert cluster(2).run(what_formulas_get) == [[wanted for *_, wanted in FORMULAS_GET]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "is_known"),
+    [
+        ("NVIDIA H200", H200, True),
+        ("NVIDIA H100 80GB HBM3", H100, True),
+        ("NVIDIA H20", H200, False),
+        ("NVIDIA B200", H200, False),
+    ],
+)
+def test_rates_of_another_gpu_are_not_taken_in_silence(name, wanted, is_known, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name))
+    gpu_of.cache_clear()
+    for _ in range(2):
+        assert gpu_of(torch.device("cuda", 0)) == wanted
+    gpu_of.cache_clear()
+    assert [name in record.getMessage() for record in caplog.records] == [True] * (not is_known)
+    assert gpu_of(torch.device("cpu")) == H200
+
+
+def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
+    assert rates_of(H100, None) == rates_of(H100, MXFP8()) == H100
+    assert rates_of(H100, Float8Block()) == replace(H200_FLOAT8, memory_bytes=H100.memory_bytes)
+    assert H100.memory_bytes < H200.memory_bytes
 
 
 def test_fewer_bytes_on_the_wire_take_fewer_programs():

@@ -33,7 +33,7 @@ from symmoe.grouped.weight_gradients import MainGrads
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
+from symmoe.moe.overlap import Rates, Sizes, gpu_of, num_sms_of, overlap, overlap_everything, rates_of, received_layout
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
@@ -164,7 +164,7 @@ def _schedule(
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    chosen = _overlapped(word, layout, sizes, num_sms_of(x.device), experts.precision)
+    chosen = _overlapped(word, layout, sizes, num_sms_of(x.device), gpu_of(x.device), experts.precision)
     if plan.across is None:
         return chosen
     # Tokens of other nodes come with those of a rank of this one, so there are no parts in the order of ranks.
@@ -172,12 +172,12 @@ def _schedule(
 
 
 @functools.lru_cache(maxsize=256)
-def _overlapped(word: str, layout: str, sizes: Sizes, num_sms: int, precision: Recipe | None) -> Overlapped:
+def _overlapped(word: str, layout: str, sizes: Sizes, num_sms: int, gpu: Rates, precision: Recipe | None) -> Overlapped:
     """The same object for the same call: steps are told apart by it."""
     if word == "always-overlapped":
         chosen = overlap_everything(sizes, num_sms)
     else:
-        chosen = overlap(sizes, num_sms, rates_of(precision))
+        chosen = overlap(sizes, num_sms, rates_of(gpu, precision))
     if not takes_parts(precision):  # its GEMMs begin when all rows are there
         chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
     return Overlapped(layout, chosen)

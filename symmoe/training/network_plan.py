@@ -16,7 +16,7 @@ import torch
 from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.overlap import Sizes, chance_of_part, rates_of
+from symmoe.moe.overlap import H200, Sizes, chance_of_part, rates_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def plan_network(
 ) -> NetworkPlan:
     """Traffic and seconds of a layer with gated experts and order="node". Local; allocates nothing.
 
-    NVLink and GEMMs have the rates of moe/overlap.py. Inside a node dispatch sends a row for each (token, rank), and
+    NVLink and GEMMs have the rates of an H200 (moe/overlap.py). Inside a node dispatch sends a row for each (token, rank), and
     combine reads one for each (token, slot).
 
     Args:
@@ -144,7 +144,7 @@ def plan_network(
         num_ranks=num_ranks,
         item_bytes=dtype.itemsize,
     )
-    rates, per_node = rates_of(config.precision), num_ranks // num_nodes
+    rates, per_node = rates_of(H200, config.precision), num_ranks // num_nodes
     of_rank, of_node = (
         chance_of_part(config.num_experts, parts, config.top_k, config.num_groups, config.top_groups)
         for parts in (num_ranks, num_nodes)
