@@ -108,8 +108,8 @@ def plan_network(
 ) -> NetworkPlan:
     """Traffic and seconds of a layer with gated experts and order="node". Local; allocates nothing.
 
-    NVLink and GEMMs have the rates of an H200 (moe/overlap.py). Inside a node dispatch sends a row for each (token, rank), and
-    combine reads one for each (token, slot).
+    NVLink and GEMMs have the rates of an H200 (moe/overlap.py). Inside a node dispatch sends a row for each
+    (token, rank), and combine reads one for each (token, slot).
 
     Args:
         config: rail_capacity None is num_tokens.
