@@ -6,7 +6,9 @@ of a rail that breaks name each other. Ranks that hear of it from them name one 
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +65,10 @@ def test_a_slow_network(cluster):
 def broken(
     rank: int, num_ranks: int, how: str, where: tuple[int, int, bool], relays: tuple[int, ...], timeout_s: float
 ):
-    """What a rank raises when its network breaks, when, and how long closing takes; then a heap works."""
+    """What a rank raises when its network breaks, when, how long closing takes, and what is left; then a heap works."""
+    with open_nodes() as first:  # what torch keeps from then on is none of it
+        Ready(first, rank).step()
+    before = connections()
     with relayed(rank // 2) as relay:
         heap = open_nodes(timeout_s)
         ready = Ready(heap, rank)
@@ -81,6 +86,7 @@ def broken(
         raised = time.monotonic()
         heap.close()
         found |= {"raised_s": raised - start, "closed_s": time.monotonic() - raised}
+    found["left"] = connections() - before  # though the heap still is there
     with open_nodes() as another:
         Ready(another, rank).step()
     return found
@@ -103,6 +109,11 @@ def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: i
     heap.meet = meet  # type: ignore[method-assign]
 
 
+def connections() -> int:
+    """Sockets of this process."""
+    return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("relays", [pytest.param(LINK, id="link"), pytest.param(RAIL, id="rail")])
@@ -123,3 +134,4 @@ def test_a_network_that_breaks(cluster, how: str, relays: tuple[int, ...], point
             assert each["is_lost"], found
         assert each["raised_s"] < bound_s, found
         assert each["closed_s"] < PROMPT_S, found
+        assert each["left"] == 0, found
