@@ -4,9 +4,11 @@
     torchrun --nproc-per-node=4 examples/train_lm.py --preset gpu    1, 2 or 4 GPUs
     python examples/train_lm.py                                      one process, all experts in it
 
-On several nodes, with EP groups inside a node (the same on each, with its own --node-rank):
+On several nodes, with EP groups inside a node (the same on each, with its own --node-rank), and on CPUs with one that
+spans two virtual nodes:
 
     torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=4 examples/train_lm.py --preset gpu --ep 4
+    torchrun --nproc-per-node=4 examples/train_lm.py --ranks-per-node 2
 
 Dense parameters are data-parallel over all ranks, experts are expert-parallel in each EP group. The batch, the
 initial model and the data do not depend on the number of ranks, so neither does the training. `--resume`
@@ -47,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
     parser.add_argument("--ep", type=int, help="ranks of an EP group, each with its balance loss (default: all)")
+    parser.add_argument("--ranks-per-node", type=int, help="cut the machine into virtual nodes, on CPUs (default: not)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
     parser.add_argument("--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)")
     parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)")
@@ -59,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.wire and not arguments.precision:
         parser.error("--wire needs a --precision")
-    for name in ("steps", "save_every", "ep"):
+    for name in ("steps", "save_every", "ep", "ranks_per_node"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} ({value}) must be at least 1")
     if PRESETS[arguments.preset].device == "cuda" and not torch.cuda.is_available():
@@ -184,7 +187,8 @@ def main() -> None:
     with open_ranks(preset.device, arguments.ep) as ranks:
         num_bytes = heap_bytes(preset, num_ranks=arguments.ep or ranks.size)
         backend = "nvshmem" if preset.device == "cuda" else "host"
-        with symmoe.SymmetricHeap(ranks.ep_group, num_bytes=num_bytes, backend=backend) as heap:
+        options = {"num_bytes": num_bytes, "backend": backend, "ranks_per_node": arguments.ranks_per_node}
+        with symmoe.SymmetricHeap(ranks.ep_group, **options) as heap:
             train(arguments, preset, ranks, heap)
     if ranks.is_main:
         report.plot(arguments.out)

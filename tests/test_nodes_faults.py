@@ -307,6 +307,7 @@ def close_early(rank: int, num_ranks: int) -> tuple[str, str]:
 
 
 def test_a_node_that_closes_while_others_go_on(cluster):
-    """The others learn of it in their call, and that the node has left when they close."""
+    """The others learn of it in their call, and that the node has left when they close, whenever they come to that."""
     left, stayed = ("ConfigMismatch", ""), ("ConfigMismatch", "PeerAborted")
-    assert cluster(4).run(close_early) == [left, left, stayed, stayed]
+    for _ in range(10):
+        assert cluster(4).run(close_early) == [left, left, stayed, stayed]

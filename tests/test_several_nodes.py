@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from example_runs import EXAMPLES
+from limits import PROMPT_S
 
 from symmoe.checkpoint import read_manifest
 
@@ -61,28 +65,40 @@ def free_port() -> int:
 
 
 def run(agents_of: Sequence[Node], *program: str) -> list[str]:
-    """Runs a torchrun on each node to its end, which must be good; returns what each has printed."""
-    agents = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *node.arguments, *program],
-            env=os.environ | node.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in agents_of
-    ]
-    try:
-        texts = [agent.communicate(timeout=DEADLINE_S)[0] for agent in agents]
-    finally:
+    """Runs a torchrun on each node to its end, which must be good; returns what each has printed. When one fails, or
+    the deadline comes, the others are ended too."""
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in agents_of]
+        agents = []
+        for node, output in zip(agents_of, outputs, strict=True):
+            command = [sys.executable, "-m", "torch.distributed.run", *node.arguments, *program]
+            environment = os.environ | node.environment
+            agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            stack.callback(end, agents[-1])
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            codes = [agent.poll() for agent in agents]
+            if None not in codes or any(codes):
+                break
+            time.sleep(0.1)
         for agent in agents:
-            if agent.poll() is None:
-                agent.terminate()  # it ends its processes before itself
-        for agent in agents:
-            agent.wait()
-            agent.stdout.close()
-    assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(texts)
+            end(agent)
+        texts = []
+        for output in outputs:
+            output.seek(0)
+            texts.append(output.read())
+    assert codes == [0] * len(agents), "\n".join(texts)
     return texts
+
+
+def end(agent: subprocess.Popen[bytes]) -> None:
+    """Ends an agent, and with it its processes."""
+    if agent.poll() is None:
+        agent.terminate()  # it ends its processes before itself; it kills those that stay after 30 s
+    try:
+        agent.wait(PROMPT_S)
+    finally:
+        agent.kill()
 
 
 def train(out: Path, on: Sequence[Node], *arguments: str) -> list[dict[str, Any]]:
@@ -144,6 +160,36 @@ def test_nodes_that_find_each_other_and_a_mesh():
     """torchrun's c10d rendezvous, and experts that are sharded over the nodes."""
     program = ["--preset=tiny", "--ep=2"]
     assert losses_of(nodes(2, 2, elastic=True), *program) == losses_of(nodes(1, 4), *program)
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """An EP group of four ranks on one node that adds a token's rows in the order of its experts."""
+    out = tmp_path_factory.mktemp("one-node")
+    return out, train(out, nodes(1, 4), "--order=slot")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_agents", [1, 2])
+def test_an_ep_group_that_spans_two_nodes(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]], num_agents: int):
+    """Virtual nodes of one agent, and two agents that find each other: every bit as in one node."""
+    ranks_of_agent = 4 // num_agents
+    on = nodes(num_agents, ranks_of_agent, elastic=num_agents > 1)
+    out, expected = one_node
+    records = train(tmp_path, on, "--ranks-per-node=2", "--order=slot")
+    assert records == expected
+    assert records[-1]["loss"] < records[0]["loss"] - 0.05
+    assert tree(tmp_path / "checkpoints") == tree(out / "checkpoints")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes_add_up_in_their_own_order(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]]):
+    """By default a node adds up its rows before they travel, which may round otherwise."""
+    records = train(tmp_path, nodes(1, 4), "--ranks-per-node=2")
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in one_node[1]], rel=1e-4)
+    assert [r["grad_norm"] for r in records] == pytest.approx([r["grad_norm"] for r in one_node[1]], rel=1e-3)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ _WORDS = struct.Struct("<qqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _HEADERS, _PAYLOAD = 0, 1  # tags
+_REPORT_S = 0.5  # closing waits that long until mates that listen are told; they take no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,13 @@ class Lane:
     def __init__(self, rail: Rail, *, node: int, num_nodes: int) -> None:
         self._rail, self._node, self._num_nodes = rail, node, num_nodes
         self._is_open = True
-        self._last: list[object] = []  # while it travels
+        self._last: list[torch.Tensor] = []  # while it travels
+        self._reports: Started = []
         self.number = 0
         self._listen()
 
     def meet(self, header: Header, timeout_s: float) -> list[Header]:
-        """The headers of all nodes, this one's included. Collective over the rail.
+        """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
 
         Raises:
             RailBroken: see Rail.wait.
@@ -81,8 +83,13 @@ class Lane:
         mine = Header(header.kind, self.number, header.call, header.origin, header.message)
         packed = mine.pack()
         self._last = [packed]  # also if a wait fails
-        sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=_HEADERS)
-        self._rail.wait(self._awaited, timeout_s)
+        try:
+            sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=_HEADERS)
+            self._rail.wait(self._awaited, timeout_s)
+        except RailBroken as broken:
+            if said := self._last_words(broken):
+                return [said]
+            raise
         headers = [mine if node == self._node else Header.unpack(each) for node, each in enumerate(self._received)]
         if all(each.kind != GAVE_UP for each in headers):
             self._listen()
@@ -108,21 +115,40 @@ class Lane:
             return
         self._is_open = False
         packed = Header(GAVE_UP, self.number + 1, 0, origin, message).pack()
+        self._last.append(packed)
         for node in range(self._num_nodes):
             # One by one: where one connection is closed, the others may stand.
             sends = [packed if each == node else packed[:0] for each in range(self._num_nodes)]
             with contextlib.suppress(RailBroken):
-                self._last.append((packed, self._rail.start(sends, self._nothing, tag=_HEADERS)))
+                self._reports += self._rail.start(sends, self._nothing, tag=_HEADERS)
 
     def close(self) -> None:
-        """Ends the rail. Local."""
+        """Ends the rail. Local; what this rank has said when it gave up leaves before."""
         self._is_open = False
+        with contextlib.suppress(RailBroken):
+            self._rail.wait(self._reports, _REPORT_S)
         self._rail.abort()
+        # What is on its way keeps the connections open, and a mate that waits would not know that this rank has gone.
+        self._reports.clear()
+        self._awaited.clear()
         self._last.clear()
+
+    def _last_words(self, broken: RailBroken) -> Header | None:
+        """What a mate has said that gave up and has closed before this rank came."""
+        if broken.is_late:
+            return None
+        try:
+            self._rail.wait([each for each in self._awaited if each[0] == broken.node], 0.0)
+        except RailBroken:
+            return None
+        header = Header.unpack(self._received[broken.node])
+        return header if header.kind == GAVE_UP else None
 
     def _listen(self) -> None:
         self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
-        self._awaited = self._rail.start(self._nothing, self._received, tag=_HEADERS)
+        self._awaited: Started = []
+        with contextlib.suppress(RailBroken):  # a mate has closed after the last meeting: the next one finds that out
+            self._awaited = self._rail.start(self._nothing, self._received, tag=_HEADERS)
 
     @property
     def _nothing(self) -> list[torch.Tensor]:

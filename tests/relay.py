@@ -1,0 +1,162 @@
+"""TCP relays between nodes, which can delay what they pass on, hold it back for ever, or cut the connection.
+
+gloo's ranks write into a store where they listen. A rank of node 0 writes its relay's address there instead, so that
+rank of node 1 on its rail reaches it through the relay alone, in both directions: a pair has one connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import symmoe.symm_mem.heap
+from symmoe.nodes.rail import GlooRail
+
+# What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
+_ADDRESS = re.compile(re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)" + b"\x7f\x00\x00\x01", re.DOTALL)
+
+
+class Relay:
+    """Passes one connection on to a rank of this process.
+
+    Attributes:
+        delay_s: how long each piece of what is passed on is held back.
+        num_bytes: passed on so far.
+    """
+
+    def __init__(self) -> None:
+        self.delay_s, self.num_bytes = 0.0, 0
+        self._flows = threading.Event()
+        self._flows.set()
+        self._is_closed = False
+        self._listener = _listen()
+        self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def open(self, port: int) -> None:
+        """Begins to pass on to the listener at that port."""
+        self._start(self._accept, port)
+
+    def stall(self) -> None:
+        """Passes nothing on any more, not even that a side has closed."""
+        self._flows.clear()
+
+    def cut(self) -> None:
+        """Closes the connection on both sides."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):  # its peer may have gone
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends everything, threads included."""
+        self._is_closed = True
+        self._flows.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for each in (self._listener, *self._ends):
+            each.close()
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=function, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self, port: int) -> None:
+        try:
+            far, _ = self._listener.accept()
+        except OSError:
+            return  # closed before anybody came
+        near = socket.create_connection(("127.0.0.1", port))
+        for end in (far, near):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._ends += [far, near]
+        self._start(self._pass_on, far, near)
+        self._start(self._pass_on, near, far)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(self.delay_s)
+                self._flows.wait()
+                if self._is_closed:
+                    break
+                target.sendall(data)
+                self.num_bytes += len(data)
+        self._flows.wait()
+        self.cut()
+
+
+class _Publishing(dist.Store):  # type: ignore[misc, name-defined]
+    """A store that changes what is written into it."""
+
+    def __init__(self, store: Any, change: Callable[[bytes], bytes]) -> None:
+        super().__init__()
+        self._store, self._change = store, change
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, self._change(value))
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._store.get(key)
+        return found
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait(keys, *timeout)
+
+
+@contextlib.contextmanager
+def relayed(node: int) -> Iterator[Relay | None]:
+    """Between nodes 0 and 1 the heaps that are made inside go through relays, one a rail; None on node 1."""
+    relay = Relay() if node == 0 else None
+    stores = []  # torch does not keep them
+
+    def publish(value: bytes) -> bytes:
+        (found,) = _ADDRESS.finditer(value)
+        # Of a pair the one with the higher address connects, as each sees its own and what the other has written: the
+        # rank on node 0 must find itself lower, and its relay must be lower than the rank on node 1.
+        if relay is None:
+            return value[: found.end() - 1] + b"\x02" + value[found.end() :]
+        relay.open(int.from_bytes(found[1], "big"))
+        return value[: found.start(1)] + relay.port.to_bytes(2, "big") + value[found.end(1) :]
+
+    def make(store: Any, name: str, **options: Any) -> GlooRail:
+        stores.append(_Publishing(store, publish))
+        return GlooRail(stores[-1], name, **options)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symmoe.symm_mem.heap, "GlooRail", make)
+            yield relay
+    finally:
+        if relay is not None:
+            relay.close()
+
+
+def _listen() -> socket.socket:
+    """A listener on a port that gloo takes for lower than those that the system gives out: to gloo, which compares
+    ports as they lie in memory, a multiple of 256 is its high byte alone."""
+    listener = socket.socket()
+    first = os.getpid()
+    for number in range(80):
+        with contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", 256 * (40 + (first + number) % 80)))
+            listener.listen(1)
+            return listener
+    raise OSError("no port is free")

@@ -1,0 +1,137 @@
+"""Networks that misbehave: a TCP relay on each rail between two virtual nodes delays, stalls or cuts, in every phase.
+
+A rank that no longer hears of another cannot know whether that one has gone or the network between them: the two ends
+of a rail that breaks name each other. Ranks that hear of it from them name one of the two.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limits import HANG_S, PROMPT_S
+from relay import Relay, relayed
+from test_nodes_faults import Ready
+
+from symmoe import SymmetricHeap
+from symmoe.kernels import control
+
+TIMEOUT_S = 4.0
+BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
+
+# (phase of a meeting, which one of a step, whether it happens after the headers, so that tensors are on their way)
+POINTS = {
+    "plan": (control.PHASE_NODES_PLAN, 1, False),
+    "dispatch": (control.PHASE_NODES_OUT, 1, False),
+    "rows of dispatch": (control.PHASE_NODES_OUT, 1, True),
+    "combine": (control.PHASE_NODES_HOME, 1, False),
+    "rows of combine": (control.PHASE_NODES_HOME, 1, True),
+    "backward of combine": (control.PHASE_NODES_OUT, 2, False),
+    "backward of dispatch": (control.PHASE_NODES_HOME, 2, False),
+}
+LINK, RAIL = (0, 1), (1,)  # ranks of node 0 whose relays fail
+
+
+def open_nodes(timeout_s: float = HANG_S / 2) -> SymmetricHeap:
+    return SymmetricHeap(
+        num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=timeout_s, start_timeout_s=HANG_S / 2
+    )
+
+
+def delayed(rank: int, num_ranks: int) -> tuple[bool, float, int]:
+    """Whether a slow network gives the same bits, seconds of a step on it, and bytes that went through the relay."""
+    with relayed(rank // 2) as relay, open_nodes() as heap:
+        ready = Ready(heap, rank)
+        expected = ready.step()
+        if relay is not None:
+            relay.delay_s = 0.1
+        start = time.monotonic()
+        found = ready.step()
+        return torch.equal(found, expected), time.monotonic() - start, relay.num_bytes if relay is not None else 0
+
+
+@pytest.mark.slow
+def test_a_slow_network(cluster):
+    for rank, (is_equal, seconds, num_bytes) in enumerate(cluster(4).run(delayed)):
+        assert is_equal
+        assert seconds > 0.5  # five exchanges or more
+        assert num_bytes > 2000 or rank > 1
+
+
+def broken(
+    rank: int, num_ranks: int, how: str, where: tuple[int, int, bool], relays: tuple[int, ...], timeout_s: float
+):
+    """What a rank raises when its network breaks, when, how long closing takes, and what is left; then a heap works."""
+    with open_nodes() as first:  # what torch keeps from then on is none of it
+        Ready(first, rank).step()
+    before = connections()
+    with relayed(rank // 2) as relay:
+        heap = open_nodes(timeout_s)
+        ready = Ready(heap, rank)
+        ready.step()
+        if rank in relays:
+            _break_at(heap, relay, how, *where)
+        start = time.monotonic()
+        found: dict[str, Any] = {"name": "", "text": ""}
+        try:
+            ready.step()
+            ready.step()
+        except Exception as error:  # noqa: BLE001
+            found = {name: getattr(error, name, None) for name in ("rank", "node", "is_lost")}
+            found |= {"name": type(error).__name__, "text": str(error)}
+        raised = time.monotonic()
+        heap.close()
+        found |= {"raised_s": raised - start, "closed_s": time.monotonic() - raised}
+    found["left"] = connections() - before  # though the heap still is there
+    with open_nodes() as another:
+        Ready(another, rank).step()
+    return found
+
+
+def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: int, is_after: bool) -> None:
+    """The network breaks at a meeting of a step."""
+    original, left = heap.meet, number
+
+    def meet(its_phase: int, **agreed: int) -> None:
+        nonlocal left
+        left -= its_phase == phase
+        if is_after:
+            original(its_phase, **agreed)
+        if left == 0:
+            getattr(relay, how)()
+        if not is_after:
+            original(its_phase, **agreed)
+
+    heap.meet = meet  # type: ignore[method-assign]
+
+
+def connections() -> int:
+    """Sockets of this process."""
+    return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("relays", [pytest.param(LINK, id="link"), pytest.param(RAIL, id="rail")])
+@pytest.mark.parametrize("how", ["stall", "cut"])
+def test_a_network_that_breaks(cluster, how: str, relays: tuple[int, ...], point: str):
+    """Every rank raises within the bound, of a cut at once, whatever the bound; closing waits for nobody."""
+    timeout_s, bound_s = (TIMEOUT_S, BOUND_S) if how == "stall" else (HANG_S / 2, PROMPT_S)
+    found = cluster(4).run(broken, how, POINTS[point], relays, timeout_s)
+    ends = {end for rank in relays for end in (rank, rank + 2)}
+    for rank, each in enumerate(found):
+        assert each["name"] == "PeerTimeout", found
+        assert each["rank"] in ends - {rank}, found
+        assert each["node"] == each["rank"] // 2, found
+        assert f"rank {each['rank']} on node {each['node']} did not reach" in each["text"], found
+        if relays == RAIL and rank in ends:
+            assert each["rank"] == (rank + 2) % 4, found
+        if how == "cut":
+            assert each["is_lost"], found
+        assert each["raised_s"] < bound_s, found
+        assert each["closed_s"] < PROMPT_S, found
+        assert each["left"] == 0, found
