@@ -14,7 +14,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json
 
