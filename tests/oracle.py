@@ -230,7 +230,7 @@ def sum_slots(layout: Layout, source: int, out_bits: list[np.ndarray], dtype: to
 
 def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """The first half of `order="rank"`: where a token's primary row on rank `rank` was, the sum of its rows there, in
-    fp32, in k order, from the primary row on, and rounded. A row that is alone is its own sum."""
+    fp32, in k order, from the primary row on, and rounded. One row is its own sum."""
     reduced = out_bits.copy()
     with np.errstate(all="ignore"):
         for places in layout.packed_to_row[rank]:

@@ -1,7 +1,7 @@
 """TCP relays between nodes, which can delay what they pass on, hold it back for ever, or cut the connection.
 
 gloo's ranks write into a store where they listen. A rank of node 0 writes its relay's address there instead, so that
-rank of node 1 on its rail reaches it through the relay alone, in both directions: a pair has one connection.
+rank of node 1 on its rail reaches it only through the relay, in both directions: a pair has one connection.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def relayed(node: int) -> Iterator[Relay | None]:
 
 def _listen() -> socket.socket:
     """A listener on a port that gloo takes for lower than those that the system gives out: to gloo, which compares
-    ports as they lie in memory, a multiple of 256 is its high byte alone."""
+    ports as they lie in memory, a multiple of 256 is only its high byte."""
     listener = socket.socket()
     first = os.getpid()
     for number in range(80):

@@ -5,7 +5,7 @@ scale, if there is one: rounded to fp32) are added in fp32: in a tile neighbours
 tiles' sums from first to last. So a kernel that has a tile for another reason gives the bits of one that only sums,
 and they do not depend on where the group lies, on the tail, on formats or on the grid.
 
-grouped_gemm_dact alone has another order: that of its product's tiles and instructions.
+Only grouped_gemm_dact has another order: that of its product's tiles and instructions.
 """
 
 from __future__ import annotations

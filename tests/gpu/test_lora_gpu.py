@@ -42,7 +42,7 @@ def test_experts(bias: bool, lora_rank: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("in_width", [8, 64, 520])
 def test_results_are_added(in_width: int, dtype: torch.dtype):
-    """To what is there, in the rows of the groups alone; forward and backward, plain and gathered."""
+    """To what is there, only in the rows of the groups; forward and backward, plain and gathered."""
     width, num_rows, sizes = 600, 700, (300, 0, 129, 171)
     row_range, end_row = whole_groups(sizes), sum(sizes)
     rows, before = torch.randn(num_rows, in_width).to(dtype), torch.randn(num_rows, width).to(dtype)

@@ -142,7 +142,7 @@ class RowKernels(Protocol):
     ) -> None:
         """Sums the rows of each token that another rank has sent, and writes the sums to that rank: fp32, in k order.
 
-        A sum begins with the token's first row: a row that is alone arrives as it is.
+        A sum begins with the token's first row: a token with one row sends it as it is.
 
         Args:
             rows: [N_cap, H].
