@@ -148,7 +148,7 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
         found[name] = push.alone_s(rates) + g(flops), min(times) + g(flops) / ranks + (ranks - 1) * rates.part_s
     sent, home = sizes.send_sums(), sizes.sum_home()
     serial = sent.alone_s(rates) + home.alone_s(rates)
-    # R parts: sums of the first R - 1 travel under the last R - 1, nothing else runs during the first part and home's sums.
+    # R parts: sums of the first R - 1 travel under the last R - 1; nothing runs with the first, nor with sums at home.
     part = sizes.product_flops / ranks
     times = [max((ranks - 1) * g(part, n), sent.beside_s(n, rates)) for n in counts]
     others = g(part) + home.alone_s(rates) + (ranks - 1) * rates.launch_s

@@ -122,7 +122,7 @@ class Collection:
             if self._rows is not None and self._pulls:
                 rows_offset = heap.offset_of(self._rows, phase=PHASE)
             elif self._rows is not None:
-                width, region_rows = self._rows.shape[1], max(1, plan.num_tokens)
+                width, region_rows = self._rows.shape[1], max(1, plan.num_tokens) if heap.num_ranks > 1 else 1
                 shape = (max(1, heap.num_ranks - 1) * region_rows, width)
                 returned = self._lease(shape, self._rows.dtype, "returned sums")
                 self._returned, rows_offset = returned.tensor, returned.offset
