@@ -45,6 +45,17 @@ def test_push(launches, hidden, batch):
     assert code.ptx.count(STORE) == 4 * batch
 
 
+@pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (7168, 2), (384, 12)])
+def test_copies(launches, hidden, top_k):
+    received, starts = meta(8192, hidden, dtype=torch.bfloat16), meta(3, dtype=torch.int32)
+    packed_to_row = meta(8192, top_k, dtype=torch.int32)
+    rows.launch_fan_out(received, packed_to_row, starts, source=1, num_ctas=4)
+    code = compiled(launches)
+    # Before the loop over batches, once or for each of two stages, and in it: the loop over a batch's pieces is a loop.
+    assert code.ptx.count(LOAD) in (4 * 2, 4 * 3)
+    assert code.ptx.count(STORE) == 4 * (top_k - 1)
+
+
 @pytest.mark.parametrize(("hidden", "dtype"), [(2048, torch.bfloat16), (7168, torch.float16), (384, torch.bfloat16)])
 def test_sums(launches, hidden, dtype):
     out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8, dtype=torch.int32)

@@ -1,8 +1,9 @@
 """The dispatch trip while GEMMs run: rows travel on a branch stream, and what has arrived can be computed in parts.
 
-Every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are there. So a
-rank can begin with its own rows, go on with those of the rank before it, and so on (`plan.arrivals`), and
-`plan.source_to_rows` says which rows each of these parts has. The bytes are those of trip.py.
+Every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are there; in
+between it takes in what has come to it: indexes it and copies it to secondary rows. So a rank can begin with its own
+rows, go on with those of the rank before it, and so on (`plan.arrivals`), and `plan.source_to_rows` says which rows each
+of these parts has. The bytes are those of trip.py.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def arriving(
         layout: layout of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
         division: the division of the SMs until all rows have been sent.
     """
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
+    heap, agreed = plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
     with Slots(plan, probs) as slots, heap.one_call():
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
         with heap.timed("dispatch"):
@@ -75,7 +76,7 @@ def arriving(
             start = plan.source_to_packed_start
             slots.index(start[source : source + 1], start[source + 1 : source + 2], ready, arrived)
             if layout == "expert-major":
-                ops.fan_out(buffer, slots.packed_to_row, start, rank=heap.rank, source=source)
+                _copy(buffer, slots.packed_to_row, plan, source, division)
 
         with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
             yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
@@ -89,18 +90,30 @@ def rows_arriving(
 
     gradients: index of control.GRADIENTS, what the backward pass will collect; the same on all ranks.
     """
-    ops, heap = kernels.for_device(x.device), plan.heap
+    heap = plan.heap
     agreed = agreed_fields(x, plan, None, layout, "overlapped", gradients=gradients)
     packed_to_row, _ = plan.received_index()
 
     def receive(source: int, arrived: torch.Tensor) -> None:
         if layout == "expert-major":
-            ops.fan_out(buffer, packed_to_row, plan.source_to_packed_start, rank=heap.rank, source=source)
+            _copy(buffer, packed_to_row, plan, source, division)
 
     with heap.one_call():
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
         with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
             yield parts
+
+
+def _copy(buffer: torch.Tensor, packed_to_row: torch.Tensor, plan: Plan, source: int, division: Division) -> None:
+    """Copies a peer's rows, which have come to an expert-major buffer, to their secondary rows."""
+    kernels.for_device(buffer.device).fan_out(
+        buffer,
+        packed_to_row,
+        plan.source_to_packed_start,
+        rank=plan.heap.rank,
+        source=source,
+        num_ctas=division.num_ctas,
+    )
 
 
 # Called for rows that have come, with their source rank and the result of the wait for them.
@@ -155,14 +168,14 @@ class _Trip:
         self._layout, self._token_to_row = layout, token_to_row(plan, layout)
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
-        self._others = iter(plan.arrivals[1:])
-        self._sent: dict[int, torch.cuda.Event | None] = {}  # key: the source that is waited for after the event
+        self._steps = iter(range(1, plan.heap.num_ranks))
+        self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
 
     def parts(self, receive: Receive) -> Iterator[Part]:
-        """Rows of each source rank, once the current stream has waited for them and `receive` has been called."""
-        plan, own, timed, num_sms = self._plan, self._plan.heap.rank, self._plan.heap.timed, self._division.num_sms
+        """Rows of each source rank, after which the current stream comes, once `receive` has been called for them."""
+        plan, own, num_sms = self._plan, self._plan.heap.rank, self._division.num_sms
         last = plan.arrivals[-1]
-        with timed("dispatch"):
+        with plan.heap.timed("dispatch"):
             if self._layout == "packed":
                 self._push(own, None)
             else:
@@ -171,36 +184,30 @@ class _Trip:
         yield Part(plan.source_to_rows[own], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
-        self._send_all()
-        for source in self._others:
-            with timed("dispatch"):
-                receive(source, self._wait(source))
-            # The last peer's rows are waited for after this rank's own last push, see _wait.
+        self._exchange(receive)
+        for source in plan.arrivals[1:]:
+            self.branch.wait_for(self._come[source])
             yield Part(plan.source_to_rows[source], None if source == last else num_sms)
 
     def finish(self) -> None:
         """Sends and receives the remaining rows, which nobody reads."""
-        self._send_all()
-        for source in self._others:
-            self._wait(source)
+        self._exchange(lambda source, arrived: None)
 
-    def _send_all(self) -> None:
-        if self._sent:
-            return
+    def _exchange(self, receive: Receive) -> None:
+        """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
+
+        All ranks wait for a push only after their own one of the same step: no two wait for each other.
+        """
         heap = self._plan.heap
-        with owed(), self.branch.after(self._start), heap.timed("dispatch"):
-            for step in range(1, heap.num_ranks):
-                rank = (heap.rank + step) % heap.num_ranks
-                self._push(rank, self._division.num_ctas)
-                heap.send_signal(rank)
-                self._sent[(heap.rank - step) % heap.num_ranks] = self.branch.point()
-
-    def _wait(self, source: int) -> torch.Tensor:
-        # A graph may run branches one after the other, in any order that its edges allow. Without this edge, every
-        # rank could wait for pushes that come after the peer's own wait.
-        with owed():
-            self.branch.wait_for(self._sent[source])
-            return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+        with self.branch.after(self._start), heap.timed("dispatch"):
+            for step in self._steps:
+                to, source = (heap.rank + step) % heap.num_ranks, (heap.rank - step) % heap.num_ranks
+                with owed():
+                    self._push(to, self._division.num_ctas)
+                    heap.send_signal(to)
+                    arrived = heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+                receive(source, arrived)
+                self._come[source] = self.branch.point()
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
         kernels.for_device(self._x.device).push_rows(

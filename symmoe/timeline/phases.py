@@ -92,7 +92,7 @@ PHASES = (
         name="fan-out",
         color=YELLOW,
         operators=("fan_out", "unpack_rows"),
-        kernels=("fan_out_kernel", "unpack_rows_kernel"),
+        kernels=("fan_out_kernel", "hopper_fan_out_kernel", "unpack_rows_kernel"),
         is_communication=True,
     ),
     Phase(

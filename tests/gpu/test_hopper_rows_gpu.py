@@ -89,6 +89,26 @@ def test_push(case, dtype):
 
 @dtypes
 @cases
+def test_fan_out(case, dtype):
+    p = Problem(case, dtype)
+    number = 200
+    packed_to_row, rows = p.slots(number), p.rows(p.capacity)
+    starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
+    packed_to_row[number - 20 :] = 2**30
+    for source in range(p.R):
+        results = []
+        for num_ctas in (None, 1, 6):
+            results.append(rows.clone())
+            tokens.fan_out(results[-1], packed_to_row, starts, rank=0, source=source, num_ctas=num_ctas)
+        here = packed_to_row[starts[source] : starts[source + 1]]
+        copied = source > 0 and bool(((here >= 0).sum(1) > 1).any())
+        assert same(results[0], rows) != copied
+        assert same(results[0], results[1])
+        assert same(results[0], results[2])
+
+
+@dtypes
+@cases
 def test_push_sums(case, dtype):
     for rank in {0, case[3] - 1}:
         p = Problem(case, dtype, rank)

@@ -118,6 +118,7 @@ class RowKernels(Protocol):
         *,
         rank: int,
         source: int | None = None,
+        num_ctas: int | None = None,
     ) -> None:
         """Copies primary rows of `rows` [N_cap, H] to the secondary rows of other ranks' tokens, in place.
 

@@ -2,7 +2,14 @@
 
 from symmoe.kernels.hopper.act import launch_act, launch_dact
 from symmoe.kernels.hopper.gemm import launch_gemm
-from symmoe.kernels.hopper.rows import launch_push, launch_push_sums, launch_sum_home, takes_rows, takes_sums
+from symmoe.kernels.hopper.rows import (
+    launch_fan_out,
+    launch_push,
+    launch_push_sums,
+    launch_sum_home,
+    takes_rows,
+    takes_sums,
+)
 from symmoe.kernels.hopper.wgrad import launch_wgrad
 from symmoe.kernels.low_precision.hopper_columns import (
     launch_quantize_columns,
@@ -18,6 +25,7 @@ __all__ = [
     "launch_act",
     "launch_dact",
     "launch_dact_quantize",
+    "launch_fan_out",
     "launch_fp8_gemm",
     "launch_fp8_wgrad",
     "launch_gemm",

@@ -10,7 +10,7 @@ travel is read from and written to such a place.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.experimental import gluon
@@ -46,6 +46,7 @@ class Pieces:
     row_bytes: bytes of a row, which has `num_segments` of `segment` words.
     piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
     batch: pieces of a stage of a mover's ring.
+    top_k: K, where rows of a token are copied.
     """
 
     row_bytes: int
@@ -54,6 +55,7 @@ class Pieces:
     piece: int
     num_ranks: int
     column: int = 0
+    top_k: int = 0
     batch: int = 1
     stages: int = MOVE_STAGES
     movers: int = MOVERS
@@ -130,10 +132,25 @@ def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
         is_last = stage == LAST_STAGE
         stage = gl.where(is_last, FIRST_STAGE, stage + 1)
         phase = gl.where(is_last, phase ^ 1, phase)
-    # Before the kernel ends, pieces must be written, not only read from shared memory.
+    wait_until_written(stage)
+
+
+@gluon.jit
+def wait_until_written(stage):
+    """Before a kernel ends, pieces must be written, not only read from shared memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def make_mover_rings(desc, CUT: gl.constexpr):
+    """The movers' stages, one after the other, and their barriers."""
+    NUM_SLOTS: gl.constexpr = CUT.movers * CUT.stages * CUT.batch
+    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)  # noqa: RUF005
+    full = make_barriers(CUT.movers * CUT.stages, 1)
+    fence_async_shared()
+    return slots, full
 
 
 @fast_launch
@@ -147,10 +164,7 @@ def hopper_push_kernel(
     num_tokens: gl.int32,
     CUT: gl.constexpr,
 ):
-    NUM_SLOTS: gl.constexpr = CUT.movers * CUT.stages * CUT.batch
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
-    full = make_barriers(CUT.movers * CUT.stages, 1)
-    fence_async_shared()
+    slots, full = make_mover_rings(x_desc, CUT)
     tensors = (x_desc, arena_desc, token_to_row, received, rank, num_tokens)
     gl.warp_specialize(
         [
@@ -243,6 +257,131 @@ def describe_arena(cut: Pieces):
         return TensorDescriptor(arena.view(torch.int32), shape, strides, block, _layout(block))
 
     return describe
+
+
+# ------------------------------------------------------------------------------------------------------ copies
+
+
+@gluon.jit
+def load_slots(table, token, inside, CUT: gl.constexpr):
+    """K scalars of a token; -1 without a token."""
+    TOP_K: gl.constexpr = CUT.top_k
+    values = ()
+    for k in gl.static_range(TOP_K):
+        values += (gl.load(table + token * TOP_K + k, mask=inside, other=-1),)
+    return values
+
+
+@gluon.jit
+def primary_row(rows, CUT: gl.constexpr):
+    """The first of a token's rows, and how many it has."""
+    TOP_K: gl.constexpr = CUT.top_k
+    primary = rows[0]
+    number = (rows[0] >= 0).to(gl.int32)
+    for k in gl.static_range(1, TOP_K):
+        primary = gl.where(primary >= 0, primary, rows[k])
+        number += (rows[k] >= 0).to(gl.int32)
+    return primary, number
+
+
+@gluon.jit
+def ask_primary(rows_desc, packed_to_row, begin, number, batch, slots, full, stage, is_due, CUT: gl.constexpr):
+    """Begins to load a batch of pieces: those of primary rows of tokens with several rows, zeros for others."""
+    BATCH: gl.constexpr = CUT.batch
+    mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
+    for i in range(BATCH):
+        item = batch * BATCH + i
+        index = item // CUT.num_pieces
+        piece = item - index * CUT.num_pieces
+        rows = load_slots(packed_to_row, begin + index, is_due & (index < number), CUT)
+        primary, num_rows = primary_row(rows, CUT)
+        place = [gl.where(num_rows > 1, primary, NOWHERE), piece * CUT.piece, 0]
+        tma.async_copy_global_to_shared(rows_desc, place, full.index(stage), slots.index(stage * BATCH + i), is_due)
+
+
+@gluon.jit
+def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
+    """The role: copies its share of the batches of pieces, from primary rows to secondary ones."""
+    rows_desc, packed_to_row, source_to_packed_start, source = tensors
+    TOP_K: gl.constexpr = CUT.top_k
+    BATCH: gl.constexpr = CUT.batch
+    FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
+    LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
+    begin = gl.load(source_to_packed_start + source)
+    number = gl.load(source_to_packed_start + source + 1) - begin
+    step = gl.num_programs(0) * CUT.movers
+    num_batches = (number * CUT.num_pieces + (BATCH - 1)) // BATCH
+    first = gl.program_id(0) * CUT.movers + MOVER
+    for early in range(CUT.stages - 1):
+        due = first + early * step
+        is_due = due < num_batches
+        ask_primary(rows_desc, packed_to_row, begin, number, due, slots, full, FIRST_STAGE + early, is_due, CUT)
+    stage = FIRST_STAGE
+    phase = 0
+    for batch in range(first, num_batches, step):
+        mbarrier.wait(full.index(stage), phase)
+        tma.store_wait(0)  # the batch before has left its stage, which is filled next
+        previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
+        later = batch + (CUT.stages - 1) * step
+        is_due = later < num_batches
+        ask_primary(rows_desc, packed_to_row, begin, number, later, slots, full, previous_stage, is_due, CUT)
+        for i in range(BATCH):  # not unrolled: the code of all roles has to fit into the instruction cache
+            item = batch * BATCH + i
+            index = item // CUT.num_pieces
+            segment = (item - index * CUT.num_pieces) * CUT.piece
+            rows = load_slots(packed_to_row, begin + index, index < number, CUT)
+            primary, _ = primary_row(rows, CUT)
+            for k in gl.static_range(1, TOP_K):
+                if (rows[k] >= 0) & (rows[k] != primary):
+                    piece = slots.index(stage * BATCH + i)
+                    tma.async_copy_shared_to_global(rows_desc, [rows[k], segment, 0], piece)
+        is_last = stage == LAST_STAGE
+        stage = gl.where(is_last, FIRST_STAGE, stage + 1)
+        phase = gl.where(is_last, phase ^ 1, phase)
+    wait_until_written(stage)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["source"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
+def hopper_fan_out_kernel(
+    rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
+    packed_to_row,  # [P_cap, K]
+    source_to_packed_start,  # [R + 1]
+    source: gl.int32,
+    CUT: gl.constexpr,
+):
+    tensors = (rows_desc, packed_to_row, source_to_packed_start, source)
+    slots, full = make_mover_rings(rows_desc, CUT)
+    gl.warp_specialize(
+        [
+            (copy, (tensors, slots, full, 0, CUT)),
+            (copy, (tensors, slots, full, 1, CUT)),
+            (copy, (tensors, slots, full, 2, CUT)),
+            (copy, (tensors, slots, full, 3, CUT)),
+        ],
+        [1, 1, 1],
+        [64, 64, 64],
+    )
+
+
+def launch_fan_out(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
+    *,
+    source: int,
+    num_ctas: int,
+) -> None:
+    """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
+    row_bytes, top_k = rows.shape[1] * rows.element_size(), packed_to_row.shape[1]
+    constants = _fan_out_plan(row_bytes, source_to_packed_start.numel() - 1, top_k)
+    launch(hopper_fan_out_kernel, (num_ctas,), constants, rows, packed_to_row, source_to_packed_start, source)
+
+
+@functools.cache
+def _fan_out_plan(row_bytes: int, num_ranks: int, top_k: int) -> Constants:
+    cut = replace(cut_rows(row_bytes, num_ranks, 0, MAX_PIECE_BYTES), top_k=top_k)
+    return Constants({"CUT": cut, "num_warps": 4}, {0: describe_rows(cut)})
 
 
 # ------------------------------------------------------------------------------------------------------ sums
@@ -348,16 +487,6 @@ def place_of(item, SUMS: gl.constexpr):
     """First token and first segment of an item."""
     group = item // SUMS.cut.num_pieces
     return group * SUMS.tokens, (item - group * SUMS.cut.num_pieces) * SUMS.cut.piece
-
-
-@gluon.jit
-def load_slots(table, token, inside, SUMS: gl.constexpr):
-    """K scalars of a token; -1 without a token."""
-    TOP_K: gl.constexpr = SUMS.top_k
-    values = ()
-    for k in gl.static_range(TOP_K):
-        values += (gl.load(table + token * TOP_K + k, mask=inside, other=-1),)
-    return values
 
 
 @gluon.jit

@@ -447,12 +447,17 @@ def fan_out(
     *,
     rank: int,
     source: int | None = None,
+    num_ctas: int | None = None,
 ) -> None:
     (num_packed_cap, top_k), num_ranks = packed_to_row.shape, source_to_packed_start.numel() - 1
     # One slot per token: no secondary rows.
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
         return
-    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), COPY_ACCESSES, None)
+    if source is not None and (on_hopper := _movers(rows, num_ctas)) is not None:
+        tables = (packed_to_row, source_to_packed_start)
+        on_hopper.launch_fan_out(rows, *tables, source=source, num_ctas=num_ctas)
+        return
+    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), COPY_ACCESSES, num_ctas)
     fan_out_kernel[grid](
         rows,
         packed_to_row,

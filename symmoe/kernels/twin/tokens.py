@@ -110,6 +110,7 @@ def fan_out(
     *,
     rank: int,
     source: int | None = None,
+    num_ctas: int | None = None,
 ) -> None:
     starts = source_to_packed_start.tolist()
     for each in range(len(starts) - 1) if source is None else (source,):
