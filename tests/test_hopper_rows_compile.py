@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from compiled_launches import catch_launches, meta
 
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.kernels.gemm_parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 from symmoe.kernels.hopper import rows
 
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
@@ -62,7 +61,7 @@ def test_sums(launches, hidden, dtype):
     received, starts = meta(4, 3, dtype=torch.int64), meta(5, dtype=torch.int32)
     rows.launch_push_sums(out, table, starts, peers_of(4, 2), received, column=0, home=1, num_ctas=8)
     code = compiled(launches)
-    assert code.ptx.count(LOAD) == 3 * 8  # the loop over a stage's tokens is a loop
+    assert code.ptx.count(LOAD) == 3 * 8
     assert re.search(r"st\.global\.v4\.b32", code.ptx)
     packed = meta(8192, 4, dtype=torch.int32)
     rows.launch_sum_home(out, out, packed, starts[:4], table, table, received, received, out, rank=2, num_ctas=8)
@@ -85,20 +84,12 @@ def test_pieces():
 
 
 def test_stages_fit_into_a_ring():
-    for row_bytes in (256, 768, 2048, 3584, 4096, 14336, 65536):
-        for sources in range(1, rows.MAX_SOURCES + 1):
-            piece_bytes, tokens = sum_stage(row_bytes, sources)
-            assert piece_bytes & (piece_bytes - 1) == 0
-            assert tokens >= 1
-            assert SUM_STAGES * tokens * sources * piece_bytes <= SUM_RING_BYTES
-            cut = rows.cut_rows(row_bytes, 2, 0, piece_bytes)
-            assert 0 < cut.piece_bytes <= piece_bytes
+    for width in (128, 384, 1024, 1792, 2048, 7168, 32768):
+        sums = rows._sums(width, torch.bfloat16, 8, 4)
+        assert 4 <= sums.stages <= rows.MAX_SUM_STAGES
+        assert sums.stages * sums.cut.piece_bytes <= rows.SUM_RING_BYTES
 
 
 def test_what_they_take():
     assert rows.takes_rows(meta(3, 2048, dtype=torch.bfloat16))
     assert not rows.takes_rows(meta(3, 2056, dtype=torch.bfloat16))
-    assert rows.takes_sums(8, 8)
-    assert rows.takes_sums(8, rows.MAX_SOURCES - 7)
-    assert not rows.takes_sums(8, rows.MAX_SOURCES - 6)
-    assert not rows.takes_sums(rows.MAX_SOURCES + 1, 1)

@@ -80,7 +80,7 @@ def test_parts_need_only_rows_that_have_arrived(data):
 RATES = Rates(
     link_bytes=100e9,
     program_push_bytes=10e9,
-    program_slot_s=1e-6,
+    program_copy_bytes=40e9,
     program_sum_bytes=20e9,
     memory_bytes=500e9,
     flops=1e15,
@@ -98,28 +98,26 @@ def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes
 
 
 def test_times_of_a_move():
-    move = Move(push_bytes=1e6, memory_bytes=4e6, num_slots=300)
+    move = Move(push_bytes=1e6, sum_bytes=4e6)
     assert move.alone_s(RATES) == pytest.approx(10e-6)
-    assert replace(move, memory_bytes=8e6).alone_s(RATES) == pytest.approx(16e-6)  # both at once
-    assert move.beside_s(2, RATES) == pytest.approx(150e-6)
-    assert replace(move, num_slots=5).beside_s(2, RATES) == pytest.approx(100e-6)  # 4 MB are summed
-    assert replace(move, num_slots=5, memory_bytes=0.0).beside_s(2, RATES) == pytest.approx(50e-6)
+    assert replace(move, sum_bytes=8e6).alone_s(RATES) == pytest.approx(16e-6)  # both at once
+    assert replace(move, copy_bytes=5e6).alone_s(RATES) == pytest.approx(20e-6)  # one after the other
+    assert move.beside_s(2, RATES) == pytest.approx(100e-6)  # 4 MB are summed
+    assert replace(move, sum_bytes=0.0).beside_s(2, RATES) == pytest.approx(50e-6)
+    assert replace(move, copy_bytes=4e6).beside_s(2, RATES) == pytest.approx(150e-6)
     assert move.beside_s(50, RATES) == pytest.approx(10e-6)  # the link is full
 
 
-def test_what_combine_moves():
-    """Four ranks, 3,000 tokens here, rows of 4 KiB in one piece: a slot for each row that a sum may have."""
+def test_what_moves():
+    """Four ranks, 3,000 tokens here, rows of 4 KiB."""
     sizes = Sizes(num_rows=6000, hidden=2048, ffn=64, top_k=2, num_experts=8, num_ranks=4, item_bytes=2)
     sent, home = sizes.send_sums(), sizes.sum_home()
-    assert sent.push_bytes == sizes.wire_bytes
-    assert sent.memory_bytes == 4500 * 4096  # all rows of peers' tokens
-    assert sent.num_slots == pytest.approx(sizes.wire_bytes / 4096 * 2)
+    assert sent == Move(push_bytes=sizes.wire_bytes, sum_bytes=4500 * 4096)  # all rows of peers' tokens
     assert home.push_bytes == 0
-    assert home.memory_bytes == pytest.approx(1500 * 4096 + sizes.wire_bytes)  # own rows, and sums that have come
-    assert home.num_slots == 3000 * (2 + 3)
-    wide = replace(sizes, hidden=7168, top_k=8, num_rows=24000)
-    assert wide.send_sums().num_slots == pytest.approx(wide.wire_bytes / 14336 * 4 * 8)  # of 4 KiB
-    assert wide.sum_home().num_slots == 3000 * 7 * 11  # of 2 KiB
+    assert home.sum_bytes == pytest.approx(1500 * 4096 + sizes.wire_bytes)  # own rows, and sums that have come
+    assert sizes.push(None) == Move(push_bytes=sizes.wire_bytes)
+    copied = replace(sizes, is_expert_major=True).push(2048)
+    assert copied == Move(push_bytes=sizes.wire_bytes / 2, copy_bytes=4500 * 2048 - sizes.wire_bytes / 2)
 
 
 def test_layout_by_width():
@@ -143,7 +141,9 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
         ("dispatch", sizes.fc1_flops, sizes.sent_row_bytes),
         ("gradient_dispatch", sizes.product_flops, sizes.sent_gradient_row_bytes),
     ):
-        push = Move(push_bytes=num_pushed * (row_bytes or sizes.hidden * sizes.item_bytes))
+        bytes_of_row = row_bytes or sizes.hidden * sizes.item_bytes
+        num_copied = sizes.num_rows * (1 - 1 / ranks) - num_pushed if sizes.is_expert_major else 0
+        push = Move(push_bytes=num_pushed * bytes_of_row, copy_bytes=num_copied * bytes_of_row)
         times = [max(g(flops, n) * (1 - 1 / ranks), push.beside_s(n, rates)) for n in counts]
         found[name] = push.alone_s(rates) + g(flops), min(times) + g(flops) / ranks + (ranks - 1) * rates.part_s
     sent, home = sizes.send_sums(), sizes.sum_home()
@@ -159,7 +159,11 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
     return found
 
 
-@pytest.mark.parametrize("sent", [{}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392}], ids=["rows", "wire"])
+@pytest.mark.parametrize(
+    "sent",
+    [{}, {"is_expert_major": True}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392}],
+    ids=["rows", "copied", "wire"],
+)
 @pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("layer", [*LAYERS, (128, 64, 8, 2)], ids=str)

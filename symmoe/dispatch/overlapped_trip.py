@@ -1,9 +1,9 @@
 """The dispatch trip while GEMMs run: rows travel on a branch stream, and what has arrived can be computed in parts.
 
 Every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are there; in
-between it takes in what has come to it: indexes it and copies it to secondary rows. So a rank can begin with its own
-rows, go on with those of the rank before it, and so on (`plan.arrivals`), and `plan.source_to_rows` says which rows each
-of these parts has. The bytes are those of trip.py.
+between it indexes what has come and copies it to secondary rows. So a rank can begin with its own rows, go on with
+those of the rank before it, and so on (`plan.arrivals`), and `plan.source_to_rows` says which rows each of these parts
+has. The bytes are those of trip.py.
 """
 
 from __future__ import annotations

@@ -48,18 +48,3 @@ def equal_groups(num_groups: int, num_rows: int, device: torch.device) -> torch.
     """The row_range of groups that have num_rows rows each."""
     begin = torch.arange(num_groups, dtype=torch.int32, device=device) * num_rows
     return torch.stack((begin, begin + num_rows))
-
-
-# Shared memory of each of the three rings of kernels that sum rows while a GEMM runs (hopper/rows.py).
-SUM_RING_BYTES = 72 << 10
-SUM_STAGES = 2
-MAX_SUM_PIECE_BYTES = 8 << 10  # 64 bytes to a thread
-MAX_SUM_TOKENS = 4
-
-
-def sum_stage(row_bytes: int, num_sources: int) -> tuple[int, int]:
-    """(bytes of a piece, tokens) of a stage of a ring: the longest pieces of rows of `row_bytes`, with up to
-    `num_sources` rows to sum each, and as many tokens as there is room for."""
-    most_bytes = SUM_RING_BYTES // (SUM_STAGES * num_sources)
-    piece_bytes = min(1 << (row_bytes - 1).bit_length(), 1 << most_bytes.bit_length() - 1, MAX_SUM_PIECE_BYTES)
-    return piece_bytes, max(1, min(MAX_SUM_TOKENS, most_bytes // piece_bytes))

@@ -161,6 +161,7 @@ def _schedule(
         item_bytes=x.element_size(),
         is_gated=experts.activation.activation.is_gated,
         sums_travel=not pulls(plan, order),
+        is_expert_major=layout == "expert-major",
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from symmoe.kernels.gemm_parts import Division, sum_stage
+from symmoe.kernels.gemm_parts import Division
 from symmoe.precision.recipes import Float8Block, Recipe
 
 logger = logging.getLogger("symmoe")
@@ -28,27 +28,26 @@ class Rates:
     Attributes:
         link_bytes: over NVLink to all peers together, one direction, by our push.
         program_push_bytes: bytes that one program (it fills an SM) pushes while a GEMM runs.
-        program_slot_s: time that a program takes to sum one piece of a row (kernels/gemm_parts.py) while a GEMM runs,
-            whether the sum has that row or not.
+        program_copy_bytes: bytes that such a program writes to secondary rows.
         program_sum_bytes: bytes that such a program sums.
         memory_bytes: memory traffic of all SMs.
         flops, wgrad_flops: FLOPs of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
-        part_s: what one more part of a dispatch costs: that launch, a signal and a wait, two kernels that index and
-            copy what has come, and the branch; with a recipe one more that makes operands of it.
+        part_s: what one more part of a dispatch costs: that launch, a signal and a wait, a kernel that indexes what has
+            come, and the branch; with a recipe one more that makes operands of it.
         least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
         gathered_share: share of the time of a step's GEMMs that gathering their rows adds.
     """
 
     link_bytes: float = 340e9
     program_push_bytes: float = 28e9
-    program_slot_s: float = 0.045e-6
+    program_copy_bytes: float = 100e9
     program_sum_bytes: float = 40e9
     memory_bytes: float = 3e12
     flops: float = 650e12
     wgrad_flops: float = 650e12
     launch_s: float = 15e-6
-    part_s: float = 45e-6
+    part_s: float = 25e-6
     least_gain: float = 0.02
     gathered_share: float = 0.1
 
@@ -124,23 +123,24 @@ class Move:
 
     Attributes:
         push_bytes: bytes to peers.
-        memory_bytes: bytes that are read from this GPU's memory for sums.
-        num_slots: slots for pieces of rows that are summed (kernels/gemm_parts.py).
+        sum_bytes: bytes that are read from this GPU's memory for the sums that are pushed.
+        copy_bytes: bytes that are copied to other rows, once they have come.
     """
 
     push_bytes: float = 0.0
-    memory_bytes: float = 0.0
-    num_slots: float = 0.0
+    sum_bytes: float = 0.0
+    copy_bytes: float = 0.0
 
     def alone_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
-        return max(self.push_bytes / rates.link_bytes, self.memory_bytes / rates.memory_bytes)
+        push_s = max(self.push_bytes / rates.link_bytes, self.sum_bytes / rates.memory_bytes)
+        return push_s + self.copy_bytes / rates.memory_bytes
 
     def beside_s(self, num_programs: int, rates: Rates) -> float:
         """How long it takes with that many programs while a GEMM runs."""
         push_s = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
-        sum_s = max(self.num_slots * rates.program_slot_s, self.memory_bytes / rates.program_sum_bytes) / num_programs
-        return max(push_s, sum_s)
+        sum_s = self.sum_bytes / rates.program_sum_bytes / num_programs
+        return max(push_s, sum_s) + self.copy_bytes / rates.program_copy_bytes / num_programs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +154,7 @@ class Sizes:
         item_bytes: bytes of an element of a row.
         is_gated: FC1 has gates and ups.
         sums_travel: the rows of a peer's token are summed before one row goes home (`order="rank"`).
+        is_expert_major: a token that has come is copied to all its rows.
         sent_row_bytes, sent_gradient_row_bytes: bytes of a row on its way to an expert; None: hidden * item_bytes.
     """
 
@@ -166,40 +167,35 @@ class Sizes:
     item_bytes: int
     is_gated: bool = True
     sums_travel: bool = True
+    is_expert_major: bool = False
     sent_row_bytes: int | None = None
     sent_gradient_row_bytes: int | None = None
 
     def push(self, row_bytes: int | None) -> Move:
         """What a dispatch moves of rows that have so many bytes; None: hidden * item_bytes."""
         full_bytes = self.hidden * self.item_bytes
-        return Move(push_bytes=self.wire_bytes / full_bytes * (full_bytes if row_bytes is None else row_bytes))
+        share = 1 if row_bytes is None else row_bytes / full_bytes
+        copy_bytes = self.peers_bytes - self.wire_bytes if self.is_expert_major else 0.0
+        return Move(push_bytes=share * self.wire_bytes, copy_bytes=share * copy_bytes)
 
     def send_sums(self) -> Move:
         """What goes home in a combine: sums of the rows of peers' tokens."""
-        num_packed = self.wire_bytes / (self.hidden * self.item_bytes)
-        return Move(
-            push_bytes=self.wire_bytes,
-            memory_bytes=self.row_bytes * (1 - 1 / self.num_ranks),
-            num_slots=num_packed * self._slots(self.top_k),
-        )
+        return Move(push_bytes=self.wire_bytes, sum_bytes=self.peers_bytes)
 
     def sum_home(self) -> Move:
         """What is summed at home: own rows, and the sums that have come."""
-        num_tokens, sources = self.num_rows / self.top_k, self.top_k + self.num_ranks - 1
-        memory_bytes = self.row_bytes / self.num_ranks + self.wire_bytes
-        return Move(memory_bytes=memory_bytes, num_slots=num_tokens * self._slots(sources))
-
-    def _slots(self, num_sources: int) -> int:
-        """Slots that the sum of one row takes."""
-        row_bytes = self.hidden * self.item_bytes
-        piece_bytes, _ = sum_stage(row_bytes, num_sources)
-        return -(-row_bytes // piece_bytes) * num_sources
+        return Move(sum_bytes=self.row_bytes / self.num_ranks + self.wire_bytes)
 
     @property
     def wire_bytes(self) -> float:
         """Bytes of the rows that go to peers in a dispatch, one per (token, rank), if they are not quantised."""
         goes_there = chance_of_part(self.num_experts, self.num_ranks, self.top_k)
         return self.row_bytes / self.top_k * (self.num_ranks - 1) * goes_there
+
+    @property
+    def peers_bytes(self) -> float:
+        """Bytes of the rows of peers' tokens."""
+        return self.row_bytes * (1 - 1 / self.num_ranks)
 
     @property
     def row_bytes(self) -> int:
@@ -240,8 +236,8 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
     With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
 
-    * a dispatch in R parts takes the longer of g and the push for R - 1 of them, then one part on all SMs, since peers'
-      last rows come after the whole push; and R - 1 times part_s;
+    * a dispatch in R parts takes the longer of g and the move for R - 1 of them, then one part on all SMs, since peers'
+      last rows are complete after the whole move; and R - 1 times part_s;
     * FC2 and combine in R parts take one part of f on all SMs, for R - 1 of them the longer of g and the sums that are
       sent, the sums at home by themselves, and (R - 1) times launch_s;
     * combine under weight gradients takes the longer of both.

@@ -2,14 +2,7 @@
 
 from symmoe.kernels.hopper.act import launch_act, launch_dact
 from symmoe.kernels.hopper.gemm import launch_gemm
-from symmoe.kernels.hopper.rows import (
-    launch_fan_out,
-    launch_push,
-    launch_push_sums,
-    launch_sum_home,
-    takes_rows,
-    takes_sums,
-)
+from symmoe.kernels.hopper.rows import launch_fan_out, launch_push, launch_push_sums, launch_sum_home, takes_rows
 from symmoe.kernels.hopper.wgrad import launch_wgrad
 from symmoe.kernels.low_precision.hopper_columns import (
     launch_quantize_columns,
@@ -39,6 +32,5 @@ __all__ = [
     "takes_columns",
     "takes_dact_quantize",
     "takes_rows",
-    "takes_sums",
     "takes_weight_pairs",
 ]

@@ -20,7 +20,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.kernels.gemm_parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.pipeline import make_barriers, thread_barrier
@@ -33,7 +32,9 @@ NEGATIVE_ZERO = gl.constexpr(-(2**31))  # the bits of -0.0 in fp32
 MAX_SEGMENT = 256  # words: the longest side of a TMA box
 MAX_PIECE_BYTES = 16 << 10  # of a pushed piece
 STAGE_BYTES = 16 << 10
-MAX_SOURCES = SUM_RING_BYTES // (SUM_STAGES * 4 * MAX_SEGMENT)  # rows of a token in a stage of the shortest pieces
+SUM_RING_BYTES = 72 << 10  # of each of the three rings of a program that sums rows
+SUM_PIECE_BYTES = 8 << 10  # at most; 64 bytes to a thread
+MAX_SUM_STAGES = 32
 MOVERS = 4  # warps that move rows, each with its own ring
 MOVE_STAGES = 3
 PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))  # 16 bytes to a thread
@@ -200,11 +201,6 @@ def takes_rows(rows: torch.Tensor) -> bool:
     return rows.shape[1] * rows.element_size() % UNIT_BYTES.value == 0
 
 
-def takes_sums(top_k: int, num_ranks: int) -> bool:
-    """Whether the kernels can sum this many rows."""
-    return top_k + num_ranks - 1 <= MAX_SOURCES
-
-
 @functools.cache
 def _push_plan(row_bytes: int, num_ranks: int, column: int) -> Constants:
     cut = cut_rows(row_bytes, num_ranks, column, MAX_PIECE_BYTES)
@@ -285,14 +281,18 @@ def primary_row(rows, CUT: gl.constexpr):
 
 
 @gluon.jit
-def ask_primary(rows_desc, packed_to_row, begin, number, batch, slots, full, stage, is_due, CUT: gl.constexpr):
+def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
     """Begins to load a batch of pieces: those of primary rows of tokens with several rows, zeros for others."""
+    rows_desc, packed_to_row, begin, number = tokens
     BATCH: gl.constexpr = CUT.batch
+    is_due = batch < (number * CUT.num_pieces + (BATCH - 1)) // BATCH
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
-    for i in range(BATCH):
+    for i in range(BATCH):  # not unrolled: the code of all roles has to fit into the instruction cache
         item = batch * BATCH + i
         index = item // CUT.num_pieces
         piece = item - index * CUT.num_pieces
+        later = (item + step * BATCH) // CUT.num_pieces
+        prefetch(packed_to_row + (begin + gl.maximum(gl.minimum(later, number - 1), 0)) * CUT.top_k)
         rows = load_slots(packed_to_row, begin + index, is_due & (index < number), CUT)
         primary, num_rows = primary_row(rows, CUT)
         place = [gl.where(num_rows > 1, primary, NOWHERE), piece * CUT.piece, 0]
@@ -312,20 +312,17 @@ def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
     step = gl.num_programs(0) * CUT.movers
     num_batches = (number * CUT.num_pieces + (BATCH - 1)) // BATCH
     first = gl.program_id(0) * CUT.movers + MOVER
+    tokens = (rows_desc, packed_to_row, begin, number)
     for early in range(CUT.stages - 1):
-        due = first + early * step
-        is_due = due < num_batches
-        ask_primary(rows_desc, packed_to_row, begin, number, due, slots, full, FIRST_STAGE + early, is_due, CUT)
+        ask_primary(tokens, first + early * step, step, slots, full, FIRST_STAGE + early, CUT)
     stage = FIRST_STAGE
     phase = 0
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
         tma.store_wait(0)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
-        later = batch + (CUT.stages - 1) * step
-        is_due = later < num_batches
-        ask_primary(rows_desc, packed_to_row, begin, number, later, slots, full, previous_stage, is_due, CUT)
-        for i in range(BATCH):  # not unrolled: the code of all roles has to fit into the instruction cache
+        ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
+        for i in range(BATCH):
             item = batch * BATCH + i
             index = item // CUT.num_pieces
             segment = (item - index * CUT.num_pieces) * CUT.piece
@@ -391,25 +388,17 @@ def _fan_out_plan(row_bytes: int, num_ranks: int, top_k: int) -> Constants:
 class Sums:
     """How rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them.
 
-    A stage of a pair's ring belongs to a few tokens, and has a slot for each row that their sums may have. The hardware
-    fills slots without a row with zeros, without any traffic; they are not added.
+    A stage of a pair's ring has a piece of one row. Both roles know by themselves which rows a token has, and in which
+    order they are added.
 
-    cut: pieces of the rows. top_k: K. sources: slots of a token. tokens: tokens of a stage. own_rank: this rank, at
-    home.
+    cut: pieces of the rows. top_k: K. own_rank: this rank, at home.
     """
 
     cut: Pieces
     top_k: int
-    sources: int
-    tokens: int
     stages: int
     own_rank: int = -1
     pairs: int = 3
-
-    @property
-    def slots(self) -> int:
-        """Slots of a stage."""
-        return self.tokens * self.sources
 
 
 @gluon.jit
@@ -422,38 +411,33 @@ def next_stage(stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def open_stage(ring, stage, phase, SUMS: gl.constexpr):
-    """Waits until a stage is free, and announces its bytes."""
-    _slots, full, empty = ring
-    mbarrier.wait(empty.index(stage), phase)
-    mbarrier.expect(full.index(stage), SUMS.slots * SUMS.cut.piece_bytes)
+def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """Begins to load a piece of a row, if there is the row, into the stage; the next free stage."""
+    slots, full, empty = ring
+    if row >= 0:
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(full.index(stage), SUMS.cut.piece_bytes)
+        tma.async_copy_global_to_shared(desc, [row, segment, 0], full.index(stage), slots.index(stage))
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+    return stage, phase
 
 
 @gluon.jit
-def ask_piece(desc, first, segment, ring, stage, slot, SUMS: gl.constexpr):
-    """Begins to load a stage's piece of one row."""
-    slots, full, _empty = ring
-    target = slots.index(stage * SUMS.slots + slot)
-    tma.async_copy_global_to_shared(desc, [first, segment, 0], full.index(stage), target)
+def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+    """Sums of pairs of features, and the next row's pairs if there is such a row; the stage after it.
 
-
-@gluon.jit
-def add_piece(low, high, has, ring, stage, slot, DTYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Sums of pairs of features, and one row's pairs if it has come. A missing row must not turn -0.0 into 0.0."""
-    slots, _full, _empty = ring
+    A missing row must not turn -0.0 into 0.0.
+    """
+    slots, full, empty = ring
     if has:
-        more_low, more_high = unpack(slots.index(stage * SUMS.slots + slot).load(PIECE_LAYOUT), DTYPE)
+        mbarrier.wait(full.index(stage), phase)
+        more_low, more_high = unpack(slots.index(stage).load(PIECE_LAYOUT), DTYPE)
+        thread_barrier()  # all threads have read
+        mbarrier.arrive(empty.index(stage))
         low += more_low
         high += more_high
-    return low, high
-
-
-@gluon.jit
-def close_stage(ring, stage):
-    """Says that all of a stage has been read."""
-    _slots, _full, empty = ring
-    thread_barrier()
-    mbarrier.arrive(empty.index(stage))
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+    return low, high, stage, phase
 
 
 @gluon.jit
@@ -477,16 +461,10 @@ def store_piece(words, low, high, row, first_segment, DTYPE: gl.constexpr, SUMS:
 
 
 @gluon.jit
-def num_items(num_tokens, SUMS: gl.constexpr):
-    """Number of items: groups of tokens times pieces of a row."""
-    return (num_tokens + (SUMS.tokens - 1)) // SUMS.tokens * SUMS.cut.num_pieces
-
-
-@gluon.jit
 def place_of(item, SUMS: gl.constexpr):
-    """First token and first segment of an item."""
-    group = item // SUMS.cut.num_pieces
-    return group * SUMS.tokens, (item - group * SUMS.cut.num_pieces) * SUMS.cut.piece
+    """Token and first segment of an item: a piece of the token's sum."""
+    token = item // SUMS.cut.num_pieces
+    return token, (item - token * SUMS.cut.num_pieces) * SUMS.cut.piece
 
 
 @gluon.jit
@@ -502,22 +480,17 @@ def ask_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
     """The role: loads pieces of the rows of each token of the rank `home`."""
     rows_desc, _arena, packed_to_row, source_to_packed_start, received, _rank, home = tensors
     TOP_K: gl.constexpr = SUMS.top_k
-    TOKENS: gl.constexpr = SUMS.tokens
     begin, number = rows_of_home(source_to_packed_start, received, home, SUMS)
     step = gl.num_programs(0) * SUMS.pairs
     stage = PAIR * SUMS.stages + 0
     phase = 1
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
-        first, segment = place_of(item, SUMS)
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, number * SUMS.cut.num_pieces, step):
+        index, segment = place_of(item, SUMS)
         later, _ = place_of(item + 2 * step, SUMS)
         prefetch(packed_to_row + (begin + gl.minimum(later, number - 1)) * TOP_K)
-        open_stage(ring, stage, phase, SUMS)
-        for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
-            rows = load_slots(packed_to_row, begin + first + i, first + i < number, SUMS)
-            for k in gl.static_range(TOP_K):
-                row = gl.where(rows[k] >= 0, rows[k], NOWHERE)
-                ask_piece(rows_desc, row, segment, ring, stage, i * TOP_K + k, SUMS)
-        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+        rows = load_slots(packed_to_row, begin + index, True, SUMS)
+        for k in gl.static_range(TOP_K):
+            stage, phase = ask_piece(rows_desc, rows[k], segment, ring, stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
@@ -525,8 +498,6 @@ def add_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
     """The role: sums the pieces, and stores the sums in the arena of `home`."""
     _rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home = tensors
     TOP_K: gl.constexpr = SUMS.top_k
-    TOKENS: gl.constexpr = SUMS.tokens
-    _slots, full, _empty = ring
     begin, number = rows_of_home(source_to_packed_start, received, home, SUMS)
     published = received + home * NUM_PUBLISHED + SUMS.cut.column
     offset = gl.load(published)
@@ -536,29 +507,24 @@ def add_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
     stage = PAIR * SUMS.stages + 0
     phase = 0
     step = gl.num_programs(0) * SUMS.pairs
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
-        first, segment = place_of(item, SUMS)
-        mbarrier.wait(full.index(stage), phase)
-        for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
-            rows = load_slots(packed_to_row, begin + first + i, first + i < number, SUMS)
-            highest = rows[0]
-            for k in gl.static_range(1, TOP_K):
-                highest = gl.maximum(highest, rows[k])
-            if highest >= 0:
-                low = constant_piece(NEGATIVE_ZERO, SUMS)  # adding any number to it changes no bits of the number
-                high = constant_piece(NEGATIVE_ZERO, SUMS)
-                for k in gl.static_range(TOP_K):
-                    low, high = add_piece(low, high, rows[k] >= 0, ring, stage, i * TOP_K + k, DTYPE, SUMS)
-                store_piece(words, low, high, first + i, segment, DTYPE, SUMS)
-        close_stage(ring, stage)
-        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, number * SUMS.cut.num_pieces, step):
+        index, segment = place_of(item, SUMS)
+        rows = load_slots(packed_to_row, begin + index, True, SUMS)
+        highest = rows[0]
+        low = constant_piece(NEGATIVE_ZERO, SUMS)  # adding any number to it changes no bits of the number
+        high = constant_piece(NEGATIVE_ZERO, SUMS)
+        for k in gl.static_range(TOP_K):
+            highest = gl.maximum(highest, rows[k])
+            low, high, stage, phase = add_piece(low, high, rows[k] >= 0, ring, stage, phase, PAIR, DTYPE, SUMS)
+        if highest >= 0:
+            store_piece(words, low, high, index, segment, DTYPE, SUMS)
 
 
 @gluon.jit
 def make_rings(desc, SUMS: gl.constexpr):
     """The pairs' stages, one after the other, and their barriers."""
     NUM_STAGES: gl.constexpr = SUMS.pairs * SUMS.stages
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * SUMS.slots] + desc.block_shape, desc.layout)  # noqa: RUF005
+    slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES] + desc.block_shape, desc.layout)  # noqa: RUF005
     full = make_barriers(NUM_STAGES, 1)
     empty = make_barriers(NUM_STAGES, 1)
     fence_async_shared()
@@ -617,19 +583,15 @@ def launch_push_sums(
 
 @functools.cache
 def _push_sums_plan(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, column: int) -> Constants:
-    sums = _sums(width, dtype, top_k, top_k, num_ranks, column)
+    sums = _sums(width, dtype, top_k, num_ranks, column)
     return Constants(_named(sums, dtype), {0: describe_rows(sums.cut)})
 
 
-def _sums(
-    width: int, dtype: torch.dtype, top_k: int, sources: int, num_ranks: int, column: int = 0, own_rank: int = -1
-) -> Sums:
+def _sums(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, column: int = 0, own_rank: int = -1) -> Sums:
     """Sums with as many stages as a ring takes."""
-    row_bytes = width * dtype.itemsize
-    piece_bytes, tokens = sum_stage(row_bytes, sources)
-    cut = cut_rows(row_bytes, num_ranks, column, piece_bytes)
-    stages = SUM_RING_BYTES // (tokens * sources * cut.piece_bytes)
-    return Sums(cut=cut, top_k=top_k, sources=sources, tokens=tokens, stages=stages, own_rank=own_rank)
+    cut = cut_rows(width * dtype.itemsize, num_ranks, column, SUM_PIECE_BYTES)
+    stages = min(SUM_RING_BYTES // cut.piece_bytes, MAX_SUM_STAGES)
+    return Sums(cut=cut, top_k=top_k, stages=stages, own_rank=own_rank)
 
 
 def _named(sums: Sums, dtype: torch.dtype) -> dict[str, object]:
@@ -655,40 +617,35 @@ def first_rows(packed_start, num_tokens, SUMS: gl.constexpr):
 
 @gluon.jit
 def ask_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """The role: loads pieces of every token's rows: one from each peer, all from this rank."""
+    """The role: loads pieces of every token's rows, in the order of ranks: one from each peer, all from this rank."""
     rows_desc, returned_desc, _words, tables, ready, arrived, num_tokens = tensors
     token_to_packed_row, packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
-    TOKENS: gl.constexpr = SUMS.tokens
     OWN: gl.constexpr = SUMS.own_rank
     firsts = first_rows(packed_start, num_tokens, SUMS)
     number = gl.where(is_failed(ready, arrived), 0, num_tokens)
     step = gl.num_programs(0) * SUMS.pairs
     stage = PAIR * SUMS.stages + 0
     phase = 1
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
-        first, segment = place_of(item, SUMS)
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, number * SUMS.cut.num_pieces, step):
+        token, segment = place_of(item, SUMS)
         later, _ = place_of(item + 2 * step, SUMS)
         later = gl.minimum(later, number - 1)
         prefetch(token_to_packed_row + later * NUM_RANKS)
         prefetch(slot_to_rank + later * TOP_K)
         prefetch(slot_to_row + later * TOP_K)
-        open_stage(ring, stage, phase, SUMS)
-        for t in range(TOKENS):
-            token = first + t
-            own_rows = load_slots(slot_to_row, token, token < number, SUMS)
-            ranks = load_slots(slot_to_rank, token, token < number, SUMS)
-            for i in gl.static_range(1, NUM_RANKS):
-                packed = token_to_packed_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS
-                packed_row = gl.load(packed, mask=token < number, other=-1)
-                row = gl.where(packed_row >= 0, packed_row + firsts[(OWN + i) % NUM_RANKS], NOWHERE)
-                slot = t * SUMS.sources + TOP_K + i - 1
-                ask_piece(returned_desc, row, segment, ring, stage, slot, SUMS)
-            for k in gl.static_range(TOP_K):
-                row = gl.where((ranks[k] == OWN) & (own_rows[k] >= 0), own_rows[k], NOWHERE)
-                ask_piece(rows_desc, row, segment, ring, stage, t * SUMS.sources + k, SUMS)
-        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+        own_rows = load_slots(slot_to_row, token, True, SUMS)
+        ranks = load_slots(slot_to_rank, token, True, SUMS)
+        for rank in gl.static_range(NUM_RANKS):
+            if rank == OWN:
+                for k in gl.static_range(TOP_K):
+                    row = gl.where(ranks[k] == OWN, own_rows[k], -1)
+                    stage, phase = ask_piece(rows_desc, row, segment, ring, stage, phase, PAIR, SUMS)
+            else:
+                packed_row = gl.load(token_to_packed_row + token * NUM_RANKS + rank)
+                row = gl.where(packed_row >= 0, packed_row + firsts[rank], -1)
+                stage, phase = ask_piece(returned_desc, row, segment, ring, stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
@@ -698,45 +655,36 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
     token_to_packed_row, _packed_start, slot_to_rank, slot_to_row = tables
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
-    TOKENS: gl.constexpr = SUMS.tokens
     OWN: gl.constexpr = SUMS.own_rank
-    _slots, full, _empty = ring
-    failed = is_failed(ready, arrived)
+    moves = not is_failed(ready, arrived)
     stage = PAIR * SUMS.stages + 0
     phase = 0
     step = gl.num_programs(0) * SUMS.pairs
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(num_tokens, SUMS), step):
-        first, segment = place_of(item, SUMS)
-        mbarrier.wait(full.index(stage), phase, pred=not failed)
-        for t in range(TOKENS):
-            token = first + t
-            moves = (token < num_tokens) & (not failed)
-            own_rows = load_slots(slot_to_row, token, moves, SUMS)
-            ranks = load_slots(slot_to_rank, token, moves, SUMS)
-            low = constant_piece(0, SUMS)
-            high = constant_piece(0, SUMS)
-            for rank in gl.static_range(NUM_RANKS):
-                if rank == OWN:
-                    # This may be 0.0 where peers' sums are -0.0: added to 0.0, both give the same.
-                    own_low = constant_piece(0, SUMS)
-                    own_high = constant_piece(0, SUMS)
-                    for k in gl.static_range(TOP_K):
-                        has = (ranks[k] == OWN) & (own_rows[k] >= 0)
-                        slot = t * SUMS.sources + k
-                        own_low, own_high = add_piece(own_low, own_high, has, ring, stage, slot, DTYPE, SUMS)
-                    rounded_low, rounded_high = unpack(pack(own_low, own_high, DTYPE), DTYPE)
-                    low += rounded_low
-                    high += rounded_high
-                else:
-                    has = gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
-                    slot = t * SUMS.sources + TOP_K + (rank + NUM_RANKS - OWN) % NUM_RANKS - 1
-                    low, high = add_piece(low, high, has, ring, stage, slot, DTYPE, SUMS)
-            low = gl.where(failed, float("nan"), low)
-            high = gl.where(failed, float("nan"), high)
-            if token < num_tokens:
-                store_piece(words, low, high, token, segment, DTYPE, SUMS)
-        close_stage(ring, stage)
-        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_tokens * SUMS.cut.num_pieces, step):
+        token, segment = place_of(item, SUMS)
+        own_rows = load_slots(slot_to_row, token, moves, SUMS)
+        ranks = load_slots(slot_to_rank, token, moves, SUMS)
+        low = constant_piece(0, SUMS)
+        high = constant_piece(0, SUMS)
+        for rank in gl.static_range(NUM_RANKS):
+            if rank == OWN:
+                # This may be 0.0 where peers' sums are -0.0: added to 0.0, both give the same.
+                own_low = constant_piece(0, SUMS)
+                own_high = constant_piece(0, SUMS)
+                for k in gl.static_range(TOP_K):
+                    has = (ranks[k] == OWN) & (own_rows[k] >= 0)
+                    own_low, own_high, stage, phase = add_piece(
+                        own_low, own_high, has, ring, stage, phase, PAIR, DTYPE, SUMS
+                    )
+                rounded_low, rounded_high = unpack(pack(own_low, own_high, DTYPE), DTYPE)
+                low += rounded_low
+                high += rounded_high
+            else:
+                has = gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
+                low, high, stage, phase = add_piece(low, high, has, ring, stage, phase, PAIR, DTYPE, SUMS)
+        low = gl.where(moves, low, float("nan"))
+        high = gl.where(moves, high, float("nan"))
+        store_piece(words, low, high, token, segment, DTYPE, SUMS)
 
 
 @fast_launch
@@ -805,5 +753,5 @@ def launch_sum_home(
 
 @functools.cache
 def _sum_home_plan(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, own_rank: int) -> Constants:
-    sums = _sums(width, dtype, top_k, top_k + num_ranks - 1, num_ranks, own_rank=own_rank)
+    sums = _sums(width, dtype, top_k, num_ranks, own_rank=own_rank)
     return Constants(_named(sums, dtype), dict.fromkeys((0, 1), describe_rows(sums.cut)))

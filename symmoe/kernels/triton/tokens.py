@@ -540,8 +540,7 @@ def push_sums(
     num_ranks, rank = peers.num_ranks, peers.rank
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
         return
-    on_hopper = _movers(rows, num_ctas) if source is not None else None
-    if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
+    if source is not None and (on_hopper := _movers(rows, num_ctas)) is not None:
         tables = (packed_to_row, source_to_packed_start)
         on_hopper.launch_push_sums(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
         return
@@ -827,8 +826,7 @@ def sum_home(
         return
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
     tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived)
-    on_hopper = _movers(out, num_ctas) if num_ranks > 1 else None
-    if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
+    if num_ranks > 1 and (on_hopper := _movers(out, num_ctas)) is not None:
         on_hopper.launch_sum_home(rows, returned, *tables, out, rank=rank, num_ctas=num_ctas)
         return
     grid, meta = _launch(num_tokens, width, out.element_size(), HOME_ACCESSES, num_ctas)
