@@ -34,7 +34,14 @@ class gpu:
 
 # Every loop over parts of something takes several turns with these.
 SMALL_SIZES = {
-    plan: {"COUNT_EXPERTS": 4, "SEND_COLUMNS": 4, "SEND_BLOCKS": 1, "PACKED_ENTRIES": 2, "ASSIGN_SLOTS": 16},
+    plan: {
+        "COUNT_EXPERTS": 4,
+        "SEND_COLUMNS": 4,
+        "SEND_BLOCKS": 1,
+        "PACKED_ENTRIES": 2,
+        "BLOCK_SLOTS": 16,
+        "OTHER_SLOTS": 8,
+    },
     tokens: {"SLOTS_PER_PROGRAM": 16, "UNROLL": 2, "PEERS_UNROLL": 2, "ROW_WARPS": 2, "NUM_CTAS": 5},
 }
 DEFAULT_SIZES = {module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()}

@@ -55,11 +55,17 @@ _VARYING_WORDS = (
     control.HEAD_PACKED_CAPACITY,
 )
 
-COUNT_EXPERTS = 128  # experts that count_slots compares a token with at a time: [32, 128] counters are 32 registers
+COUNT_EXPERTS = 128  # experts that count_slots compares BLOCK_SLOTS slots with at a time
+BLOCK_SLOTS = 256  # slots of a block whose loads are in flight at once
 SEND_COLUMNS = 32  # columns of one program of send_counts: 128 contiguous bytes per row
 SEND_BLOCKS = 128  # blocks of tokens that it scans at a time
 PACKED_ENTRIES = 2048  # entries [block, rank] of block_tokens that assign_packed_rows adds up at a time
-ASSIGN_SLOTS = 256  # slots that assign_rows places at a time, each compared with the block's 32 tokens
+OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots with at a time
+
+
+def block_slots(top_k: int) -> int:
+    """How many slots of a block of tokens are read at once."""
+    return min(BLOCK_SLOTS, next_power_of_2(control.TOKENS_PER_BLOCK * top_k))
 
 
 @triton.jit
@@ -80,31 +86,34 @@ def count_slots_kernel(
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
 ):
     EXPERTS_PER_RANK: tl.constexpr = NUM_EXPERTS // NUM_RANKS
     WIDTH: tl.constexpr = NUM_EXPERTS + NUM_RANKS + 2
     block = tl.program_id(0)
-    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    is_token = token < num_tokens
     row = block_counts + block * WIDTH
+    first_slot = block * (TOKENS_PER_BLOCK * TOP_K)
+    num_slots = tl.minimum(TOKENS_PER_BLOCK * TOP_K, num_tokens * TOP_K - first_slot)
     for first in range(0, NUM_EXPERTS, BLOCK_EXPERTS):
         expert = first + tl.arange(0, BLOCK_EXPERTS)
-        count = tl.zeros((TOKENS_PER_BLOCK, BLOCK_EXPERTS), tl.int32)
-        for k in range(TOP_K):
-            chosen = load_experts(topk_idx, token * TOP_K + k, is_token, NUM_EXPERTS)
-            count += (chosen[:, None] == expert[None, :]).to(tl.int32)
-        tl.store(row + expert, tl.sum(count, axis=0), mask=expert < NUM_EXPERTS)
+        count = tl.zeros((BLOCK_EXPERTS,), tl.int32)
+        for part in range(0, TOKENS_PER_BLOCK * TOP_K, BLOCK_SLOTS):
+            index = part + tl.arange(0, BLOCK_SLOTS)
+            chosen = load_experts(topk_idx, first_slot + index, index < num_slots, NUM_EXPERTS)
+            count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        tl.store(row + expert, count, mask=expert < NUM_EXPERTS)
 
+    token = tl.arange(0, TOKENS_PER_BLOCK)
     rank = tl.arange(0, RANK_LANES)
     goes = tl.zeros((TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
     num_bad = tl.zeros((TOKENS_PER_BLOCK,), tl.int32)
     first_bad = tl.full((TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
     for k in range(TOP_K):
-        slot = token * TOP_K + k
-        ids = tl.load(topk_idx + slot, mask=is_token, other=-1)
+        index = token * TOP_K + k
+        ids = tl.load(topk_idx + first_slot + index, mask=index < num_slots, other=-1)
         bad = (ids < -1) | (ids >= NUM_EXPERTS)
         num_bad += bad.to(tl.int32)
-        first_bad = tl.minimum(first_bad, tl.where(bad, slot, NO_SLOT))
+        first_bad = tl.minimum(first_bad, tl.where(bad, first_slot + index, NO_SLOT))
         chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -EXPERTS_PER_RANK).to(tl.int32)
         goes |= ((chosen // EXPERTS_PER_RANK)[:, None] == rank[None, :]).to(tl.int32)
     tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < NUM_RANKS)
@@ -125,6 +134,7 @@ def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_exper
         NUM_RANKS=num_ranks,
         RANK_LANES=next_power_of_2(num_ranks),
         BLOCK_EXPERTS=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
+        BLOCK_SLOTS=block_slots(topk_idx.shape[1]),
         num_warps=8,
     )
 
@@ -600,35 +610,35 @@ def assign_rows_kernel(
     EXPERTS_PER_RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
-    K_LANES: tl.constexpr,
-    CHUNK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    OTHER_SLOTS: tl.constexpr,
 ):
+    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * TOP_K
     block = tl.program_id(0)
-    first_token = block * TOKENS_PER_BLOCK
-    other_token = first_token + tl.arange(0, TOKENS_PER_BLOCK)
-    lane = tl.arange(0, CHUNK_TOKENS * K_LANES)
-    k = lane % K_LANES
-    for first in range(0, TOKENS_PER_BLOCK, CHUNK_TOKENS):
-        token = first_token + first + lane // K_LANES
-        is_slot = (token < num_tokens) & (k < TOP_K)
-        slot = token * TOP_K + k
+    first_slot = block * BLOCK
+    num_slots = tl.minimum(BLOCK, num_tokens * TOP_K - first_slot)
+    for part in range(0, BLOCK, BLOCK_SLOTS):
+        index = part + tl.arange(0, BLOCK_SLOTS)
+        slot = first_slot + index
+        is_slot = index < num_slots
         expert = load_experts(topk_idx, slot, is_slot, NUM_EXPERTS)
-        earlier = tl.zeros((CHUNK_TOKENS * K_LANES, TOKENS_PER_BLOCK), tl.int32)
-        for other_k in range(TOP_K):
-            other_slot = other_token * TOP_K + other_k
-            other = load_experts(topk_idx, other_slot, other_token < num_tokens, NUM_EXPERTS)
-            same = (other[None, :] == expert[:, None]) & (other_slot[None, :] < slot[:, None])
+        earlier = tl.zeros((BLOCK_SLOTS, OTHER_SLOTS), tl.int32)
+        for first in range(0, BLOCK, OTHER_SLOTS):
+            other_index = first + tl.arange(0, OTHER_SLOTS)
+            other = load_experts(topk_idx, first_slot + other_index, other_index < num_slots, NUM_EXPERTS)
+            same = (other[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
             earlier += same.to(tl.int32)
         valid = expert >= 0
-        index = tl.load(block_starts + block * NUM_EXPERTS + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
-        kept = valid & (index < tl.load(slot_limit + expert, mask=valid, other=0))
-        row = tl.load(slot_start + expert, mask=valid, other=0) + index
+        place = tl.load(block_starts + block * NUM_EXPERTS + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
+        kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
+        row = tl.load(slot_start + expert, mask=valid, other=0) + place
         rank = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
         tl.store(slot_to_row + slot, tl.where(kept, row, -1), mask=is_slot)
         tl.store(slot_to_rank + slot, tl.where(kept, rank, -1), mask=is_slot)
 
     tl.debug_barrier()  # what other threads have stored is read back
-    goes = tokens_to_ranks(slot_to_rank, other_token, num_tokens, TOP_K, RANK_LANES)
+    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
+    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
     rank_lane = tl.arange(0, RANK_LANES)
     tl.store(block_tokens + block * NUM_RANKS + rank_lane, tl.sum(goes, axis=0), mask=rank_lane < NUM_RANKS)
 
@@ -659,7 +669,6 @@ def assign_rows(
     num_blocks, num_ranks = block_tokens.shape
     if num_blocks == 0:
         return
-    k_lanes = next_power_of_2(top_k)
     assign_rows_kernel[(num_blocks,)](
         topk_idx,
         block_starts,
@@ -674,8 +683,8 @@ def assign_rows(
         EXPERTS_PER_RANK=experts_per_rank,
         NUM_RANKS=num_ranks,
         RANK_LANES=next_power_of_2(num_ranks),
-        K_LANES=k_lanes,
-        CHUNK_TOKENS=min(control.TOKENS_PER_BLOCK, max(1, ASSIGN_SLOTS // k_lanes)),
+        BLOCK_SLOTS=block_slots(top_k),
+        OTHER_SLOTS=min(OTHER_SLOTS, block_slots(top_k)),
         num_warps=8,
     )
 

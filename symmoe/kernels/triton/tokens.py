@@ -38,10 +38,11 @@ def _launch(
     """Grid and meta-parameters of a kernel that moves rows, `accesses` 16-byte accesses per thread and tile."""
     num_warps = ROW_WARPS if num_ctas is None else CAPPED_ROW_WARPS
     row_bytes = width * item_bytes
-    columns_bytes = min(row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES)  # divides the row: no access is masked
+    tile_bytes = num_warps * 32 * 16 * accesses
+    columns_bytes = min(row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES, tile_bytes)  # divides the row: no mask
     if columns_bytes < 512:  # less than a warp's access: a masked tail is cheaper
-        columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2)
-    tokens, columns = num_warps * 32 * 16 * accesses // columns_bytes, columns_bytes // item_bytes
+        columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2, tile_bytes)
+    tokens, columns = tile_bytes // columns_bytes, columns_bytes // item_bytes
     num_tiles = ceil_div(num_rows, tokens) * ceil_div(width, columns)
     grid = (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),)
     return grid, {"WIDTH": width, "BLOCK_TOKENS": tokens, "BLOCK_COLUMNS": columns, "num_warps": num_warps}
