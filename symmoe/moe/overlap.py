@@ -41,8 +41,8 @@ class Rates:
 
     link_bytes: float = 340e9
     program_push_bytes: float = 28e9
-    program_copy_bytes: float = 42e9
-    program_sum_bytes: float = 45e9
+    program_copy_bytes: float = 38e9
+    program_sum_bytes: float = 41e9
     memory_bytes: float = 3e12
     flops: float = 650e12
     wgrad_flops: float = 650e12
