@@ -429,7 +429,9 @@ class _GroupedLinear(Function):
         _, _, _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
-        d_x = d_bias = d_scale = None
+        d_x = d_scale = None
+        d_bias = torch.empty_like(bias) if needs_bias else None
+        scale = None if bias_scale is None else bias_scale.view(-1)
         low = low_rank(adapters)
         d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
@@ -439,13 +441,11 @@ class _GroupedLinear(Function):
         if needs_x:
             d_x = gradient_rows(ctx.grad_input_out, x, d_y)
             d_rows, zero_tail = d_x.view(-1, linear.in_features), ctx.grad_input_out.tensor is None
-            products.input_gradient(d_y, row_range, d_rows, zero_tail=zero_tail)
+            products.input_gradient(d_y, row_range, d_rows, dbias=d_bias, bias_scale=scale, zero_tail=zero_tail)
             if low is not None:
                 low.add_up_gradient(d_t, row_range, d_x.view(-1, linear.in_features))
             d_x = ctx.grad_input_out.hand_on(d_x)
-        if needs_bias:
-            d_bias = torch.empty_like(bias)
-            scale = None if bias_scale is None else bias_scale.view(-1)
+        elif d_bias is not None:
             ops.grouped_bias_grad(d_y, row_range, d_bias, scale=scale)
         if needs_scale:
             d_scale = torch.zeros_like(bias_scale)
