@@ -6,6 +6,7 @@ are a tail that is never read: it stays as it is in a buffer of the caller, and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -246,6 +247,8 @@ class GroupedLinear(nn.Module):
             return [None] * len(weights)
         if not any(weight.requires_grad for weight in weights):
             return [None] * len(weights)
+        if not (self.delay_wgrad or self.accumulate_into_main_grad):
+            return weight_gradients.new_gradients(weights, compute)
         parameters = self.weight_parameters()
 
         def to_main_grad(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
@@ -265,9 +268,7 @@ class GroupedLinear(nn.Module):
         if self.delay_wgrad:
             self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
             return [None] * len(weights)
-        if self.accumulate_into_main_grad:
-            return to_main_grad(weights)
-        return weight_gradients.new_gradients(weights, compute)
+        return to_main_grad(weights)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The first tensors, as many as the layer has weights, and the tensors after them."""
@@ -302,8 +303,7 @@ class GroupedLinear(nn.Module):
         )
 
     def _discrete_weights(self) -> tuple[nn.Parameter, ...]:
-        weights = (self._parameters[f"weight{g}"] for g in range(self.num_groups))
-        return tuple(weight for weight in weights if weight is not None)
+        return cast("tuple[nn.Parameter, ...]", tuple(map(self._parameters.get, weight_names(self.num_groups))))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         before = None if self.is_packed else addresses(self._discrete_weights())
@@ -337,8 +337,14 @@ class GroupedLinear(nn.Module):
 
     def _restate_marks(self) -> None:
         if self._weight_marks:
-            for name in ["weight"] if self.is_packed else [f"weight{g}" for g in range(self.num_groups)]:
+            for name in ["weight"] if self.is_packed else weight_names(self.num_groups):
                 vars(self._parameters[name]).update(self._weight_marks)
+
+
+@functools.cache
+def weight_names(num_groups: int) -> tuple[str, ...]:
+    """The names of discrete weights."""
+    return tuple(f"weight{g}" for g in range(num_groups))
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
