@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
+from row_ranges import random_ranges
 
+from symmoe.kernels import twin
+from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import range_of
 from symmoe.kernels.tensor_table import TensorTable
@@ -20,6 +24,7 @@ WEIGHT_LINES = {"float8_block": 128, "float8_block_powers": 128, "nvfp4": 16}
 SIGNS = 0x9A5C
 # Without rows, with one, unaligned, exactly a tile, more than one; 10 rows of the tail belong to no group.
 SPLITS = (0, 37, 128, 1, 0, 161)
+SUMMED = (0, 37, 128, 1, 0, 333)  # three tiles of 128 rows, and more than half of the second
 TAIL = 10
 FILL = 0xA5  # what tests put where nothing may be written
 
@@ -91,6 +96,46 @@ def quantize_all(
     scale = filled_column_scale((width, padded // block_format.block), block_format, rows.device)
     kernels.quantize_columns(source, row_range, data, scale, block_format, row_index=index, **column_options)
     return result | {"column_data": data, "column_scale": scale}
+
+
+def check_bias_sums(
+    kernels, name: str, dtype: torch.dtype, *, width: int = 160, splits: tuple[int, ...] = SUMMED, device: str = "cpu"
+) -> None:
+    """A bias gradient out of quantize_rows, of all rows at once and of parts: the bits of the twin's grouped_bias_grad;
+    what is quantised is the same as without. NaN stays in its column; the tail and its scale are not read."""
+    row_format, num_rows = FORMATS[name], sum(splits)
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(num_rows + TAIL, width, generator=generator)
+    rows = (rows * torch.exp2(torch.randint(-9, 9, rows.shape, generator=generator).float())).to(dtype)
+    index = torch.randperm(len(rows), generator=generator, dtype=torch.int32)
+    scale = torch.randn(len(rows), generator=generator)
+    rows[index[num_rows:]], rows[index[-1 - TAIL], 3], scale[num_rows:] = torch.nan, torch.inf, torch.nan
+    row_range, options = row_range_of(splits), {}
+    if row_format.has_global_scale:
+        amax = torch.empty(len(splits))
+        twin.group_amax(rows, row_range, amax, row_index=index)
+        options = {"amax": amax.to(device)}
+    parts = [row_range], random_ranges(splits, 3, step=SLOT_ROWS)
+    for row_index, row_scale, ranges in product((index, None), (scale, None), parts):
+        lines = rows if row_index is not None else rows[index]
+        dbias = torch.full((len(splits), width), torch.nan, dtype=dtype)
+        twin.grouped_bias_grad(lines, row_range, dbias, dout_index=row_index, scale=row_scale)
+        sums = filled((bias_slots(len(rows), len(splits), SLOT_ROWS), width), torch.float32, device)
+        found = []
+        for extra in ({}, {"bias_sums": sums, "bias_scale": None if row_scale is None else row_scale.to(device)}):
+            data = filled((len(rows), row_format.data_width(width)), row_format.data_dtype, device)
+            stored = filled((len(rows), row_format.num_blocks(width)), row_format.scale_dtype, device)
+            extra["row_index"] = None if row_index is None else row_index.to(device)
+            for part in ranges:
+                kernels.quantize_rows(lines.to(device), part.to(device), data, stored, row_format, **options, **extra)
+            found.append({"data": data, "scale": stored})
+        assert differences(*found) == [], name
+        total = torch.full_like(dbias, torch.nan, device=device)
+        kernels.sum_dbias(sums, row_range.to(device), total)
+        where = f"{name}, {dtype}, index {row_index is not None}, scale {row_scale is not None}, {len(ranges)} parts"
+        torch.testing.assert_close(total.cpu(), dbias, rtol=0, atol=0, equal_nan=True, msg=where)
+        assert dbias.isfinite().any()
+        assert not dbias.isfinite().all()
 
 
 class Scattered:

@@ -14,6 +14,7 @@ from quantize_cases import (
     SIGNS,
     Scattered,
     as_bytes,
+    check_bias_sums,
     decoded_columns,
     differences,
     encode_rows,
@@ -31,7 +32,7 @@ from row_ranges import random_ranges, rows_of
 from symmoe.kernels import twin
 from symmoe.kernels.formats import max_tiles
 from symmoe.kernels.low_precision import codes, quantize, scale_tiles, wire
-from symmoe.kernels.triton import tiles
+from symmoe.kernels.triton import bias, tiles
 from symmoe.kernels.twin import wire as twin_wire
 from symmoe.kernels.twin.quantize import to_e4m3
 
@@ -43,6 +44,7 @@ class gpu:
     weight_amax = quantize.weight_amax
     quantize_columns, quantize_weights = quantize.quantize_columns, quantize.quantize_weights
     quantize_weight_pairs, encode_rows = quantize.quantize_weight_pairs, wire.encode_rows
+    sum_dbias = bias.sum_dbias
 
 
 @triton.jit
@@ -264,7 +266,8 @@ def main():
                 print(name, dtype, hard, ": ok")
     for name in FORMATS:
         check_rows_of_an_index(hard_rows(50, 96, torch.float32), row_range, name)
-        print(name, "of an index: ok")
+        check_bias_sums(gpu, name, torch.float32, splits=(0, 37, 1, 230))
+        print(name, "of an index, and sums: ok")
         if FORMATS[name].element == "e4m3":
             check_wire(row_range, name)
             check_sent(name)

@@ -9,9 +9,10 @@ from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_j
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.fp8 import BLOCK, num_blocks
-from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize, hopper_fp8, hopper_fp8_wgrad
+from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize, hopper_fp8, hopper_fp8_wgrad, quantize
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.triton import bias, gemm_act
 
@@ -86,6 +87,23 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
     for num_rows in (1, 64, 65, 4096):
         step(num_rows)
     assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+def test_launches_that_quantise_rows_are_understood(fake_driver, monkeypatch):  # noqa: F811
+    """With sums for a bias gradient and without."""
+    jits = fake_jits(monkeypatch, quantize, bias)
+
+    def step(num_rows, G=4, C=144):
+        empty, row_range = torch.empty, torch.empty(2, G, dtype=torch.int32)
+        rows, dbias = empty(num_rows, C, dtype=torch.bfloat16), empty(G, C, dtype=torch.bfloat16)
+        operand = rows, row_range, empty(num_rows, C, dtype=E4M3), empty(num_rows, num_blocks(C)), FLOAT8_BLOCK
+        sums = empty_row_sums(num_rows, dbias)
+        quantize.quantize_rows(*operand)
+        quantize.quantize_rows(*operand, bias_sums=sums, bias_scale=empty(num_rows))
+        bias.sum_dbias(sums, row_range, dbias)
+
+    used = {name: jit for name, jit in jits.items() if name in ("quantize_rows_kernel", "sum_dbias_kernel")}
+    assert_only_the_first_compiles(used, step, (64, 1, 64, 65, 4096))
 
 
 def test_nothing_is_launched_without_rows(fake_driver, monkeypatch):  # noqa: F811

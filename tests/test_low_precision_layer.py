@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import oracle
@@ -20,6 +21,7 @@ from worker import Findings, Watching, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.errors import ArgumentError, HeapExhausted
+from symmoe.grouped import quantized_experts
 from symmoe.grouped.experts import ExpertRows
 from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
@@ -219,6 +221,46 @@ def test_layers(cluster, num_ranks: int, recipe, wire):
     assert cluster(num_ranks).findings(check_layer, "cpu", recipe, wire) == []
 
 
+def check_second_bias(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
+    """The gradient of FC2's bias: the bits of a kernel that only sums, in every way to run a step, in parts too."""
+    findings, right = Findings(), quantized_experts.QuantizedBackward
+
+    class Summed(right):
+        def __init__(self, x, weights, hidden, d_out, **options) -> None:
+            super().__init__(x, weights, hidden, d_out, **options)
+            x, want = self._x, torch.empty_like(self.db2)
+            gathered = {"scale": x.bias_scale, "dout_index": x.row_index}
+            self._ops.grouped_bias_grad(self._output_gradients(), x.row_range, want, **gathered)
+            findings.check(torch.equal(self.db2, want) and want.any(), "db2 has other bits")
+            steps.append(x)
+
+    quantized_experts.QuantizedBackward, steps = Summed, []
+    try:
+        with open_heap(device, num_bytes=64 << 20) as heap:
+            for way, (weights, dtype) in product(WAYS, (("packed", torch.float32), ("discrete", torch.bfloat16))):
+                findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}, {way}, {weights}, {dtype}"
+                experts = GroupedMLP(2, H, I, bias=True, precision=recipe, weights=weights, device=heap.device)
+                config = replace(config_for(num_ranks, precision=recipe, quantized_wire=wire, **way), hidden=H, ffn=I)
+                layer = MoELayer(config, heap, experts=experts.to(dtype))
+                y, _ = layer(tokens_of(rank, RANK_TO_TOKENS[rank], H).to(heap.device, dtype).requires_grad_())
+                y.square().sum().backward()
+                del y
+    finally:
+        quantized_experts.QuantizedBackward = right
+    findings.equal("backward passes", len(steps), 2 * len(WAYS))
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "wire"),
+    [(Float8Block(), "none"), (Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")],
+    ids=str,
+)
+def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
+    assert cluster(num_ranks).findings(check_second_bias, "cpu", recipe, wire) == []
+
+
 def check_biases(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
     """Experts with biases, against full precision: within what the format allows."""
     findings = Findings()
@@ -337,13 +379,22 @@ def count_calls(monkeypatch, *names: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("recipe", [Float8Block(), MXFP8()], ids=repr)
-def test_the_gradient_of_the_first_bias_comes_with_the_quantised_gradients(monkeypatch, recipe):
-    counts = count_calls(monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad")
+@every_recipe
+def test_gradients_of_biases_come_with_the_quantised_gradients(monkeypatch, recipe):
+    """No kernel reads the rows for them, unless nothing else asks for quantised rows."""
+    counts = count_calls(monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad", "sum_dbias")
     mlp = GroupedMLP(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
-    mlp(torch.randn(8, 64, dtype=torch.bfloat16), [3, 5], torch.ones(8)).sum().backward()
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    mlp(x, [3, 5], torch.ones(8)).sum().backward()
     assert mlp.fc1.bias.grad.any()
-    assert counts == {"dact_quantize": 1, "scaled_activation_grad": 0, "grouped_bias_grad": 1}  # that of FC2's bias
+    apart = recipe.row_format.has_global_scale  # activation and quantiser
+    wanted = {"dact_quantize": 1 - apart, "scaled_activation_grad": apart, "sum_dbias": 1 + apart}
+    assert counts == {**wanted, "grouped_bias_grad": 0}
+    linear = GroupedLinear(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
+    for is_trained in (True, False):
+        counts.update(dict.fromkeys(counts, 0))
+        linear(x.requires_grad_(is_trained), [3, 5]).sum().backward()
+        assert (counts["sum_dbias"], counts["grouped_bias_grad"]) == (is_trained, not is_trained)
 
 
 @every_recipe

@@ -135,7 +135,7 @@ def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, recipe, dtype
     assert cluster(num_ranks).findings(check_parts, "cpu", recipe, dtype) == []
 
 
-def all_at_once(weights, wire, received, x, parts):
+def all_at_once(weights, wire, received, x, parts, dbias):
     """A wrong _part_by_part: it makes operands of all rows when the first part is there."""
     rows = None
     for part in parts:

@@ -252,6 +252,13 @@ def test_arguments():
                 recipe.quantize_weight(wrong)
             with pytest.raises(ArgumentError, match="weight"):
                 recipe.quantize_weight_pair(wrong)
+    for wrong, scale, text in (
+        (torch.zeros(2, 64), None, r"dbias must be \[2, 96\], got \[2, 64\]"),
+        (torch.zeros(2, 96).long(), None, "dbias must be of torch.bfloat16 or"),
+        (torch.zeros(2, 96), torch.zeros(7), r"bias_scale must be \[8\], got \[7\]"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            MXFP8().quantize(rows, row_start, dbias=wrong, bias_scale=scale)
     with pytest.raises(ArgumentError, match=r"seeds are given; MXFP8\(\) rounds to nearest"):
         MXFP8().quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ArgumentError, match=r"seeds are given"):

@@ -19,6 +19,7 @@ from quantize_cases import (
     SPLITS,
     TAIL,
     as_bytes,
+    check_bias_sums,
     differences,
     encode_rows,
     filled,
@@ -102,6 +103,12 @@ def test_stochastic_rounding_and_hadamard():
     assert differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
     nearest = quantize_all(twin, rows, row_range_of(splits), "nvfp4")
     assert differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_sums_for_a_bias_gradient(name, dtype):
+    check_bias_sums(twin, name, dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 160, 96), (1, 128, 256), (3, 16, 288)], ids=str)

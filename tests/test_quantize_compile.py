@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, catch_launches, meta
+from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, atomics, catch_launches, meta
 from quantize_cases import (
     encode_rows,
     quantize_all,
@@ -24,9 +24,11 @@ from quantize_cases import (
     row_range_of,
 )
 
+from symmoe.kernels.bias_sums import SLOT_ROWS, bias_slots
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.low_precision import quantize, scale_tiles, wire
 from symmoe.kernels.tensor_table import ScaleTable, TensorTable
+from symmoe.kernels.triton import bias
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
@@ -39,7 +41,7 @@ N, C, G = 65536, 7168, 32
 
 @pytest.fixture
 def launches(monkeypatch):
-    return catch_launches(monkeypatch, quantize, scale_tiles, wire)
+    return catch_launches(monkeypatch, quantize, scale_tiles, wire, bias)
 
 
 def column_scale(num_features, num_scales, block_format):
@@ -48,14 +50,14 @@ def column_scale(num_features, num_scales, block_format):
     return meta(num_features, num_scales, dtype=block_format.scale_dtype)
 
 
-def launch_rows(block_format, dtype, *, indexed=False):
+def launch_rows(block_format, dtype, *, indexed=False, **sums):
     data = meta(N, block_format.data_width(C), dtype=block_format.data_dtype)
     scale = meta(N, block_format.num_blocks(C), dtype=block_format.scale_dtype)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64)}
     options = options if block_format.has_global_scale else {}
     options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
     row_range = meta(2, G, dtype=torch.int32)
-    quantize.quantize_rows(meta(N, C, dtype=dtype), row_range, data, scale, block_format, **options)
+    quantize.quantize_rows(meta(N, C, dtype=dtype), row_range, data, scale, block_format, **options, **sums)
 
 
 def launch_columns(block_format, dtype, *, indexed=False):
@@ -120,6 +122,27 @@ def check(code, block_format):
 def test_rows(launches, name, dtype):
     launch_rows(FORMATS[name], dtype, indexed=dtype == torch.bfloat16)
     check(launches.compile(), FORMATS[name])
+
+
+@pytest.mark.parametrize("arch", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_and_their_sums(launches, name, dtype, arch):
+    """Every number is loaded once; sums stay in a warp, without atomics."""
+    sums, scale = meta(bias_slots(N, G, SLOT_ROWS), C, dtype=torch.float32), meta(N, dtype=torch.float32)
+    launch_rows(FORMATS[name], dtype, indexed=True, bias_sums=sums, bias_scale=scale)
+    launch = launches.pop_one()
+    assert launch.kwargs["num_warps"] == 1
+    code = launch.compile(arch)
+    ptx = check(code, FORMATS[name])
+    numbers = quantize.SUM_COLUMNS * SLOT_ROWS // 32 * dtype.itemsize * 8  # bits of a thread
+    wide = sum(bits for bits in access_bits(ptx, r"ld\.global") if bits == 128)
+    assert wide == numbers
+    assert code.shared <= 1024
+    bias.sum_dbias(sums, meta(2, G, dtype=torch.int32), meta(G, C, dtype=dtype))
+    total = launches.compile(arch=arch)
+    assert total.shared == 0
+    assert not atomics(in_registers(total) + ptx)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -294,9 +317,18 @@ def test_steps_do_not_compile_again(monkeypatch):
         wire.unpack_rows(sent, row_range, data, scale)
         part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
         wire.unpack_rows(sent, part, data, scale)
-        quantize.quantize_rows(rows, part, data.view(torch.float8_e4m3fn), scale, FORMATS["mxfp8"])
+        row_format, e4m3 = FORMATS["mxfp8"], data.view(torch.float8_e4m3fn)
+        quantize.quantize_rows(rows, part, e4m3, scale, row_format)
+        sums = torch.zeros(bias_slots(num_rows, 2, SLOT_ROWS), 32)
+        factor = torch.zeros(num_rows)
+        quantize.quantize_rows(rows, part, e4m3, scale, row_format, bias_sums=sums, bias_scale=factor)
+        bias.sum_dbias(sums, row_range, torch.zeros(2, 32))
         wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
         requantize_columns(wire, sent, row_range, 32, "mxfp8", torch.bfloat16)
 
     steps = (16, 1), (1, 16), (333, 0x9A5C), (500, 0xFFFF)
-    assert all(assert_compiled_once(monkeypatch, (quantize, scale_tiles, wire), step, *steps).values())
+    compiled = assert_compiled_once(monkeypatch, (quantize, scale_tiles, wire, bias), step, *steps)
+    assert [name for name, count in compiled.items() if not count] == [
+        "grouped_bias_grad_kernel",
+        "grouped_bias_dot_kernel",
+    ]

@@ -211,6 +211,8 @@ class ExpertsBackward:
         db1, db2: gradients of the biases; None for those that require none.
     """
 
+    _has_db2 = False  # whether the first step makes db2, too
+
     def __init__(
         self,
         x: ExpertRows,
@@ -234,7 +236,7 @@ class ExpertsBackward:
         if weights.b2 is not None:
             d_out = self._output_gradients()
             gathered = {"dout_index": x.row_index}
-            if self.db2 is not None:
+            if self.db2 is not None and not self._has_db2:
                 ops.grouped_bias_grad(d_out, x.row_range, self.db2, scale=x.bias_scale, **gathered)
             if x.bias_scale is not None and needs_scale:
                 ops.grouped_bias_dot(d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, **gathered)

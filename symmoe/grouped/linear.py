@@ -6,6 +6,7 @@ are a tail that is never read: it stays as it is in a buffer of the caller, and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -246,6 +247,8 @@ class GroupedLinear(nn.Module):
             return [None] * len(weights)
         if not any(weight.requires_grad for weight in weights):
             return [None] * len(weights)
+        if not (self.delay_wgrad or self.accumulate_into_main_grad):
+            return weight_gradients.new_gradients(weights, compute)
         parameters = self.weight_parameters()
 
         def to_main_grad(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
@@ -265,9 +268,7 @@ class GroupedLinear(nn.Module):
         if self.delay_wgrad:
             self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
             return [None] * len(weights)
-        if self.accumulate_into_main_grad:
-            return to_main_grad(weights)
-        return weight_gradients.new_gradients(weights, compute)
+        return to_main_grad(weights)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The first tensors, as many as the layer has weights, and the tensors after them."""
@@ -302,8 +303,7 @@ class GroupedLinear(nn.Module):
         )
 
     def _discrete_weights(self) -> tuple[nn.Parameter, ...]:
-        weights = (self._parameters[f"weight{g}"] for g in range(self.num_groups))
-        return tuple(weight for weight in weights if weight is not None)
+        return cast("tuple[nn.Parameter, ...]", tuple(map(self._parameters.get, weight_names(self.num_groups))))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         before = None if self.is_packed else addresses(self._discrete_weights())
@@ -337,8 +337,14 @@ class GroupedLinear(nn.Module):
 
     def _restate_marks(self) -> None:
         if self._weight_marks:
-            for name in ["weight"] if self.is_packed else [f"weight{g}" for g in range(self.num_groups)]:
+            for name in ["weight"] if self.is_packed else weight_names(self.num_groups):
                 vars(self._parameters[name]).update(self._weight_marks)
+
+
+@functools.cache
+def weight_names(num_groups: int) -> tuple[str, ...]:
+    """The names of discrete weights."""
+    return tuple(f"weight{g}" for g in range(num_groups))
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -429,7 +435,9 @@ class _GroupedLinear(Function):
         _, _, _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
-        d_x = d_bias = d_scale = None
+        d_x = d_scale = None
+        d_bias = torch.empty_like(bias) if needs_bias else None
+        scale = None if bias_scale is None else bias_scale.view(-1)
         low = low_rank(adapters)
         d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
@@ -439,13 +447,11 @@ class _GroupedLinear(Function):
         if needs_x:
             d_x = gradient_rows(ctx.grad_input_out, x, d_y)
             d_rows, zero_tail = d_x.view(-1, linear.in_features), ctx.grad_input_out.tensor is None
-            products.input_gradient(d_y, row_range, d_rows, zero_tail=zero_tail)
+            products.input_gradient(d_y, row_range, d_rows, dbias=d_bias, bias_scale=scale, zero_tail=zero_tail)
             if low is not None:
                 low.add_up_gradient(d_t, row_range, d_x.view(-1, linear.in_features))
             d_x = ctx.grad_input_out.hand_on(d_x)
-        if needs_bias:
-            d_bias = torch.empty_like(bias)
-            scale = None if bias_scale is None else bias_scale.view(-1)
+        elif d_bias is not None:
             ops.grouped_bias_grad(d_y, row_range, d_bias, scale=scale)
         if needs_scale:
             d_scale = torch.zeros_like(bias_scale)

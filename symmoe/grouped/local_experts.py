@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch
 
-from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.linear import GroupedLinear, weight_names
 from symmoe.grouped.mlp import GroupedMLP, adapters_of, split_tensors
 from symmoe.kernels.activation import Activation
 
@@ -61,7 +61,7 @@ def with_parameters(
         linear = copy.copy(getattr(experts, name))
         linear.__class__ = _LocalLinear
         linear.local_adapters = tuple(adapters[2 * number : 2 * number + 2])
-        names = ["weight"] if linear.is_packed else [f"weight{g}" for g in range(linear.num_groups)]
+        names = ["weight"] if linear.is_packed else weight_names(linear.num_groups)
         bias = biases[number] if biases else None
         linear._parameters = dict(zip(names, own_weights, strict=True)) | {"bias": bias}
         copied._modules[name] = linear

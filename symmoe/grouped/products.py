@@ -43,9 +43,16 @@ class Products(Protocol):
         """What forward has made for backward, in addition to the weights: tensors to save for :func:`products_of`."""
 
     def input_gradient(
-        self, d_out: torch.Tensor, row_range: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+        self,
+        d_out: torch.Tensor,
+        row_range: torch.Tensor,
+        d_rows: torch.Tensor,
+        *,
+        dbias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        zero_tail: bool,
     ) -> None:
-        """d_rows [N, C] = d_out @ weight."""
+        """d_rows [N, C] = d_out @ weight; and dbias [G, O], if given, by grouped_bias_grad's formula."""
 
 
 def products_of(
@@ -89,11 +96,20 @@ class WorkingPrecision:
         return NOTHING
 
     def input_gradient(
-        self, d_out: torch.Tensor, row_range: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+        self,
+        d_out: torch.Tensor,
+        row_range: torch.Tensor,
+        d_rows: torch.Tensor,
+        *,
+        dbias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        zero_tail: bool,
     ) -> None:
         """See Products."""
         (weight,) = kernel_matrices({"weight": self._weights})
         self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
+        if dbias is not None:
+            self._ops.grouped_bias_grad(d_out, row_range, dbias, scale=bias_scale)
 
 
 class Quantizing:
@@ -132,10 +148,17 @@ class Quantizing:
         return self._kept
 
     def input_gradient(
-        self, d_out: torch.Tensor, row_range: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+        self,
+        d_out: torch.Tensor,
+        row_range: torch.Tensor,
+        d_rows: torch.Tensor,
+        *,
+        dbias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        zero_tail: bool,
     ) -> None:
         """See Products."""
-        lines = self._numbers.gradient_rows(d_out, row_range)
+        lines = self._numbers.gradient_rows(d_out, row_range, dbias=dbias, bias_scale=bias_scale)
         data, scale, global_scale = self._kept
         weight = Operand(given("data", data), given("scale", scale), global_scale)
         multiply(lines, weight, row_range, d_rows, zero_tail=zero_tail)

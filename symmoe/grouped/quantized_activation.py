@@ -89,10 +89,11 @@ class _Full:
     row_range: torch.Tensor
     dh: torch.Tensor
     a: torch.Tensor
+    dh_rows: Operand | None  # None: not made yet
 
     def rows(self) -> Operand:
         """See HiddenGradients."""
-        return self.numbers.gradient_rows(self.dh, self.row_range)
+        return self.dh_rows or self.numbers.gradient_rows(self.dh, self.row_range)
 
     def columns(self) -> Operand:
         """See HiddenGradients."""
@@ -135,6 +136,5 @@ def hidden_gradients(
     sums = torch.empty_like(d_scale)
     ops.scaled_activation_grad(da, h, scale, dh, sums, activation)
     ops.sum_dact_partials(sums, row_range, d_scale, 1)  # the same, with zeros in the tail
-    if db1 is not None:
-        ops.grouped_bias_grad(dh, row_range, db1)
-    return _Full(numbers, row_range, dh, a)
+    dh_rows = None if db1 is None else numbers.gradient_rows(dh, row_range, dbias=db1)
+    return _Full(numbers, row_range, dh, a, dh_rows)

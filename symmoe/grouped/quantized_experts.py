@@ -22,6 +22,7 @@ import torch
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.quantized_activation import first_layer, hidden_gradients
+from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
@@ -30,8 +31,8 @@ from symmoe.precision.products import LowPrecision, weight_gradient
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
-# Makes an operand of all rows: (rows, row_range, row_index).
-Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Operand]
+# Makes an operand of all rows: (rows, row_range, row_index); and sums them: dbias=, bias_scale=, if dbias is wanted.
+Quantize = Callable[..., Operand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ class QuantizedWeights(ExpertWeights):
 
 
 class QuantizedBackward(ExpertsBackward):
-    """Backward of QuantizedWeights. What has travelled quantised is dequantised for weight and bias gradients."""
+    """Backward of QuantizedWeights. What has travelled quantised is dequantised for weight and bias gradients; FC2's
+    bias gradient otherwise comes from the pass that quantises, as FC1's does."""
 
     _weights: QuantizedWeights
 
@@ -130,9 +132,11 @@ class QuantizedBackward(ExpertsBackward):
         x, weights, h = self._x, self._weights, hidden.h
         self._numbers, self._dtype = LowPrecision(weights.recipe), h.dtype
         self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
-        quantize, received = self._numbers.gradient_rows, self._received_gradients()
+        quantize, received, wire = self._numbers.gradient_rows, self._received_gradients(), weights.wire.gradients
+        self._has_db2 = wire is None
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
-        for d_out, part in _arriving(quantize, weights, weights.wire.gradients, received, x, parts):
+        dbias = self.db2 if self._has_db2 else None
+        for d_out, part in _arriving(quantize, weights, wire, received, x, parts, dbias):
             multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
         self._gradients = hidden_gradients(
             self._numbers, da, h, x.scale, x.row_range, weights.activation, self.d_scale, self.db1
@@ -183,29 +187,45 @@ def _arriving(
     received: torch.Tensor,
     x: ExpertRows,
     parts: Iterable[Part] | None,
+    dbias: torch.Tensor | None = None,
 ) -> Iterable[tuple[Operand, Part]]:
     """The operand of received rows or gradients and a part of it that has arrived, one part after the other.
 
     Without parts, or if the recipe does not take them, all rows are one part, which `quantize` makes.
+
+    dbias: gets the sums of the rows times x.bias_scale, with the last part. None: not wanted, or they came by wire.
     """
     if parts is not None and takes_parts(weights.recipe):
-        return _part_by_part(weights, wire, received, x, parts)
+        return _part_by_part(weights, wire, received, x, parts, dbias)
     deque(() if parts is None else parts, maxlen=0)  # waits
     if wire is None:
-        rows = quantize(received, x.row_range, x.row_index)
+        sums = {} if dbias is None else {"dbias": dbias, "bias_scale": x.bias_scale}
+        rows = quantize(received, x.row_range, x.row_index, **sums)
     else:
         rows = operand(wire.quantized(received, x.row_range, x.row_index))
     return ((rows, Part(x.row_range)),)
 
 
 def _part_by_part(
-    weights: QuantizedWeights, wire: WireFormat | None, received: torch.Tensor, x: ExpertRows, parts: Iterable[Part]
+    weights: QuantizedWeights,
+    wire: WireFormat | None,
+    received: torch.Tensor,
+    x: ExpertRows,
+    parts: Iterable[Part],
+    dbias: torch.Tensor | None,
 ) -> Iterator[tuple[Operand, Part]]:
     recipe, ops = weights.recipe, kernels.for_device(received.device)
-    rows = recipe.empty_rows(x.scale.shape[0], weights.w1.shape[2], x.row_range)
+    num_rows = x.scale.shape[0]
+    rows = recipe.empty_rows(num_rows, weights.w1.shape[2], x.row_range)
+    options, sums = {"row_index": x.row_index}, None
+    if dbias is not None:
+        sums = empty_row_sums(num_rows, dbias)
+        options |= {"bias_sums": sums, "bias_scale": x.bias_scale}
     for part in parts:
         if wire is None:
-            ops.quantize_rows(received, part.rows, rows.data, rows.scale, recipe.row_format, row_index=x.row_index)
+            ops.quantize_rows(received, part.rows, rows.data, rows.scale, recipe.row_format, **options)
         else:
             wire.unpack(received, part.rows, rows, x.row_index)
         yield operand(rows), part
+    if dbias is not None and sums is not None:
+        ops.sum_dbias(sums, x.row_range, dbias)

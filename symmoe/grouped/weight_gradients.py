@@ -9,6 +9,7 @@ a gradient of zeros, so that the trainer's hooks on `.grad` still run.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,8 +60,14 @@ class MainGrads:
     def placeholders(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """What autograd gets in place of the gradients of `weights`: the parameters, or what autocast has made of them;
         then it is not the leaf, and the gradient goes through the cast."""
-        found = map(_placeholder_gradient, self._parameters)
-        return [None if zeros is None else zeros.to(w.dtype) for zeros, w in zip(found, weights, strict=True)]
+        asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
+        if not any(asked):
+            return [None] * len(weights)
+        for parameter in itertools.compress(self._parameters, asked):
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # the trainer's
+        zeros = _shared_zeros(weights[0])
+        # A tensor for each: autograd would copy one that it has been given twice.
+        return [zeros.detach() if is_asked else None for is_asked in asked]
 
 
 def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -82,8 +89,12 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(
             f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"
         )
-    wanted = (tuple(parameter.shape), torch.float32, parameter.device)
-    if (tuple(main_grad.shape), main_grad.dtype, main_grad.device) != wanted or not main_grad.is_contiguous():
+    if (
+        main_grad.shape != parameter.shape
+        or main_grad.dtype != torch.float32
+        or main_grad.device != parameter.device
+        or not main_grad.is_contiguous()
+    ):
         raise ArgumentError(
             f"main_grad is {main_grad.dtype} {list(main_grad.shape)} with strides {list(main_grad.stride())} on "
             f"{main_grad.device}; it must be contiguous torch.float32 {list(parameter.shape)} on {parameter.device}"
@@ -91,17 +102,15 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
     return main_grad
 
 
-def _placeholder_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    if not parameter.requires_grad or not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-        # The shared zeros must not come out of a graph's memory.
-        return parameter.new_zeros(()).expand(parameter.shape)
-    key = tuple(parameter.shape), parameter.dtype, parameter.device
+def _shared_zeros(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros like a layer's weights, which all have one shape and dtype."""
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Those of other layers must not come out of a graph's memory.
+        return weight.new_zeros(()).expand(weight.shape)
+    key = tuple(weight.shape), weight.dtype, weight.device
     if _zeros(*key)._version:  # somebody has written into their gradient
         _zeros.cache_clear()
-    return _zeros(*key).detach()
+    return _zeros(*key)
 
 
 @functools.lru_cache(maxsize=16)

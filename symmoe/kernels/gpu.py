@@ -14,7 +14,7 @@ from symmoe.kernels.low_precision.scale_tiles import swizzle_scales, unswizzle_s
 from symmoe.kernels.low_precision.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.low_precision.wire import decode_rows, encode_rows, requantize_columns, unpack_rows
 from symmoe.kernels.triton.activation import scaled_activation, scaled_activation_grad
-from symmoe.kernels.triton.bias import grouped_bias_dot, grouped_bias_grad
+from symmoe.kernels.triton.bias import grouped_bias_dot, grouped_bias_grad, sum_dbias
 from symmoe.kernels.triton.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.triton.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
 from symmoe.kernels.triton.plan import (
@@ -93,6 +93,7 @@ __all__ = [
     "split_by_source",
     "splits_to_row_range",
     "sum_dact_partials",
+    "sum_dbias",
     "sum_home",
     "swizzle_scales",
     "unpack_rows",

@@ -39,11 +39,20 @@ class LowPrecision:
         return weight_operand, transposed
 
     def gradient_rows(
-        self, d_rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None
+        self,
+        d_rows: torch.Tensor,
+        row_range: torch.Tensor,
+        row_index: torch.Tensor | None = None,
+        *,
+        dbias: torch.Tensor | None = None,
+        bias_scale: torch.Tensor | None = None,
     ) -> Operand:
-        """The gradient rows of dgrad."""
+        """The gradient rows of dgrad. dbias [G, O], bias_scale fp32[N]: as in Recipe.quantize."""
         seeds = gradient_seeds(self.recipe, d_rows, row_range, row_index)
-        return operand(self.recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds))
+        quantized = self.recipe.quantize(
+            d_rows, row_range, row_index=row_index, seeds=seeds, dbias=dbias, bias_scale=bias_scale
+        )
+        return operand(quantized)
 
     def columns(self, rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
         """The columns of wgrad, from rows or activations."""

@@ -13,9 +13,10 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError
+from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import check_column_scale, check_contiguous
+from symmoe.kernels.operands import FLOATS, check_column_scale, check_contiguous, check_operand
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.block_scaled.hadamard import check_signs
 from symmoe.precision.block_scaled.scale_tiles import checked_row_range
@@ -105,8 +106,10 @@ class Recipe(ABC):
         row_index: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         out: Buffers | None = None,
+        dbias: torch.Tensor | None = None,
+        bias_scale: torch.Tensor | None = None,
     ) -> Quantized:
-        """Rows with scales along their features. One launch, or three where there is a global scale.
+        """Rows with scales along their features. One launch, or three where there is a global scale; dbias: one more.
 
         Args:
             rows: [N, C], bf16, fp16 or fp32, contiguous; C a multiple of feature_multiple.
@@ -116,6 +119,8 @@ class Recipe(ABC):
             seeds: int64[G]; random words of the group's seed and the place in the group round numbers up or down,
                 so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
             out: buffers for data and scale, of the shapes and dtypes that :class:`Quantized` names.
+            dbias: [G, C], bf16, fp16 or fp32: gets the sum of every group's rows, each times bias_scale, fp32[N], if
+                given: the gradient of a bias, from the pass that quantises. Its bits do not depend on the recipe.
 
         Raises:
             ArgumentError: an argument is not as described, or there are seeds without stochastic_gradients.
@@ -127,7 +132,17 @@ class Recipe(ABC):
         data, scale = _buffers(out, row_format, *shapes, rows)
         ops = kernels.for_device(rows.device)
         amax = _amax(row_format, rows, row_range, row_index=row_index)
-        ops.quantize_rows(rows, row_range, data, scale, row_format, row_index=row_index, amax=amax, seeds=seeds)
+        options = {"row_index": row_index, "amax": amax, "seeds": seeds}
+        if dbias is None:
+            ops.quantize_rows(rows, row_range, data, scale, row_format, **options)
+        else:
+            check_operand("dbias", dbias, (row_range.shape[1], width), FLOATS)
+            if bias_scale is not None:
+                check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
+            sums = empty_row_sums(num_rows, dbias)
+            options |= {"bias_sums": sums, "bias_scale": bias_scale}
+            ops.quantize_rows(rows, row_range, data, scale, row_format, **options)
+            ops.sum_dbias(sums, row_range, dbias)
         return Quantized(
             data=data,
             scale=scale,

@@ -155,7 +155,7 @@ PHASES = (
     Phase(
         name="activation, bias",
         color=GREY,
-        operators=("scaled_activation", "scaled_activation_grad", "grouped_bias_grad", "grouped_bias_dot"),
+        operators=("scaled_activation", "scaled_activation_grad", "grouped_bias_grad", "grouped_bias_dot", "sum_dbias"),
         kernels=(
             "scaled_activation_kernel",
             "scaled_activation_grad_kernel",

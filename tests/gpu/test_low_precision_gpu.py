@@ -26,14 +26,23 @@ from grouped_cases import (
 from low_precision_oracle import relative_error
 from quantize_cases import FORMATS, filled, hard_rows, row_range_of
 from test_layer import WAYS
-from test_low_precision import CASES, NUMBERS, TINY, every_recipe, rows_of_groups
-from test_low_precision_layer import NAMES, WIRE_RECIPES, check_biases, check_layer, check_ways, run_cut
+from test_low_precision import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
+from test_low_precision_layer import (
+    NAMES,
+    WIRE_RECIPES,
+    check_biases,
+    check_layer,
+    check_second_bias,
+    check_ways,
+    run_cut,
+)
 from test_step_gpu import check_replays
 
-from symmoe import ScaledClampedSwiGLU, ScaledSReLU
+from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
+from symmoe.tools.bench.step_trace import trace_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 
@@ -137,6 +146,28 @@ def test_buffers_of_the_caller(recipe):
         assert_same_results(discrete, want, TINY)
 
 
+@every_recipe
+@pytest.mark.parametrize("way", ["packed", "scattered", "delayed"])
+def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way):
+    check_bias_gradients(recipe, way, BF16, "cuda")
+
+
+@every_recipe
+def test_no_kernel_reads_the_rows_for_bias_gradients_alone(recipe):
+    options = {"bias": True, "precision": recipe, "dtype": BF16, "device": "cuda"}
+    linear, mlp = GroupedLinear(2, 64, 128, **options), GroupedMLP(2, 64, 128, **options)
+    x, scale = torch.randn(300, 64, device="cuda", dtype=BF16, requires_grad=True), torch.ones(300, device="cuda")
+    splits = torch.tensor([100, 200], device="cuda")
+
+    def step():
+        linear(x, splits).sum().backward()
+        mlp(x, splits, scale).sum().backward()
+
+    step()
+    launched = trace_step(step, row_numel=x.numel()).kernels
+    assert (launched["grouped_bias_grad_kernel"], launched["sum_dbias_kernel"]) == (0, 3)
+
+
 # -- expert parallelism -----------------------------------------------------------------------------------------------
 
 
@@ -162,6 +193,16 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):
     assert cluster(num_ranks, "cuda").findings(check_layer, "cuda", recipe, wire) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "wire"),
+    [(Float8Block(), "none"), (Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")],
+    ids=str,
+)
+def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
+    assert cluster(num_ranks, "cuda").findings(check_second_bias, "cuda", recipe, wire) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -16,6 +16,7 @@ from quantize_cases import (
     TAIL,
     Scattered,
     as_bytes,
+    check_bias_sums,
     decoded_columns,
     differences,
     encode_rows,
@@ -46,6 +47,13 @@ def test_rows_and_columns(name, dtype, width, hard):
     rows, row_range = hard_rows(ROWS, width, dtype), row_range_of()
     found = quantize_all(gpu, rows.cuda(), row_range.cuda(), name, hard=hard)
     assert differences(found, quantize_all(twin, rows, row_range, name, hard=hard)) == []
+
+
+@pytest.mark.parametrize("width", [160, 2880])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_sums_for_a_bias_gradient(name, dtype, width):
+    check_bias_sums(gpu, name, dtype, width=width, device="cuda")
 
 
 @pytest.mark.parametrize("shape", [(2, 160, 96), (3, 1536, 2048)], ids=str)
@@ -144,9 +152,11 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
     ]
     rows, row_range = cases[0][0].cuda(), row_range_of(cases[0][1]).cuda()
     seeds = torch.arange(len(SPLITS), device="cuda") if recipe.stochastic_gradients else None
+    dbias, factor = torch.empty(len(SPLITS), 256, device="cuda"), torch.rand(ROWS, device="cuda")
 
     def step():
-        quantized = recipe.quantize(rows, row_range, seeds=seeds), recipe.quantize_columns(rows, row_range, seeds=seeds)
+        by_rows = recipe.quantize(rows, row_range, seeds=seeds, dbias=dbias, bias_scale=factor)
+        quantized = by_rows, recipe.quantize_columns(rows, row_range, seeds=seeds)
         return quantized, [each.dequantize() for each in quantized]
 
     step()
@@ -163,17 +173,21 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
             expected = quantize(new_rows, row_range_of(splits), seeds=seeds_here)
             # Data and scales are the same bits; undoing a Hadamard transform sums on the device.
             assert torch.allclose(tensor.cpu(), expected.dequantize(), rtol=1e-5, atol=1e-5)
+        sums = torch.empty(len(SPLITS), 256)
+        twin.grouped_bias_grad(new_rows, row_range_of(splits), sums, scale=factor.cpu())
+        assert torch.equal(dbias.cpu(), sums)
 
 
 def test_nothing_waits_for_the_device():
     rows, row_range = torch.randn(ROWS, 256, device="cuda").bfloat16(), row_range_of().cuda()
-    weight = torch.randn(4, 128, 256, device="cuda")
+    weight, dbias = torch.randn(4, 128, 256, device="cuda"), torch.empty(len(SPLITS), 256, device="cuda")
 
     def step():
         for recipe in (Float8Block(), MXFP8(), NVFP4()):
             for quantized in (
                 recipe.quantize(rows, row_range),
                 recipe.quantize(rows),
+                recipe.quantize(rows, row_range, dbias=dbias),
                 recipe.quantize_columns(rows, row_range),
                 recipe.quantize_weight(weight),
                 recipe.quantize_weight_transposed(weight),

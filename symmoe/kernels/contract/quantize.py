@@ -41,11 +41,23 @@ class QuantizeKernels(Protocol):
         row_index: Tensor | None = None,
         amax: Tensor | None = None,
         seeds: Tensor | None = None,
+        bias_sums: Tensor | None = None,
+        bias_scale: Tensor | None = None,
     ) -> None:
-        """Quantises every row of every group, with scales along the features.
+        """Quantises every row of every group, with scales along the features; and sums rows for a bias gradient.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
         Positions of seeds: (feature, row in the group). Seeds need whole groups.
+
+        bias_sums fp32 [bias_slots(N, G, SLOT_ROWS), C]: sums of tiles of SLOT_ROWS rows in their slots
+        (kernels/bias_sums.py), of rows times bias_scale fp32[N], if given. They need ranges that begin at multiples of
+        SLOT_ROWS, counted from the group's first row, and end there or where the group does.
+        """
+
+    def sum_dbias(self, bias_sums: Tensor, row_range: Tensor, dbias: Tensor) -> None:
+        """What grouped_bias_grad makes of the rows, bit for bit, from the bias_sums of quantize_rows; whole groups.
+
+        dbias [G, C] in any dtype.
         """
 
     def quantize_columns(

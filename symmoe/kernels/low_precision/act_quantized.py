@@ -36,7 +36,7 @@ from symmoe.kernels.triton.activation import (
     load_hidden,
     scale_terms,
 )
-from symmoe.kernels.triton.bias import sum_dbias, sum_tile
+from symmoe.kernels.triton.bias import sum_row_tiles, sum_tile
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
 from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix, tile_mask
 
@@ -399,7 +399,7 @@ def dact_quantize(
         )
     sum_dact_partials(workspace, row_range, dscale, num_scale_sums(sizes.ffn))
     if bias_sums is not None and dbias is not None:
-        sum_dbias(bias_sums, row_range, dbias, formats.TILE)
+        sum_row_tiles(bias_sums, row_range, dbias, formats.TILE)
 
 
 def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, select
+from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -30,6 +31,8 @@ from symmoe.kernels.low_precision.codes import (
 from symmoe.kernels.low_precision.hadamard import hadamard
 from symmoe.kernels.operands import check_column_scale
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.triton.activation import scale_terms
+from symmoe.kernels.triton.bias import spread_rows, sum_spread_tile
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     locate_tile,
@@ -40,11 +43,14 @@ from symmoe.kernels.triton.tiles import (
 )
 
 # Lines and elements of a program's tile.
-ROW_TILE = (16, 256)
+ROW_TILE = (SLOT_ROWS, 256)
 COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
 PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
 ROW_WARPS = 4
+# Of a program that also sums rows: one warp has all of them, a thread 4, so that no sum goes through shared memory.
+SUM_COLUMNS, SUM_WARPS = 128, 1
+SUM_STEPS, SPREAD_STEPS = tl.constexpr(SLOT_ROWS.bit_length() - 1), tl.constexpr(2)
 NUM_WARPS = 8
 
 
@@ -127,7 +133,9 @@ def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.const
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds"])
+@triton.jit(
+    do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds", "bias_sums", "bias_scale"]
+)
 def quantize_rows_kernel(
     rows,
     row_index,  # int32[N] or None
@@ -136,6 +144,8 @@ def quantize_rows_kernel(
     scale,
     amax,  # fp32[G] or None
     seeds,  # int64[G] or None
+    bias_sums,  # fp32 [slots of row tiles, WIDTH] or None
+    bias_scale,  # fp32[N] or None
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -152,7 +162,7 @@ def quantize_rows_kernel(
     prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
-        row = first_row + tl.arange(0, LINES)
+        row = first_row + (tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS))
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
         x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
@@ -160,6 +170,11 @@ def quantize_rows_kernel(
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
         store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
         store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
+        if bias_sums is not None:
+            if bias_scale is not None:
+                x = scale_terms(x, tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None])
+            slot = bias_sums + (first_row // LINES + group).to(tl.int64) * WIDTH
+            tl.store(slot + column, sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS), mask=column < WIDTH)
 
 
 @fast_launch
@@ -346,16 +361,19 @@ def quantize_rows(
     row_index: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
+    bias_sums: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
 ) -> None:
     num_rows, width = data.shape[0], rows.shape[1]
     num_groups = row_range.shape[1]
     if num_rows == 0:
         return
-    lines, num_columns = ROW_TILE[0], ceil_div(width, ROW_TILE[1])
+    constants = _row_constants(block_format, num_groups, width, bias_sums is not None)
+    num_columns = ceil_div(width, constants.named["COLUMNS"])
     launch(
         quantize_rows_kernel,
-        (row_programs(max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
-        _row_constants(block_format, num_groups, width),
+        (row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns),
+        constants,
         rows,
         row_index,
         row_range,
@@ -363,6 +381,8 @@ def quantize_rows(
         as_stored(scale),
         amax,
         seeds,
+        bias_sums,
+        bias_scale,
     )
 
 
@@ -505,9 +525,10 @@ def _format_of_groups(block_format: BlockFormat, num_groups: int) -> dict[str, o
 
 
 @functools.cache
-def _row_constants(block_format: BlockFormat, num_groups: int, width: int) -> Constants:
-    tile = {"WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
-    return Constants({**_format_of_groups(block_format, num_groups), **tile, "num_warps": ROW_WARPS})
+def _row_constants(block_format: BlockFormat, num_groups: int, width: int, sums: bool) -> Constants:
+    columns, num_warps = (SUM_COLUMNS, SUM_WARPS) if sums else (ROW_TILE[1], ROW_WARPS)
+    tile = {"WIDTH": width, "LINES": SLOT_ROWS, "COLUMNS": columns, "num_warps": num_warps}
+    return Constants({**_format_of_groups(block_format, num_groups), **tile})
 
 
 @functools.cache

@@ -4,7 +4,7 @@ Both read dout once and are bound by that. Nothing is summed by atomics and noth
 of a sum depends on the row's place in its group (kernels/bias_sums.py) and on the static width, never on N, on where
 the group lies or on the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
 
-Kernels that have a group's rows for another reason leave sums of their row tiles in slots, and sum_dbias adds those.
+Kernels that have a group's rows for another reason leave sums of their row tiles in slots; sum_row_tiles adds those.
 """
 
 import functools
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -27,10 +28,10 @@ NUM_STAGES = tl.constexpr(4)  # tiles in flight and in work
 NUM_WARPS = 8
 GRAD_WARPS = 4  # with 8, sums of a tile go through shared memory, and take twice as long
 SUM_COLUMNS = 128  # columns of a program that adds sums of tiles
-SUM_LOADS = tl.constexpr(8)  # tiles whose sums are in flight at a time
+SUM_LOADS = tl.constexpr(8)  # steps whose sums are in flight at a time
 GRAD_ROWS = tl.constexpr(TILE)  # one tile is 16 KiB
 ROW_STEPS = tl.constexpr(TILE.bit_length() - 1)  # steps from a tile's rows to their sum
-SPREAD, SPREAD_STEPS = tl.constexpr(8), tl.constexpr(3)  # neighbouring rows that are one thread's
+SPREAD_STEPS = tl.constexpr(3)  # 8 neighbouring rows are one thread's
 
 
 @triton.jit
@@ -45,21 +46,23 @@ def sum_tile(x, STEPS: tl.constexpr = ROW_STEPS):
 
 
 @triton.jit
-def spread_rows():
-    """The rows of a tile in another order, in which sum_spread_tile has neighbours in the same thread.
+def spread_rows(STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
+    """The 2 ** STEPS rows of a tile in another order, in which sum_spread_tile has 2 ** SPREAD_STEPS neighbours in the
+    same thread.
 
-    The compiler gives a thread every 16th of a tile's 128 rows.
+    The compiler gives a thread that has so many rows those that are 2 ** (STEPS - SPREAD_STEPS) apart.
     """
-    place = tl.arange(0, GRAD_ROWS)
-    return place % (GRAD_ROWS // SPREAD) * SPREAD + place // (GRAD_ROWS // SPREAD)
+    place = tl.arange(0, 2**STEPS)
+    apart: tl.constexpr = 2 ** (STEPS - SPREAD_STEPS)
+    return place % apart * 2**SPREAD_STEPS + place // apart
 
 
 @triton.jit
-def sum_spread_tile(x):
+def sum_spread_tile(x, STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
     """Same as sum_tile of rows in the order of spread_rows."""
-    neighbours = x.reshape(SPREAD, GRAD_ROWS // SPREAD * x.shape[1])
-    sums = sum_tile(neighbours, SPREAD_STEPS).reshape(GRAD_ROWS // SPREAD, x.shape[1])
-    return sum_tile(sums, ROW_STEPS - SPREAD_STEPS)
+    apart: tl.constexpr = 2 ** (STEPS - SPREAD_STEPS)
+    sums = sum_tile(x.reshape(2**SPREAD_STEPS, apart * x.shape[1]), SPREAD_STEPS)
+    return sum_tile(sums.reshape(apart, x.shape[1]), STEPS - SPREAD_STEPS)
 
 
 @fast_launch
@@ -81,11 +84,11 @@ def grouped_bias_grad_kernel(
     end = tl.load(row_range + NUM_GROUPS + group)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     column = first_column + tl.arange(0, BLOCK)
-    row = start + spread_rows()
+    row = start + spread_rows(ROW_STEPS, SPREAD_STEPS)
     # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
     next_source = row if dout_index is None else tl.load(dout_index + row, mask=row < end, other=0)
     for first_row in tl.range(start, end, GRAD_ROWS, num_stages=NUM_STAGES):
-        row = first_row + spread_rows()
+        row = first_row + spread_rows(ROW_STEPS, SPREAD_STEPS)
         next_row = row + GRAD_ROWS
         source = next_source
         next_source = next_row if dout_index is None else tl.load(dout_index + next_row, mask=next_row < end, other=0)
@@ -93,9 +96,21 @@ def grouped_bias_grad_kernel(
         tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0).to(tl.float32)
         if scale is not None:
             tile = scale_terms(tile, tl.load(scale + row, mask=row < end, other=0.0)[:, None])
-        total += sum_spread_tile(tile)
+        total += sum_spread_tile(tile, ROW_STEPS, SPREAD_STEPS)
     pointers = dbias + group.to(tl.int64) * WIDTH + column
     tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def sum_slots(first, num_slots, in_width, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    """Sum of 2 ** STEPS slots, neighbours first; zeros for those past num_slots. first: pointers to the first one."""
+    if STEPS == 0:
+        total = tl.load(first, mask=in_width & (num_slots > 0), other=0.0)
+    else:
+        half: tl.constexpr = 2 ** (STEPS - 1)
+        left = sum_slots(first, num_slots, in_width, WIDTH, STEPS - 1)
+        total = left + sum_slots(first + half * WIDTH, num_slots - half, in_width, WIDTH, STEPS - 1)
+    return total
 
 
 @fast_launch
@@ -107,18 +122,20 @@ def sum_dbias_kernel(
     NUM_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dbias from the sums per row tile, in order; 0 without rows. Grid (column blocks, groups)."""
+    """dbias from the sums per row tile: those of 2 ** STEPS neighbours as in sum_tile, then these in order; 0 without
+    rows. Grid (column blocks, groups)."""
     group = tl.program_id(1)
     start = tl.load(row_range + group)
     num_tiles = (tl.load(row_range + NUM_GROUPS + group) - start + (TILE_ROWS - 1)) // TILE_ROWS
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = bias_sums + (start // TILE_ROWS + group).to(tl.int64) * WIDTH + column
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for _ in tl.range(0, num_tiles, loop_unroll_factor=SUM_LOADS):
-        total += tl.load(sums, mask=column < WIDTH, other=0.0)
-        sums += WIDTH
+    for tile in tl.range(0, num_tiles, 2**STEPS, loop_unroll_factor=SUM_LOADS):
+        total += sum_slots(sums, num_tiles - tile, column < WIDTH, WIDTH, STEPS)
+        sums += WIDTH * 2**STEPS
     pointers = dbias + group.to(tl.int64) * WIDTH + column
     tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
 
@@ -185,16 +202,26 @@ def _grad_constants(num_groups: int, width: int, block: int) -> Constants:
     return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, "BLOCK": block, "num_warps": GRAD_WARPS})
 
 
-def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor, tile_rows: int) -> None:
-    """dbias [G, W] in any dtype, from the sums of row tiles in the slots of kernels/bias_sums.py; whole groups."""
+def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
+    sum_row_tiles(bias_sums, row_range, dbias, SLOT_ROWS, TILE // SLOT_ROWS)
+
+
+def sum_row_tiles(
+    bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor, tile_rows: int, neighbours: int = 1
+) -> None:
+    """dbias [G, W] in any dtype, from the sums of row tiles in the slots of kernels/bias_sums.py; whole groups.
+
+    Sums of so many neighbours are added in a tree, and then what they give in order.
+    """
     num_groups, width = dbias.shape
     grid = ceil_div(width, SUM_COLUMNS), num_groups
-    launch(sum_dbias_kernel, grid, _sum_constants(num_groups, width, tile_rows), bias_sums, row_range, dbias)
+    constants = _sum_constants(num_groups, width, tile_rows, neighbours)
+    launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 
 
 @functools.cache
-def _sum_constants(num_groups: int, width: int, tile_rows: int) -> Constants:
-    tile = {"TILE_ROWS": tile_rows, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
+def _sum_constants(num_groups: int, width: int, tile_rows: int, neighbours: int) -> Constants:
+    tile = {"TILE_ROWS": tile_rows, "STEPS": neighbours.bit_length() - 1, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
     return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})
 
 

@@ -41,7 +41,7 @@ from symmoe.kernels.triton.activation import (
     store_hidden,
     up_distance,
 )
-from symmoe.kernels.triton.bias import sum_dbias
+from symmoe.kernels.triton.bias import sum_row_tiles
 from symmoe.kernels.triton.tiles import (
     Plan,
     TileConfig,
@@ -646,7 +646,7 @@ def grouped_gemm_dact(
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
     if dbias is not None and bias_sums is not None:
-        sum_dbias(bias_sums, row_range, dbias, plan.config.block_m)
+        sum_row_tiles(bias_sums, row_range, dbias, plan.config.block_m)
     return num_partials
 
 

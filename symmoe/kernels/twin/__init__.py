@@ -2,7 +2,7 @@
 
 from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
-from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad
+from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad, sum_dbias
 from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
 from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
@@ -86,6 +86,7 @@ __all__ = [
     "split_by_source",
     "splits_to_row_range",
     "sum_dact_partials",
+    "sum_dbias",
     "sum_home",
     "swizzle_scales",
     "unpack_rows",

@@ -45,14 +45,19 @@ def activation_gradients(
 
 def sum_in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """Sums fp32 [N] of fp32 [N, I]: in blocks of columns neighbours, then neighbouring sums, and so on; then blocks."""
+    total = x.new_zeros(x.shape[0])
+    for sums in block_sums(x, block).unbind(1):
+        total += sums
+    return total
+
+
+def block_sums(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The sums of the blocks, fp32 [N, blocks]; zeros fill the last one."""
     num_blocks = -(-x.shape[1] // block)
     x = torch.nn.functional.pad(x, (0, num_blocks * block - x.shape[1])).view(x.shape[0], num_blocks, block)
     while x.shape[2] > 1:
         x = x[..., ::2] + x[..., 1::2]
-    total = x.new_zeros(x.shape[0])
-    for sums in x.squeeze(2).unbind(1):
-        total += sums
-    return total
+    return x.squeeze(2)
 
 
 def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:

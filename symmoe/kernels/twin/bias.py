@@ -2,6 +2,7 @@
 
 import torch
 
+from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.twin.activation import sum_in_blocks
 from symmoe.kernels.twin.gemm import groups, take_rows
@@ -20,6 +21,13 @@ def grouped_bias_grad(
         if scale is not None:
             addends = addends * scale[span, None]
         dbias[g] = sum_in_blocks(addends.t(), TILE)
+
+
+def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
+    for g, span in groups(row_range):
+        first = span.start // SLOT_ROWS + g
+        num_slots = -(-(span.stop - span.start) // SLOT_ROWS)
+        dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
 
 
 def grouped_bias_dot(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import formats
+from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.twin.activation import block_sums
 from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, packed, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
@@ -23,6 +25,8 @@ def quantize_rows(
     row_index: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
+    bias_sums: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
 ) -> None:
     width = rows.shape[1]
     for g, span in filled_groups(row_range):
@@ -30,6 +34,10 @@ def quantize_rows(
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
+        if bias_sums is not None:
+            sums = block_sums((lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS)
+            first = span.start // SLOT_ROWS + g
+            bias_sums[first : first + sums.shape[1]] = sums.t()
 
 
 def quantize_columns(
