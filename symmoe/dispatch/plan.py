@@ -116,7 +116,10 @@ def plan_call(
         limit = token_limit = packed_limit = -1
         room = find_room() if capacity is None and not heap.spans_nodes else None
         if capacity is None and room is None and heap.captured_reports is not None:
-            heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
+            problem = "a step that is captured calls a layer that earlier calls did not"
+            if heap.spans_nodes:
+                problem = "capacity (None) makes the hosts of several nodes read the plan; a capture needs rows"
+            heap.fail(ArgumentError(problem), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
         elif room is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from symmoe.errors import BackendUnavailable, SymmoeError
+from symmoe.errors import BackendUnavailable
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-class NcclError(SymmoeError):
+class NcclError(Exception):
     """A call of NCCL has failed."""
 
 
