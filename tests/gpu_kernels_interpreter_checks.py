@@ -76,6 +76,8 @@ BARRIERS = {
     "one missing": {"sent": (0, None, -2)},
     "a fault": {"sent": (0, None, "fault")},
     "own fault": {"sent": (0, None, 0), "fault": True},
+    "a fault of a rail": {"sent": (0, None, 0), "rail_fault": 1},
+    "faults of a rail and of its own": {"sent": (0, None, 0), "rail_fault": 1, "fault": True},
     "two faults": {"sent": ("fault", None, "fault"), "fault": True},
     "a fault and one missing": {"sent": ("fault", None, -2)},
     "another call": {"sent": (0, None, "call")},
@@ -96,7 +98,9 @@ BARRIERS = {
 }
 
 
-def make_arenas(num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted: int = 0) -> Peers:
+def make_arenas(
+    num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted: int = 0, rail_fault: int = 0
+) -> Peers:
     """Zeros, but for the counters of `rank`."""
     layout = ControlLayout(num_ranks)
     views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
@@ -104,15 +108,25 @@ def make_arenas(num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted
     peers = Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
     counters = peers.region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
     counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch, aborted, faulted
+    counters[control.RAIL_FAULT] = rail_fault
     return peers
 
 
 def run_barrier(
-    barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending=control.STATUS_OK, rank=1, timeout_ns=10**6
+    barrier,
+    epoch,
+    sent,
+    fault=False,
+    aborted=0,
+    faulted=0,
+    rail_fault=0,
+    pending=control.STATUS_OK,
+    rank=1,
+    timeout_ns=10**6,
 ):
     """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it spoils."""
     num_ranks = len(sent)
-    peers = make_arenas(num_ranks, rank, epoch - 1, aborted, faulted)
+    peers = make_arenas(num_ranks, rank, epoch - 1, aborted, faulted, rail_fault)
     layout, views = peers.layout, peers.views
     mail = peers.region(rank, layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)
     for peer, state in enumerate(sent):
@@ -175,9 +189,10 @@ def parts(module, num_ranks: int, num_experts: int, rank: int) -> torch.Tensor:
     return source_to_rows
 
 
-def plans_of_nodes(module) -> dict[str, torch.Tensor]:
+def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
     """What plan kernels leave of four ranks on two nodes, each with the count table of a group of four: send_counts
-    writes the rows of its own node, those of the other are copied."""
+    writes the rows of its own node, those of the other are copied. Rails have no room for all: it is dropped, or an
+    error."""
     num_ranks, num_experts, num_tokens, top_k, per_node, epoch = 4, 8, 40, 3, 2, 6
     layout = ControlLayout(per_node, num_ranks)
     nodes = [[torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(per_node)] for _ in range(2)]
@@ -211,7 +226,7 @@ def plans_of_nodes(module) -> dict[str, torch.Tensor]:
         shapes = ((2,), (2, 2), (8,), (8,), (4,), (4,), (5,), (5, 2), (8,), (control.SUMMARY_WORDS,))
         out = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in zip(names, shapes, strict=True)}
         received = torch.zeros((num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
-        options = {"capacity": -1, "packed_capacity": -1, "drop": False, "record_errors": False}
+        options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "record_errors": False}
         status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
         module.lay_out(peers, received, status, num_experts=num_experts, **options, **out)
         found |= {f"{name} of rank {peers.rank}": tensor for name, tensor in out.items()}
@@ -238,11 +253,14 @@ def main() -> int:
         wrong = [r for r in ranks if not torch.equal(*(parts(m, num_ranks, num_experts, r) for m in (plan, twin)))]
         failures += bool(wrong)
         print(f"parts of {num_ranks} ranks: {wrong or 'ok'}")
-    expected = plans_of_nodes(twin)
-    assert all(int(expected[f"report of rank {rank}"][control.SUM_NUM_ROWS]) > 20 for rank in range(4))
-    wrong = differences(plans_of_nodes(plan), expected)
-    failures += bool(wrong)
-    print(f"plans of two nodes: {wrong or 'ok'}")
+    for drop, least_rows, error in ((True, 21, control.PLAN_OK), (False, 0, control.PLAN_RAIL_OVERFLOW)):
+        expected = plans_of_nodes(twin, drop)
+        reports = [expected[f"report of rank {rank}"] for rank in range(4)]
+        assert all(int(report[control.SUM_NUM_ROWS]) >= least_rows for report in reports)
+        assert all(int(report[control.SUM_ERROR]) == error for report in reports)
+        wrong = differences(plans_of_nodes(plan, drop), expected)
+        failures += bool(wrong)
+        print(f"plans of two nodes, drop {drop}: {wrong or 'ok'}")
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue

@@ -78,6 +78,22 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, *run(request.param, tmp_path_factory.mktemp("bench"))
 
 
+@pytest.mark.slow
+def test_rails(tmp_path: Path):
+    """Between two virtual nodes."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    options = [*SIZES, "--ranks-per-node", "1", "--json", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", *launcher, "symmoe", "bench", "rail", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *exchanges, meeting = json.loads((tmp_path / "out.json").read_text())
+    assert meeting["variant"] == "meeting"
+    assert [record["wire_bytes"] for record in exchanges] == [1 << 16, 1 << 20, 1 << 24, 1 << 26, 24 * 16 * 2]
+    for record in exchanges:
+        assert record["wire_gbs"] == pytest.approx(record["wire_bytes"] / record["ms_median"] / 1e6, rel=1e-4)
+        assert (record["error"], record["nodes"]) == (0, 2)
+
+
 def test_every_suite_measures(measured: tuple[int, list[dict], str]):
     num_ranks, records, output = measured
     for suite, names in VARIANTS.items():

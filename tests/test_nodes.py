@@ -113,11 +113,18 @@ NUM_EXPERTS, HIDDEN, FFN, TOP_K = 12, 16, 24, 3
 MOST_TOKENS = 40
 
 
-def train(rank: int, num_ranks: int, ranks_per_node: int | None, options: dict[str, Any], dtype: torch.dtype):
+def train(
+    rank: int,
+    num_ranks: int,
+    ranks_per_node: int | None,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
     generator = torch.Generator().manual_seed(1)
     found = []
-    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=NUM_EXPERTS, top_k=TOP_K, aux_loss_coef=0.01, **options)
         layer = MoELayer(config, heap, dtype=dtype)
         for name, parameter in layer.named_parameters():
@@ -128,14 +135,15 @@ def train(rank: int, num_ranks: int, ranks_per_node: int | None, options: dict[s
         for step in range(2):
             tokens = torch.randn((num_ranks, MOST_TOKENS, HIDDEN), generator=generator)
             num_tokens = (37, 0, 40, 5)[(rank + step) % 4]
-            x = tokens[rank, :num_tokens].to(dtype).requires_grad_()
+            x = tokens[rank, :num_tokens].to(heap.device, dtype).requires_grad_()
             y, metrics = layer(x)
             (y.float().square().sum() + metrics.aux_loss).backward()
             found += [y.detach(), x.grad, metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped]
         found += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
         del y, metrics
+        heap.synchronize()
         found.append(torch.tensor(heap.leased_bytes))
-    return found
+        return [tensor.cpu() for tensor in found]
 
 
 EXACT: dict[str, Any] = {}
@@ -266,20 +274,21 @@ def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
 # -- capacity of the rails --------------------------------------------------------------------------------------------
 
 
-def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
+def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
     """Every token has an expert on every node, and the rails take the first two of this rank's five."""
     findings = Findings()
     findings.where = f"rank {rank}"
     num_nodes = num_ranks // ranks_per_node
-    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
-        ids = torch.arange(num_nodes).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
-        x = torch.randn(5, 8, requires_grad=True)
+    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
+        on = {"device": heap.device}
+        ids = torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
+        x = torch.randn(5, 8, requires_grad=True, **on)
         plan = make_plan(ids, num_experts=num_ranks, heap=heap, capacity=100, overflow="drop", rail_capacity=2)
-        probs = torch.ones(5, num_nodes, requires_grad=True)
+        probs = torch.ones(5, num_nodes, requires_grad=True, **on)
         rows, row_probs = dispatch_tokens(x, plan, probs=probs)
         y = combine_tokens(rows * row_probs[:, None], plan)
         y.sum().backward()
-        kept = torch.full((5, num_nodes), True)
+        kept = torch.full((5, num_nodes), True, **on)
         kept[2:] = False
         kept[:, rank // ranks_per_node] = True
         findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")

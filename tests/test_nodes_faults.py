@@ -43,7 +43,8 @@ class Ready:
         self.heap = heap
         generator = torch.Generator().manual_seed(rank)
         chosen = [torch.randperm(NUM_EXPERTS, generator=generator)[:TOP_K] for _ in range(NUM_TOKENS)]
-        self.ids, self.x = torch.stack(chosen), torch.randn((NUM_TOKENS, HIDDEN), generator=generator)
+        self.ids = torch.stack(chosen).to(heap.device)
+        self.x = torch.randn((NUM_TOKENS, HIDDEN), generator=generator).to(heap.device)
 
     def plan(self, **options: Any):
         """A plan."""
@@ -63,17 +64,19 @@ class Ready:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def wrong_calls(rank: int, num_ranks: int, ranks_per_node: int, culprit: int) -> list[tuple[str, tuple[str, str]]]:
+def wrong_calls(
+    rank: int, num_ranks: int, ranks_per_node: int, culprit: int, device: str = "cpu"
+) -> list[tuple[str, tuple[str, str]]]:
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
-    with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
+    with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
         x = ready.x
         wide = torch.cat([x, x], 1)
 
         def expect(name: str, call: Callable[[], object]) -> None:
-            found.append((name, outcome(call)))
+            found.append((name, outcome(lambda: (call(), heap.synchronize()))))
             ready.step()
 
         bad_ids = ready.ids.clone()

@@ -49,7 +49,9 @@ def sums_from_nodes(
     if values is not None:
         values = [_of_tokens(crossing, node, of_node) for node, of_node in enumerate(values)]
         found_values = _values_of_slots(values, slot_to_node)
-    plan.heap.barrier(control.PHASE_NODES_HOME, **agreed)  # an error of one rail's ranks reaches the others here
+    # An error of one rail's ranks reaches the others here.
+    spoils = found_values if found is None else found
+    plan.heap.barrier(control.PHASE_NODES_HOME, spoils=spoils, **agreed)
     return found, found_values
 
 
@@ -91,7 +93,5 @@ def _of_tokens(crossing: Crossing, node: int, rows: torch.Tensor) -> torch.Tenso
 
 
 def _slot_to_node(plan: Plan) -> torch.Tensor:
-    """int32 [T, K], the node of each slot's expert; -1 for none."""
-    topology, ranks = plan.heap.topology, plan.slot_to_rank
-    nodes = [topology.node_of(rank) for rank in range(plan.heap.num_ranks)]
-    return ranks.new_tensor([*nodes, -1])[ranks.long()]  # the last one is that of -1
+    """int64 [T, K], the node of each slot's expert; -1 for none."""
+    return plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels import control
-from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
@@ -28,31 +27,30 @@ class RailRows:
         token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
             is its home.
         num_sent: int32 [N], tokens that go to each node.
-        most_wanted: int64 [1], tokens that would go to the node to which most would.
-        num_dropped: int64 [1], slots that were dropped.
+        too_many: int32 [1], the tokens that would go to the node to which most would, if the rail has no room for them;
+            else 0.
+        num_dropped: int32 [1], slots that were dropped.
     """
 
     topk_idx: torch.Tensor
     token_to_rail_row: torch.Tensor
     num_sent: torch.Tensor
-    most_wanted: torch.Tensor
+    too_many: torch.Tensor
     num_dropped: torch.Tensor
 
 
-def find_rail_rows(topk_idx: torch.Tensor, topology: Topology, *, num_experts: int, capacity: int | None) -> RailRows:
-    """Counts the tokens for each node. Local.
+def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, capacity: int | None) -> RailRows:
+    """Counts the tokens for each node. Local; does not synchronise.
 
     Args:
         topk_idx: int [T, K]; ids that are out of range count as none.
         capacity: the most tokens that go to a node, the first ones; None: all.
     """
-    device, nodes = topk_idx.device, torch.arange(topology.num_nodes, device=topk_idx.device)
-    num_ranks = topology.num_nodes * len(topology.ranks)
-    rank_to_node = torch.tensor([topology.node_of(rank) for rank in range(num_ranks)], device=device)
-    experts_per_rank = num_experts // num_ranks
+    maps = heap.rank_maps
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
-    slot_to_node = rank_to_node[topk_idx.where(is_expert, 0) // experts_per_rank].where(is_expert, -1)
-    goes = (slot_to_node[:, :, None] == nodes).any(1) & (nodes != topology.node)
+    slot_to_node = maps.to_node[topk_idx.where(is_expert, 0).long() // (num_experts // heap.num_ranks)]
+    slot_to_node = slot_to_node.where(is_expert, -1)
+    goes = (slot_to_node[:, :, None] == maps.nodes).any(1) & (maps.nodes != heap.topology.node)
     row = goes.cumsum(0) - goes.long()
     has_room = goes if capacity is None else goes & (row < capacity)
     lost = (goes & ~has_room).gather(1, slot_to_node.clamp(min=0)) & is_expert
@@ -60,43 +58,70 @@ def find_rail_rows(topk_idx: torch.Tensor, topology: Topology, *, num_experts: i
         topk_idx=topk_idx.masked_fill(lost, -1),
         token_to_rail_row=row.where(has_room, -1).int(),
         num_sent=has_room.sum(0, dtype=torch.int32),
-        most_wanted=goes.sum(0).max(),
-        num_dropped=lost.sum(),
+        too_many=_too_many(goes.sum(0), capacity),
+        num_dropped=lost.sum(dtype=torch.int32).view(1),
     )
 
 
-def share_counts(heap: SymmetricHeap, num_sent: torch.Tensor) -> torch.Tensor:
-    """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
+def _too_many(wanted: torch.Tensor, capacity: int | None) -> torch.Tensor:
+    """int32 [1], see RailRows; wanted: [N], tokens for each node."""
+    most = wanted.max().int().view(1)
+    return torch.zeros_like(most) if capacity is None else most.where(most > capacity, 0)
 
-    Collective over the group, after the plan's barrier.
+
+class RailCounts:
+    """What the ranks of a group tell each other for a plan in addition to the counts of their node.
 
     Args:
         num_sent: int32 [N] of RailRows.
 
-    Returns:
-        int32 [N], tokens that each node sends to this rank.
+    Attributes:
+        num_received: int32 [N], tokens that each node sends to this rank; after :meth:`share`.
     """
-    topology, peers = heap.topology, heap.count_peers
-    offset = peers.layout.count_table + (heap.epoch & 1) * peers.layout.table_stride_bytes
-    table = peers.region(peers.rank, offset, (peers.num_ranks, peers.layout.row_words), torch.int32)
-    mine = torch.cat([table[list(topology.ranks)].flatten(), num_sent])
-    received = [torch.empty_like(mine) for _ in topology.nodes]
-    heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
-    num_received = torch.zeros_like(num_sent)
-    for node, ranks in enumerate(topology.nodes):
-        if node != topology.node:
-            rows, theirs = received[node].split([mine.numel() - num_sent.numel(), num_sent.numel()])
-            table[list(ranks)] = rows.view(len(ranks), -1)
-            num_received[node] = theirs[topology.node]
-    return num_received
 
+    def __init__(self, heap: SymmetricHeap, num_sent: torch.Tensor) -> None:
+        self._heap, self._num_sent = heap, num_sent
+        self.num_received = torch.zeros_like(num_sent)
 
-def dropped_on_rails(heap: SymmetricHeap) -> torch.Tensor:
-    """int32 [1], slots of the whole group that rails had no room for; after :func:`share_counts`."""
-    peers = heap.count_peers
-    offset = peers.layout.count_table + (heap.epoch & 1) * peers.layout.table_stride_bytes
-    table = peers.region(peers.rank, offset, (peers.num_ranks, peers.layout.row_words), torch.int32)
-    return table[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
+    def tell(self, number: torch.Tensor) -> None:
+        """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
+        before the plan's barrier.
+
+        Args:
+            number: int32 [1], of HEAD_RAIL_DROPPED.
+        """
+        peers, word = self._heap.peers, self._heap.rank * self._heap.peers.layout.row_words + control.HEAD_RAIL_DROPPED
+        offset = self._offset(self._heap.epoch + 1) + word * number.element_size()
+        for rank in range(peers.num_ranks):
+            peers.region(rank, offset, (1,), torch.int32).copy_(number)
+
+    def share(self) -> None:
+        """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
+        Collective over the group, after the plan's barrier."""
+        topology, maps, table = self._heap.topology, self._heap.rank_maps, self._table
+        mine = torch.cat([table.index_select(0, maps.ranks[topology.node]).flatten(), self._num_sent])
+        received = [torch.zeros_like(mine) for _ in topology.nodes]  # in place of what does not come
+        self._heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
+        for node, ranks in enumerate(maps.ranks):
+            if node != topology.node:
+                rows, theirs = received[node].split([mine.numel() - topology.num_nodes, topology.num_nodes])
+                table.index_copy_(0, ranks, rows.view(len(ranks), -1))
+                self.num_received[node : node + 1] = theirs[topology.node : topology.node + 1]
+
+    def told(self) -> torch.Tensor:
+        """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
+        return self._table[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
+
+    @property
+    def _table(self) -> torch.Tensor:
+        """int32 [R, row_words], this rank's counts of the last barrier."""
+        peers = self._heap.count_peers
+        shape = peers.num_ranks, peers.layout.row_words
+        return peers.region(peers.rank, self._offset(self._heap.epoch), shape, torch.int32)
+
+    def _offset(self, epoch: int) -> int:
+        layout = self._heap.peers.layout
+        return layout.count_table + (epoch & 1) * layout.table_stride_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -181,6 +181,9 @@ class Plan(PlanIntegers):
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             self.heap.check()  # a fault of a peer is on record
+            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.spans_nodes:
+                self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
+                self.heap.synchronize()
             raise self.heap.plan_failure(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
         self.max_rows, self.max_packed_rows = (

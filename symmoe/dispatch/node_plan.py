@@ -15,6 +15,8 @@ from symmoe.dispatch.crossing import Crossing
 from symmoe.dispatch.maps import Plan, Region
 from symmoe.kernels import control
 
+_TOP_K_BITS = 8
+
 
 class NodePlan(Plan):
     """A plan of T tokens inside a node of R ranks; see Plan. Its maps have a line for each token inside, and name ranks
@@ -26,18 +28,24 @@ class NodePlan(Plan):
         return 0
 
 
-def plan_inside(plan: Plan, crossing: Crossing) -> NodePlan:
+def plan_inside(plan: Plan, crossing: Crossing, rail_capacity: int) -> NodePlan:
     """The plan of the tokens inside the node, of which the ranks of the rail send each other the maps.
 
     Collective over the group; does not synchronise the host.
+
+    rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
     """
     heap, node = plan.heap, plan.heap.topology.node
-    maps = [_maps_of_node(plan, ranks) for ranks in heap.topology.nodes]
-    regions = [_region_of_node(plan, ranks) for ranks in heap.topology.nodes]
+    rank_maps = heap.rank_maps
+    maps = [_maps_of_node(plan, *of_node) for of_node in zip(rank_maps.ranks, rank_maps.to_local, strict=True)]
+    starts_and_limits = torch.stack([plan.packed_start, plan.packed_limit])
+    regions = [starts_and_limits.index_select(1, ranks) for ranks in rank_maps.ranks]  # int32 [2, G]
     sends = [_rows_or_none(of_node, index) for of_node, index in zip(maps, crossing.rail_row_to_token, strict=True)]
-    received = [maps[node].new_empty((num_rows, maps[node].shape[1])) for num_rows in crossing.num_received]
-    received_regions = [torch.empty_like(region) for region in regions]
-    heap.exchange([sends, regions], [received, received_regions], control.PHASE_NODES_PLAN)
+    # In place of what does not come: nothing.
+    received = [maps[node].new_full((num_rows, maps[node].shape[1]), -1) for num_rows in crossing.num_received]
+    received_regions = [torch.zeros_like(region) for region in regions]
+    sizes = rail_capacity << _TOP_K_BITS | plan.top_k
+    heap.exchange([sends, regions], [received, received_regions], control.PHASE_NODES_PLAN, sizes=sizes)
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
 
     widths = plan.top_k, plan.top_k, *[len(heap.topology.ranks)] * 2
@@ -70,11 +78,6 @@ def _regions_inside(plan: NodePlan, crossing: Crossing, starts_and_limits: list[
     return tuple(regions)
 
 
-def _region_of_node(plan: Plan, ranks: tuple[int, ...]) -> torch.Tensor:
-    """int32 [2, G]: packed_start and packed_limit of these ranks."""
-    return torch.stack([plan.packed_start, plan.packed_limit])[:, list(ranks)]
-
-
 def _rows_or_none(maps: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """These lines of maps; -1 where the index is."""
     if not len(maps):
@@ -82,14 +85,10 @@ def _rows_or_none(maps: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return maps.index_select(0, index.clamp(min=0)).masked_fill((index < 0)[:, None], -1)
 
 
-def _maps_of_node(plan: Plan, ranks: tuple[int, ...]) -> torch.Tensor:
+def _maps_of_node(plan: Plan, ranks: torch.Tensor, to_local: torch.Tensor) -> torch.Tensor:
     """int32 [T, 2 K + 2 G]: slot_to_row, slot_to_rank, token_to_packed_row and token_to_primary_row, as far as they are
-    about these ranks, which are numbered from 0."""
-    here = list(ranks)
-    local = plan.slot_to_rank.new_full((plan.heap.num_ranks + 1,), -1)  # the last one is that of -1
-    local[here] = torch.arange(len(here), dtype=torch.int32, device=local.device)
-    slot_to_rank = local[plan.slot_to_rank.long()]
+    about these ranks, which are numbered from 0. ranks, to_local: of RankMaps."""
+    slot_to_rank = to_local[plan.slot_to_rank.long()]
     slot_to_row = plan.slot_to_row.where(slot_to_rank >= 0, -1)
-    return torch.cat(
-        [slot_to_row, slot_to_rank, plan.token_to_packed_row[:, here], plan.token_to_primary_row[:, here]], 1
-    )
+    to_rows = (rows.index_select(1, ranks) for rows in (plan.token_to_packed_row, plan.token_to_primary_row))
+    return torch.cat([slot_to_row, slot_to_rank, *to_rows], 1)

@@ -14,10 +14,10 @@ import torch
 from symmoe import kernels
 from symmoe.checks.buffers import tensor_problem
 from symmoe.checks.choices import is_choice, words_problem
-from symmoe.dispatch.crossing import dropped_on_rails, find_rail_rows, make_crossing, share_counts
+from symmoe.dispatch.crossing import RailCounts, find_rail_rows, make_crossing
 from symmoe.dispatch.maps import Across, Plan, PlanIntegers, num_blocks, plan_layout
 from symmoe.dispatch.node_plan import plan_inside
-from symmoe.errors import ArgumentError, CapacityError, StaleLease
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
@@ -116,7 +116,10 @@ def plan_call(
         limit = token_limit = packed_limit = -1
         room = find_room() if capacity is None and not heap.spans_nodes else None
         if capacity is None and room is None and heap.captured_reports is not None:
-            heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
+            problem = "a step that is captured calls a layer that earlier calls did not"
+            if heap.spans_nodes:
+                problem = "capacity (None) makes the hosts of several nodes read the plan; a capture needs rows"
+            heap.fail(ArgumentError(problem), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
         elif room is not None:
@@ -157,36 +160,30 @@ def _plan_between_nodes(
     """The plan on a heap that spans nodes. words: of the header. The host waits for the plan with exact capacity."""
     num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
     rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
-    rails = find_rail_rows(topk_idx, heap.topology, num_experts=options.num_experts, capacity=rail_capacity)
-    if rail_capacity is not None and options.overflow == "raise":
-        heap.fail_for(_rail_problem(int(rails.most_wanted), rail_capacity), control.PHASE_PLAN)
+    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, capacity=rail_capacity)
+    drops = options.overflow == "drop"
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
-    words[control.HEAD_RAIL_DROPPED] = 0 if rail_capacity is None else int(rails.num_dropped)
-    received: list[torch.Tensor] = []
+    counts = RailCounts(heap, rails.num_sent)
 
-    def share() -> None:
-        received.append(share_counts(heap, rails.num_sent))
+    def tell() -> None:
+        if rail_capacity is not None:
+            counts.tell(rails.num_dropped if drops else rails.too_many)
 
-    plan = _place_slots(rails.topk_idx, heap, _header(words), share)
+    plan = _place_slots(rails.topk_idx, heap, _header(words), tell, counts.share)
     if rail_capacity is None:
         plan._read_report, read_sizes = (
             heap.read_back(plan.report),
-            heap.read_back(torch.stack([rails.num_sent, *received])),
+            heap.read_back(torch.stack([rails.num_sent, counts.num_received])),
         )
         plan.settle()
         sent, num_received = read_sizes()
     else:
-        plan.num_dropped.add_(dropped_on_rails(heap))
+        if drops:
+            plan.num_dropped.add_(counts.told())
         sent = num_received = [0 if n == heap.topology.node else rail_capacity for n in range(heap.topology.num_nodes)]
     crossing = make_crossing(heap, rails.token_to_rail_row, sent, num_received)
-    plan.across = Across(crossing, plan_inside(plan, crossing))
+    plan.across = Across(crossing, plan_inside(plan, crossing, rail_capacity or 0))
     return plan
-
-
-def _rail_problem(wanted: int, rail_capacity: int) -> CapacityError | None:
-    if wanted <= rail_capacity:
-        return None
-    return CapacityError(f"{wanted} tokens go to one other node, more than rail_capacity ({rail_capacity})")
 
 
 def _header(words: dict[int, int]) -> tuple[int, ...]:
@@ -194,22 +191,26 @@ def _header(words: dict[int, int]) -> tuple[int, ...]:
 
 
 def _place_slots(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...], share: Callable[[], None] | None = None
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    header: tuple[int, ...],
+    tell: Callable[[], None] | None = None,
+    share: Callable[[], None] | None = None,
 ) -> Plan:
     """The plan; `header` has the other arguments of make_plan. Does not wait.
 
-    share: completes the count table after the barrier, if the group spans nodes.
+    tell, share: complete the count table before and after the barrier, if the group spans nodes.
     """
     num_tokens, top_k = topk_idx.shape
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     numel, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
     with heap.one_call():
-        fill = partial(_fill, topk_idx, heap, header, numel, layout, share)
+        fill = partial(_fill, topk_idx, heap, header, numel, layout, tell, share)
         (storage,) = fill() if heap.spans_nodes else heap.run(("plan", header), fill, (topk_idx,))
         generation = heap.epoch
         heap.note_counts(generation, num_tokens=num_tokens, top_k=top_k)
-        if heap.device.type == "cpu":
+        if heap.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
         storage=storage,
@@ -232,6 +233,7 @@ def _fill(
     header: tuple[int, ...],
     numel: int,
     layout: Mapping[str, tuple[int, int, tuple[int, ...]]],
+    tell: Callable[[], None] | None,
     share: Callable[[], None] | None,
 ) -> tuple[torch.Tensor]:
     """A new storage of a plan, filled. Collective."""
@@ -243,10 +245,13 @@ def _fill(
     block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
     ops.send_counts(block_counts, topk_idx, header, block_starts, heap.count_peers, num_experts=num_experts)
+    if tell is not None:
+        tell()
     received = heap.barrier(control.PHASE_PLAN)
     if share is not None:
         share()
-        received = received.amin(0, keepdim=True).repeat(num_ranks, 1)  # a line for each rank of the group
+        # A line for each rank of the group, of which other nodes' ranks may have failed, too.
+        received = torch.where(heap.failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(num_ranks, 1)
     ops.lay_out(
         heap.count_peers,
         received,

@@ -2,7 +2,7 @@
 
 Twins and device code share these numbers; nothing here touches memory.
 
-    counters      int64[8]                       local: barrier epoch, aborted, faulted, on the rail
+    counters      int64[8]                       local: barrier epoch, aborted, faulted, fault of a rail, on the rail
     mailbox       int64[2][R][MAIL_WORDS]        only rank s writes slot [epoch & 1][s]
     signals       int64[R][SIGNAL_WORDS]         only rank s writes slot s: the epoch of its last signal
     fault inbox   uint8[2][R][INBOX_BYTES]       only rank s writes slot [.][s], in turn
@@ -30,8 +30,10 @@ MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 # Counters. A wait that has timed out, or that a rank which gave up has ended, sets ABORTED for good. A barrier that
 # sees a fault, and a plan that finds an error for the host, set FAULTED: until the host has raised the error, barriers
 # return at once and count no epoch, so all ranks go on from the same one, however far their hosts had run ahead.
-# ON_RAIL is 1 while the host waits for ranks of other nodes, which peers do not take for absence.
-BARRIER_EPOCH, ABORTED, FAULTED, ON_RAIL = range(4)
+# RAIL_FAULT is 1 if a rank of another node has sent word of a fault with its payload: the next barrier is entered with
+# it. A rank tells other nodes the three of them, see symm_mem/mates.py.
+# ON_RAIL is 1 while this rank waits for ranks of other nodes, which peers do not take for absence.
+BARRIER_EPOCH, ABORTED, FAULTED, RAIL_FAULT, ON_RAIL = range(5)
 NUM_COUNTERS = 8
 
 # a mailbox slot: 2 * epoch + fault, published words, the call; 64 bytes, so that two writers never share a cache line
@@ -74,7 +76,8 @@ HEADER_WORDS = 16
     HEAD_QUANTIZED_WIRE,
     HEAD_PACKED_CAPACITY,
     HEAD_RAIL_CAPACITY,
-    HEAD_RAIL_DROPPED,  # slots of tokens that the rail capacity has dropped
+    HEAD_RAIL_DROPPED,  # slots of tokens that the rail capacity has dropped; where it drops none, the tokens that are
+    # too many for it, 0 if they are not. Known to the device only
 ) = range(16)
 # Header fields on which all ranks must agree, with their names for users.
 AGREED_FIELDS = {
@@ -121,10 +124,11 @@ OVERFLOW_RAISE, OVERFLOW_DROP, OVERFLOW_REPEAT = 0, 1, 2
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8
 STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = range(7)
-STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_ABORT = range(6)
+STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_ABORT, STATUS_RAIL = range(7)
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
 # call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
+# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/rail_watch.py.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
@@ -134,8 +138,8 @@ SUMMARY_WORDS = 16
 (
     SUM_ERROR,  # one of the PLAN_* codes
     SUM_ERROR_RANK,  # the first rank concerned
-    SUM_LIMIT,  # of the error: num_experts, capacity, or rank 0's value of the field that differs
-    SUM_VALUE,  # of the error: the id, the rows needed, or the rank's value of the field
+    SUM_LIMIT,  # of the error: num_experts, a capacity, or rank 0's value of the field that differs
+    SUM_VALUE,  # of the error: the id, the rows or tokens, or the rank's value of the field
     SUM_WHERE,  # of the error: the slot t * K + k, or the header word that differs
     SUM_NUM_ROWS,  # rows this rank receives
     SUM_MAX_ROWS,  # the largest such number in the group
@@ -143,7 +147,7 @@ SUMMARY_WORDS = 16
     SUM_MAX_PACKED,
     SUM_NUM_DROPPED,  # slots of the whole group that were dropped
 ) = range(10)
-PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_OVERFLOW = range(5)
+PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_OVERFLOW, PLAN_RAIL_OVERFLOW = range(6)
 
 # barrier names, by the number kernels record
 PHASES = (

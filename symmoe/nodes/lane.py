@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 
 import torch
 
 from symmoe.errors import FAULT_BYTES
-from symmoe.nodes.rail import Rail, RailBroken, Started
+from symmoe.nodes.rail import TO_LANE, Rail, RailBroken, Started
 
 GOES_ON, FAILED, GAVE_UP = range(3)
-_WORDS = struct.Struct("<qqqq")
+_WORDS = struct.Struct("<qqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
-_HEADERS, _PAYLOAD = 0, 1  # tags
+_TO_NOBODY = 2  # a tag; TO_LANE and PAYLOAD are taken
 _REPORT_S = 0.5  # closing waits that long until mates that listen are told; they take no time
 
 
@@ -32,6 +32,7 @@ class Header:
         kind: GOES_ON, FAILED or GAVE_UP.
         number: how many headers it has sent.
         call: what the ranks must agree on, as in control.pack_call.
+        sizes: the same, of what says how long the messages are that follow.
         origin: the rank of the group that has the error, or that gave up; -1: no one rank.
         message: of an error or of a report.
     """
@@ -39,20 +40,21 @@ class Header:
     kind: int
     number: int = 0
     call: int = 0
+    sizes: int = 0
     origin: int = -1
     message: bytes = b""
 
     def pack(self) -> torch.Tensor:
         """uint8 [_HEADER_BYTES]."""
-        words = _WORDS.pack(self.kind, self.number, self.call, self.origin)
+        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.origin)
         return torch.frombuffer(bytearray((words + self.message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Header:
         """The header that was packed."""
         data: bytes = packed.numpy().tobytes()
-        kind, number, call, origin = _WORDS.unpack_from(data)
-        return cls(kind, number, call, origin, data[_WORDS.size :])
+        kind, number, call, sizes, origin = _WORDS.unpack_from(data)
+        return cls(kind, number, call, sizes, origin, data[_WORDS.size :])
 
 
 class Lane:
@@ -67,9 +69,10 @@ class Lane:
 
     def __init__(self, rail: Rail, *, node: int, num_nodes: int) -> None:
         self._rail, self._node, self._num_nodes = rail, node, num_nodes
-        self._is_open = True
+        self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
         self._reports: Started = []
+        self._probes: list[object] = []
         self.number = 0
         self._listen()
 
@@ -80,11 +83,11 @@ class Lane:
             RailBroken: see Rail.wait.
         """
         self.number += 1
-        mine = Header(header.kind, self.number, header.call, header.origin, header.message)
+        mine = replace(header, number=self.number)
         packed = mine.pack()
         self._last = [packed]  # also if a wait fails
         try:
-            sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=_HEADERS)
+            sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
             self._rail.wait(self._awaited, timeout_s)
         except RailBroken as broken:
             if said := self._last_words(broken):
@@ -96,31 +99,32 @@ class Lane:
             self._rail.wait(sent, timeout_s)
         return headers
 
-    def move(
-        self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
-        """Sends sends[m][n] to node n and fills receives[m][n] with what it sends; all of them have met, and go on.
-
-        Raises:
-            RailBroken: see Rail.wait.
-        """
-        started: Started = []
-        for to_nodes, from_nodes in zip(sends, receives, strict=True):
-            started += self._rail.start(to_nodes, from_nodes, tag=_PAYLOAD)
-        self._rail.wait(started, timeout_s)
-
     def give_up(self, origin: int, message: bytes) -> None:
-        """Tells whoever can still be told, once. Local; waits for nobody."""
-        if not self._is_open:
+        """Tells whoever can still be told, once. Local; waits for nobody. From any thread."""
+        with self._gives_up:
+            is_open, self._is_open = self._is_open, False
+        if not is_open:
             return
-        self._is_open = False
-        packed = Header(GAVE_UP, self.number + 1, 0, origin, message).pack()
+        packed = Header(GAVE_UP, self.number + 1, origin=origin, message=message).pack()
         self._last.append(packed)
         for node in range(self._num_nodes):
             # One by one: where one connection is closed, the others may stand.
             sends = [packed if each == node else packed[:0] for each in range(self._num_nodes)]
             with contextlib.suppress(RailBroken):
-                self._reports += self._rail.start(sends, self._nothing, tag=_HEADERS)
+                self._reports += self._rail.start(sends, self._nothing, tag=TO_LANE)
+
+    def find_lost(self) -> int | None:
+        """The first node whose connection is known to have closed, or None. Local; from any thread."""
+        for node in range(self._num_nodes):
+            if node != self._node:
+                awaited = [
+                    torch.zeros(int(each == node), dtype=torch.uint8, device="cpu") for each in range(self._num_nodes)
+                ]
+                try:
+                    self._probes += self._rail.start(self._nothing, awaited, tag=_TO_NOBODY)
+                except RailBroken:
+                    return node
+        return None
 
     def close(self) -> None:
         """Ends the rail. Local; what this rank has said when it gave up leaves before."""
@@ -130,6 +134,7 @@ class Lane:
         self._rail.abort()
         # What is on its way keeps the connections open, and a mate that waits would not know that this rank has gone.
         self._reports.clear()
+        self._probes.clear()
         self._awaited.clear()
         self._last.clear()
 
@@ -148,7 +153,7 @@ class Lane:
         self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
         self._awaited: Started = []
         with contextlib.suppress(RailBroken):  # a mate has closed after the last meeting: the next one finds that out
-            self._awaited = self._rail.start(self._nothing, self._received, tag=_HEADERS)
+            self._awaited = self._rail.start(self._nothing, self._received, tag=TO_LANE)
 
     @property
     def _nothing(self) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
-"""The engine between nodes: tensors travel along one rail, by the send and recv of a process group of its own.
+"""What travels between nodes, and by what: headers between hosts always by gloo, tensors by gloo or, on GPUs, by NCCL.
 
-The process group is made here, on a store that the ranks of the heap's group have in common, and is known to nobody
-else: a rail that breaks, or is aborted, leaves the groups of the trainer as they are.
+The process group of gloo is made here, on a store that the ranks of the heap's group have in common, and is known to
+nobody else: a rail that breaks, or is aborted, leaves the groups of the trainer as they are.
 """
 
 from __future__ import annotations
@@ -32,10 +32,47 @@ class RailBroken(Exception):
 
 
 Started = list[tuple[int, Any]]  # the node, and torch's work
+Messages = Sequence[Sequence[torch.Tensor]]  # by message, and in it by node
+TO_LANE, PAYLOAD = 0, 1  # tags
+
+
+class Payload(Protocol):
+    """Moves the tensors of exchanges between the ranks with the same index on all nodes, which have met (lane.py).
+
+    Attributes:
+        progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
+            they are on a stream of the device; somebody has to watch them then. None: :meth:`move` waits itself.
+        bound_s: how long an exchange may take by now, for who watches.
+    """
+
+    @property
+    def progress(self) -> torch.Tensor | None: ...
+
+    @property
+    def bound_s(self) -> float: ...
+
+    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+        """Sends sends[m][n] to node n and fills receives[m][n] with what it sends.
+
+        On GPUs that is work of the current stream, and no error is raised.
+
+        Args:
+            sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not
+                travel.
+
+        Raises:
+            RailBroken: it took longer than timeout_s, or a connection has closed.
+        """
+
+    def problem(self) -> str:
+        """What the network has reported about exchanges on the device; "": nothing."""
+
+    def end(self) -> None:
+        """Ends what is under way, a moment later. Local; does nothing the second time."""
 
 
 class Rail(Protocol):
-    """Moves tensors between the ranks with the same index on all nodes."""
+    """Moves tensors of hosts between the ranks with the same index on all nodes."""
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
         """Begins to send sends[n] to node n, and to fill receives[n] with what it sends. Does not wait.
@@ -61,14 +98,19 @@ class Rail(Protocol):
 
 
 class GlooRail:
-    """A rail for tensors on CPUs. Construction is collective over the rail.
+    """A rail for tensors on CPUs, for headers and payload. Construction is collective over the rail.
 
     Args:
         store: of torch, which the ranks of the rail have in common.
         name: of the rail in that store.
         node, num_nodes: this rank's node, and N.
         timeout_s: bound of the construction.
+
+    Attributes: see Payload.
     """
+
+    progress: torch.Tensor | None = None
+    bound_s = math.inf
 
     def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node
@@ -100,6 +142,20 @@ class GlooRail:
                 work.wait(timedelta(seconds=left_s))
             except RuntimeError as error:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
+
+    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+        """See Payload."""
+        started: Started = []
+        for to_nodes, from_nodes in zip(sends, receives, strict=True):
+            started += self.start(to_nodes, from_nodes, tag=PAYLOAD)
+        self.wait(started, timeout_s)
+
+    def problem(self) -> str:
+        """See Payload."""
+        return ""
+
+    def end(self) -> None:
+        """See Payload. Its lane ends it."""
 
     def abort(self) -> None:
         """See Rail."""

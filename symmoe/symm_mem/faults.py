@@ -13,6 +13,11 @@ either order. A rank that fails a call enters the next barrier of its node with 
 rank that learns of it in a barrier tells the rail, where all ranks of other nodes learn of it; one that learns of it at
 a meeting enters its node's next barrier with it. So on each rail either all ranks meet with the error or none does, and
 nobody waits for a meeting that the others have left out.
+
+On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its mates for later exchanges
+meanwhile. What they get there says that it cannot be used (Mates.move), so that their node's next barrier fails as
+well: no rank of any node computes with it, although no host knows yet. Whoever raises first tells the rail, where the
+others raise at the latest; then all of a rail have raised it, and what they exchange from then on has no word of it.
 """
 
 from __future__ import annotations
@@ -21,11 +26,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from symmoe.errors import TRAVELLING, PeerError, SymmoeError, encode
 from symmoe.kernels import control
-from symmoe.symm_mem.inbox import Fault, Report, counters, end_waits, read_fault, read_report, send_fault
+from symmoe.nodes.rail import Messages
+from symmoe.symm_mem.inbox import UNKNOWN, Fault, Report, counters, end_waits, read_fault, read_report, send_fault
 from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.status_errors import abort_error, mismatch_error, plan_error, plan_record, timeout_error
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
@@ -66,6 +70,9 @@ class Faults:
         self._counters = counters(waits.peers)
         self.num_errors = 0
         self._num_messages = 0  # messages sent to the peers
+        self._rail_report: Report | None = None
+        if mates is not None:
+            mates.watch(self)
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -104,20 +111,20 @@ class Faults:
         )
         return None
 
-    def take(self, own: SymmoeError | None = None, *, have_met: bool = False) -> SymmoeError:
+    def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
         """The error on record, which is then over: the next barrier counts again, unless a peer is gone.
 
         Synchronises.
 
         Args:
             own: the error by which this rank has failed the call.
-            have_met: whether the other nodes know of the error.
+            told: what the rail has met with, if it has; of an UNKNOWN error all of the rail tell what they know now.
         """
         words = [int(word) for word in self._words]
         kind = words[control.STATUS_KIND]
         self.unraised = None  # every rank raises this one instead
         error: SymmoeError
-        if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT):
+        if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT, control.STATUS_RAIL):
             error = self._peer_failure(words)
             self.poison = str(error)
             self._write_down(error)
@@ -125,37 +132,41 @@ class Faults:
         if self._is_captured:
             return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
-        self._counters[control.FAULTED] = 0
+        self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
         self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may come on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
-        if kind == control.STATUS_PLAN:  # all ranks of all nodes have found it
-            return self._written_down(plan_error(words), words)
-        if kind == control.STATUS_FAULT:
+        if kind == control.STATUS_PLAN:
+            fault = Fault(-1, encode(plan_error(words)))
+        elif kind == control.STATUS_FAULT:
             fault = read_fault(self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH])
         else:
             first, peer = self._peers.in_group(0), self._peers.in_group(words[control.STATUS_PEER])
             mismatch = mismatch_error(first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN])
             fault = Fault(-1, encode(mismatch))
-        if self._mates is not None and not have_met:
-            answer = self._mates.tell(fault)
+        if self._mates is not None:
+            answer: Fault | Report = self._mates.tell(fault) if told is None else told
+            if isinstance(answer, Fault) and answer.origin == UNKNOWN:
+                answer = self._mates.tell(fault)
             if isinstance(answer, Report):
                 return self._mate_failure(answer)
-            fault = answer
-        error = own if own is not None and fault.origin == self._rank else fault.error
+            if told is None or UNKNOWN in (told.origin, fault.origin):  # else the record says which it is
+                fault = answer
+        if own is not None and fault.origin == self._rank:
+            error = own
+        else:
+            error = plan_error(words) if kind == control.STATUS_PLAN else fault.error
         return self._written_down(error, words)
 
-    def meet(self, call: int) -> SymmoeError | None:
+    def meet(self, call: int, sizes: int) -> SymmoeError | None:
         """Meets the ranks of the rail, which are about to enter the same call; what this rank raises, or None."""
         assert self._mates is not None
-        answer = self._mates.meet(call)
+        answer = self._mates.meet(call, sizes)
         if isinstance(answer, Fault):
             return self._fail_node(answer, control.pack_call(phase=call & 0xFF))
         return None if answer is None else self._mate_failure(answer)
 
-    def move(
-        self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]
-    ) -> SymmoeError | None:
+    def move(self, sends: Messages, receives: Messages) -> SymmoeError | None:
         """Moves tensors along the rail after :meth:`meet`; what this rank raises, or None."""
         assert self._mates is not None
         report = self._mates.move(sends, receives)
@@ -163,9 +174,26 @@ class Faults:
 
     def _fail_node(self, fault: Fault, call: int) -> SymmoeError:
         """Has the ranks of this node raise an error of which the rail knows."""
+        if self._is_captured:
+            return fault.error
         with self._one_call:
             self._enter_with(fault, call)
-            return self.take(have_met=True)
+            return self.take(told=fault)
+
+    def look_at_rail(self) -> bool:
+        """Gives up if a rank of another node does not come to an exchange on the device, for which this rank's host may
+        be waiting. Whether to look again. For a thread of its own."""
+        report = None if self._mates is None else self._mates.look()
+        if report is None:
+            return True
+        if self.poison is None:
+            self._rail_report = report
+            if self._words[control.STATUS_KIND] == control.STATUS_OK:  # what is found from now on follows from this
+                self._words[control.STATUS_KIND] = control.STATUS_RAIL
+            self.give_up(replace(report, reason=str(self._gone(report, None, bool(report.first)))))
+        elif self._mates is not None:
+            self._mates.leave()
+        return False
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits for its end."""
@@ -205,6 +233,10 @@ class Faults:
 
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
+        if words[control.STATUS_KIND] == control.STATUS_RAIL and self._rail_report is not None:
+            missing = self._gone(self._rail_report, None, bool(self._rail_report.first))
+            self._describe(missing, words)
+            return missing  # the peers have been told
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         has_said = False
         if words[control.STATUS_KIND] == control.STATUS_TIMEOUT and self._mates is not None:
@@ -225,6 +257,7 @@ class Faults:
         self._describe(error, words)
         if self._mates is not None:
             self._mates.give_up(sender, report)
+            self._mates.leave()
         return error
 
     # -- told -----------------------------------------------------------------------------------------------------
@@ -274,6 +307,8 @@ class Faults:
                 end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
         except RuntimeError as problem:
             logger.warning("rank %d cannot tell its peers that it gives up: %s", self._rank, problem)
+        if self._mates is not None:
+            self._mates.leave()
 
     # -- written down ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from symmoe.symm_mem.status_errors import CHOICES
 FORMAT = "symmoe flight record 1"
 NUM_CALLS = 64
 MAX_FILES = 100  # of one rank and process in one folder
-_STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort")
+_STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort", "rail")
 _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
 

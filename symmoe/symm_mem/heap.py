@@ -34,7 +34,10 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.lane import Lane
-from symmoe.nodes.rail import GlooRail
+from symmoe.nodes.nccl import Nccl
+from symmoe.nodes.nccl_rail import NcclRail
+from symmoe.nodes.rail import GlooRail, Messages, Payload
+from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
 from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
@@ -54,17 +57,13 @@ from symmoe.tape.tapes import Tapes
 
 logger = logging.getLogger("symmoe")
 
-_PROTOCOL_VERSION = 5
+_PROTOCOL_VERSION = 6
 _FINGERPRINT = struct.Struct("<q q q d q")  # protocol version, num_bytes, backend, timeout_s, ranks_per_node
 _TOKEN_BYTES = 16
 _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
-_NO_GPUS = (
-    "the ranks of the group are on {} nodes, which the nvshmem backend does not support yet: between GPUs errors of a "
-    "call do not travel to other nodes. Use one node, or backend='host'"
-)
 
 _NUMBERS = itertools.count()
 _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
@@ -143,8 +142,6 @@ class SymmetricHeap:
         machine = self._bootstrap.attempt(_MACHINE.read_bytes).strip()[:36]
         machines = self._bootstrap.all_gather_bytes(machine, num_bytes=36)
         self.topology = find_topology(machines, self.rank, ranks_per_node)
-        if self.spans_nodes and self.backend == "nvshmem":
-            raise BackendUnavailable(_NO_GPUS.format(self.topology.num_nodes))
         node, bootstrap = self.topology.ranks, self._bootstrap
         if self.spans_nodes:
             bootstrap = NodeBootstrap(self._bootstrap, node)
@@ -162,6 +159,7 @@ class SymmetricHeap:
             layout=self._layout,
             group_ranks=node if self.spans_nodes else (),
         )
+        self._rank_maps = make_rank_maps(self.topology, self.device) if self.spans_nodes else None
         self.count_peers = self._make_count_peers() if self.spans_nodes else self.peers
         self._streams = stream_order(self.device)
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
@@ -373,7 +371,7 @@ class SymmetricHeap:
                     self.fail(self._faults.unraised, phase)
                 publish = UNRAISED
             received = self._waits.barrier(control.pack_call(phase=phase, **agreed), publish, spoils=spoils)
-            if self.device.type == "cpu":
+            if self.raises_at_once:
                 self.check()
             if self._faults.unraised is not None:
                 raise_for(self._faults.settle(self.read_back(received)()))
@@ -384,39 +382,56 @@ class SymmetricHeap:
         """Whether ranks of the group are on several nodes."""
         return self.topology.num_nodes > 1
 
-    def meet(self, phase: int, **agreed: int) -> None:
-        """Waits for the ranks with this rank's index on the other nodes, bounded a little longer than a barrier is.
-        Collective over the group, after a barrier with the same arguments and before the next one: then an error of any
-        rank is raised on all ranks of all nodes. For heaps that span nodes.
+    @property
+    def rank_maps(self) -> RankMaps:
+        """Which ranks are on which node, as tensors on the device. For heaps that span nodes."""
+        assert self._rank_maps is not None
+        return self._rank_maps
+
+    @property
+    def raises_at_once(self) -> bool:
+        """Whether the host knows at the end of a barrier how it went; else it does when it next looks."""
+        return self.device.type == "cpu"
+
+    def meet(self, phase: int, *, sizes: int = 0, **agreed: int) -> None:
+        """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
+        a barrier is. Collective over the group, after a barrier with the same arguments and before the next one: then
+        an error of any rank is raised on all ranks of all nodes. For heaps that span nodes. Does not wait for the
+        device.
 
         Args:
+            sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
+                are.
             phase, agreed: as in :meth:`barrier`.
         """
         with self._access:
-            raise_for(self._faults.meet(control.pack_call(phase=phase, **agreed)))
+            raise_for(self._faults.meet(control.pack_call(phase=phase, **agreed), sizes))
 
     @property
     def num_meetings(self) -> int:
         """Meetings of this rank's rail so far: it is the same for the ranks on it. 0 on one node."""
         return 0 if self._mates is None else self._mates.num_meetings
 
-    def exchange(
-        self,
-        sends: Sequence[Sequence[torch.Tensor]],
-        receives: Sequence[Sequence[torch.Tensor]],
-        phase: int,
-        **agreed: int,
-    ) -> None:
-        """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends.
+    def exchange(self, sends: Messages, receives: Messages, phase: int, *, sizes: int = 0, **agreed: int) -> None:
+        """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
+        is work of the current stream. What is received may be used as it is only after the next barrier, or where
+        :attr:`failed_so_far` is 0.
 
         Args:
             sends, receives: by message, and in it by node; contiguous, and of sizes that fit each other. Tensors for
                 this node itself do not travel.
-            phase, agreed: as in :meth:`barrier`.
+            phase, sizes, agreed: as in :meth:`meet`.
         """
         with self._access:
-            self.meet(phase, **agreed)
+            self.meet(phase, sizes=sizes, **agreed)
             raise_for(self._faults.move(sends, receives))
+
+    @property
+    def failed_so_far(self) -> torch.Tensor:
+        """int64 [] on the device: not 0 if the call has failed here, or on a node of which this rank has heard. For
+        heaps that span nodes."""
+        assert self._mates is not None
+        return self._mates.failed_so_far
 
     @recorded_on_cpus
     def send_signal(self, rank: int) -> None:
@@ -434,7 +449,7 @@ class SymmetricHeap:
             int64[1]: 0, or -1 if the call has failed.
         """
         arrived = self._waits.signal(rank, phase, spoils)
-        if self.device.type == "cpu":
+        if self.raises_at_once:
             self.check()
         return arrived
 
@@ -621,7 +636,7 @@ class SymmetricHeap:
                 if not together:
                     error = faults.take()
                 elif self._mates is not None:
-                    error = faults.meet(control.pack_call(phase=control.PHASE_CLOSE))
+                    error = faults.meet(control.pack_call(phase=control.PHASE_CLOSE), 0)
                     together = error is None
         except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
             self.abort_for(problem)
@@ -710,7 +725,17 @@ class SymmetricHeap:
         token = bootstrap.all_gather_bytes(os.urandom(_TOKEN_BYTES), num_bytes=_TOKEN_BYTES)[0].hex()
         name, node, num_nodes = f"symmoe/{token}/{topology.local_rank}", topology.node, topology.num_nodes
         rail = GlooRail(bootstrap.store, name, node=node, num_nodes=num_nodes, timeout_s=start_timeout_s)
-        return Mates(Lane(rail, node=node, num_nodes=num_nodes), topology, self._waits)
+        payload = self._make_payload(rail, name + "/payload", start_timeout_s)
+        return Mates(Lane(rail, node=node, num_nodes=num_nodes), payload, topology, self._waits, self._streams)
+
+    def _make_payload(self, rail: GlooRail, name: str, start_timeout_s: float) -> Payload:
+        """What moves tensors along this rank's rail. Collective."""
+        if self.device.type == "cpu":
+            return rail
+        library = self._bootstrap.attempt(Nccl)  # together: a rank without it would keep the others waiting
+        node, num_nodes = self.topology.node, self.topology.num_nodes
+        store = self._bootstrap.store
+        return NcclRail(library, store, name, node=node, num_nodes=num_nodes, timeout_s=start_timeout_s)
 
     @property
     def _nodes(self) -> str:

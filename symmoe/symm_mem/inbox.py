@@ -48,12 +48,15 @@ class Report:
         return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
 
 
+UNKNOWN = 1 << 31  # the origin of an error of which a rank knows only that there is one, on another node
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """An error by which a rank has failed a call, as it travels.
 
     Attributes:
-        origin: the rank (in the EP group); -1: no rank in particular, all have found it.
+        origin: the rank (in the EP group); -1: no rank in particular, all have found it; or UNKNOWN.
         message: the encoded error.
     """
 
@@ -63,7 +66,7 @@ class Fault:
     @property
     def error(self) -> SymmoeError:
         """The error as other ranks raise it."""
-        return decode(self.message, rank=self.origin)
+        return decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
 
 
 def counters(peers: Peers) -> torch.Tensor:
@@ -85,7 +88,9 @@ def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:
     message = _read(peers, sender, epoch)
     if message is None:
         text = f"rank {peers.in_group(sender)} failed in epoch {epoch}, and has failed again since"
-        return Fault(-1, encode(SymmoeError(text)))
+        if peers.group_ranks:
+            text = "the call has failed on another node"
+        return Fault(UNKNOWN if peers.group_ranks else -1, encode(SymmoeError(text)))
     origin, *_ = _DETAILS.unpack_from(message, control.INBOX_DETAILS)
     return Fault(origin, message[_WORD.size : control.INBOX_DETAILS])
 

@@ -1,30 +1,36 @@
 """What this rank and the ranks of its rail, one of each other node, tell each other: headers, errors, reports.
 
-The heap meets its mates before every exchange between nodes. Waits are bounded as those in a node are, and a little
-longer: a mate that waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses
-one of its own node, which is waiting for a mate, lets that one find out who is missing.
+The heap meets its mates before every exchange between nodes: their hosts do, which on GPUs know nothing yet of what the
+device is about to find. So with every exchange goes word of faults that the device knows of. Waits are bounded as those
+in a node are, and a little longer: a mate that waits for a rank of its own node gives that one up first, and says so.
+In turn a rank that misses one of its own node, which is waiting for a mate, lets that one find out who is missing.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from symmoe.errors import FAULT_BYTES, encode
+from symmoe.errors import FAULT_BYTES, ConfigMismatch, encode
 from symmoe.kernels import control
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, Header, Lane
-from symmoe.nodes.rail import RailBroken
+from symmoe.nodes.nccl import NcclError
+from symmoe.nodes.rail import Messages, Payload, RailBroken
 from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.inbox import Fault, Report, counters
+from symmoe.symm_mem.rail_watch import Looks, RailWatch, start_watch
 from symmoe.symm_mem.status_errors import mismatch_error
+from symmoe.symm_mem.streams import NoStreams, StreamOrder
 from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
 _POLL_S = 1e-3
+_WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 _ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 
@@ -33,26 +39,42 @@ class Mates:
 
     A Report among the results means that a mate is gone: only give_up and close work then.
 
+    Args:
+        lane, payload: between the hosts, and for tensors of the heap's device.
+
     Attributes:
         topology: of the group.
     """
 
-    def __init__(self, lane: Lane, topology: Topology, waits: Waits) -> None:
+    def __init__(
+        self, lane: Lane, payload: Payload, topology: Topology, waits: Waits, streams: StreamOrder | NoStreams
+    ) -> None:
         self.topology = topology
-        self._lane, self._waits, self._phase = lane, waits, control.PHASE_START
-        self._peers, self._counters = waits.peers, counters(waits.peers)
+        self._lane, self._payload, self._waits, self._phase = lane, payload, waits, control.PHASE_START
+        self._peers, self._counters, self._streams = waits.peers, counters(waits.peers), streams
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first = True
+        self._watch = None if payload.progress is None else RailWatch(payload, self._mark_on_rail, lane.find_lost)
+        self._watch_ends: threading.Event | None = None
+        with torch.inference_mode(False):
+            self._told = torch.zeros_like(self._counters[_WORD])
+            self._heard = torch.zeros(
+                (topology.num_nodes, len(self._told)), dtype=torch.int64, device=self._told.device
+            )
 
-    def meet(self, call: int) -> Fault | Report | None:
+    def meet(self, call: int, sizes: int) -> Fault | Report | None:
         """Meets all mates, which must be in the same call. Collective.
+
+        Args:
+            call: as in control.pack_call.
+            sizes: an integer that must be the same, of what says how long the messages are.
 
         Returns:
             None if all go on; the same Fault on all ranks of the rail if not.
         """
         kind = call & _ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
-        headers = self._exchange(Header(GOES_ON, call=call))
+        headers = self._exchange(Header(GOES_ON, call=call, sizes=sizes))
         if isinstance(headers, Report):
             return headers
         fault = _first_fault(headers)
@@ -70,16 +92,38 @@ class Mates:
             return headers
         return _first_fault(headers) or fault
 
-    def move(
-        self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]
-    ) -> Report | None:
-        """Moves tensors, see Lane.move, after all have met and go on. Collective."""
+    def move(self, sends: Messages, receives: Messages) -> Report | None:
+        """Moves tensors, see Payload.move, after all have met and go on; and word of faults: if there are any, the next
+        barrier is entered with one. Collective."""
+        self._told.copy_(self._counters[_WORD])
+        sends, receives = [*sends, [self._told] * len(self._heard)], [*receives, list(self._heard)]
         try:
             with self._on_rail():
-                self._lane.move(sends, receives, self._bound_s)
+                self._payload.move(sends, receives, self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
+        except NcclError:
+            return self._missing_on_device(None, lost=1)
+        fault = self._counters[control.RAIL_FAULT]
+        torch.maximum(fault, self._heard.amax(), out=fault)
         return None
+
+    @property
+    def failed_so_far(self) -> torch.Tensor:
+        """int64 [], not 0 if what mates have sent cannot be used. On the device."""
+        return self._counters[_WORD].amax()
+
+    def watch(self, who: Looks) -> None:
+        """Has `who` look at the rail now and then, if nothing else bounds exchanges."""
+        if self._watch is not None:
+            self._watch_ends = start_watch(who)
+
+    def look(self) -> Report | None:
+        """Of a mate that does not come to an exchange on the device. From any thread."""
+        if self._watch is None or self._payload.progress is None:
+            return None
+        overdue = self._watch.overdue(self._payload.progress)
+        return None if overdue is None else self._missing_on_device(overdue[0], lost=int(overdue[1]))
 
     @property
     def num_meetings(self) -> int:
@@ -90,8 +134,15 @@ class Mates:
         """Tells the mates that `sender` (rank in the EP group) has given up. Local; waits for nobody."""
         self._lane.give_up(sender, report.pack())
 
+    def leave(self) -> None:
+        """Ends exchanges on the device, which nobody may use afterwards. Local."""
+        self._payload.end()
+
     def close(self) -> None:
         """Ends the rail. Local."""
+        if self._watch_ends is not None:
+            self._watch_ends.set()
+        self._payload.end()
         self._lane.close()
 
     def verdict_of(self, peer: int) -> bool:
@@ -101,15 +152,28 @@ class Mates:
         shape = (2, self._peers.num_ranks, control.MAIL_WORDS)
         mail = self._peers.region(self._peers.rank, self._peers.layout.mailbox, shape, torch.int64)[:, peer, 0]
         deadline = time.monotonic() + self._bound_s
-        while counters[control.ON_RAIL] and not (mail >= control.ABORT).any() and time.monotonic() < deadline:
+        while True:
+            with self._streams.at_once():
+                is_on_rail, has_said = bool(counters[control.ON_RAIL]), bool((mail >= control.ABORT).any())
+            if has_said or not is_on_rail or time.monotonic() > deadline:
+                return has_said
             time.sleep(_POLL_S)
-        return bool((mail >= control.ABORT).any())
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
-        self._counters[control.ON_RAIL] = 1
-        yield
-        self._counters[control.ON_RAIL] = 0  # after an error it stays, until the peers know of that
+        """The host waits for mates in this context. After an error the peers see that it does until they know of it."""
+        if self._watch is None:
+            self._counters[control.ON_RAIL] = 1
+            yield
+            self._counters[control.ON_RAIL] = 0
+        else:
+            self._watch.waits_since = time.monotonic()
+            yield
+            self._watch.waits_since = None
+
+    def _mark_on_rail(self, is_on_rail: bool) -> None:
+        with self._streams.at_once():
+            self._counters[control.ON_RAIL] = int(is_on_rail)
 
     @property
     def _bound_s(self) -> float:
@@ -131,17 +195,27 @@ class Mates:
         rank, first, lost = self.topology.rail[broken.node], int(self._is_first), int(not broken.is_late)
         return Report("", rank, self._phase, number, number - 1, first, lost=lost)
 
+    def _missing_on_device(self, node: int | None, *, lost: int) -> Report:
+        """Of that node, or of the first other one: NCCL does not say for which it waits."""
+        if node is None:
+            node = int(self.topology.node == 0)
+        number = self._lane.number
+        return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
+
     def _difference(self, headers: list[Header]) -> Fault | None:
         """A fault if the mates are in different calls."""
         rail = self.topology.rail
         for node, header in enumerate(headers):
             if header.call != headers[0].call:
                 return Fault(-1, encode(mismatch_error(rail[0], headers[0].call, rail[node], header.call)))
+            if header.sizes != headers[0].sizes:
+                text = f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
+                return Fault(-1, encode(ConfigMismatch(text)))
         return None
 
 
 def _first_fault(headers: list[Header]) -> Fault | None:
-    """Of all errors that of the first rank."""
+    """Of all errors that of the first rank; one of which a rank knows only that there is one comes last."""
     failed = [header for header in headers if header.kind == FAILED]
     if not failed:
         return None

@@ -115,15 +115,16 @@ class NvshmemBackend:
         not zeroed, because a peer may be about to read from it."""
 
     def _check_peers(self, bootstrap: Bootstrap) -> None:
-        """Raises unless all ranks of the node are on different GPUs that can address each other. Collective."""
+        """Raises on all ranks unless those of a node are on different GPUs that can address each other. Collective."""
         uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()
         index = self.device.index
         peers = bootstrap.all_gather_bytes(uuid[:60].ljust(60) + index.to_bytes(2, "little"), num_bytes=62)
         uuids = [p[:60] for p in peers]
-        if len(set(uuids)) < len(uuids):
-            raise BackendUnavailable("two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)")
         problem = None
-        if _same_view_of_devices(bootstrap):
+        if len(set(uuids)) < len(uuids):
+            text = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
+            problem = BackendUnavailable(text)
+        if _same_view_of_devices(bootstrap) and problem is None:
             indices = [int.from_bytes(p[60:62], "little") for p in peers]
             blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
             if blocked:

@@ -70,6 +70,8 @@ def plan_error(words: list[int]) -> SymmoeError:
         return ExpertIdError(f"topk_idx on rank {rank}, flat position {where}: {problem}")
     if code == control.PLAN_OVERFLOW:
         return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
+    if code == control.PLAN_RAIL_OVERFLOW:
+        return CapacityError(f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})")
     raise AssertionError(f"unknown plan error {code}")
 
 

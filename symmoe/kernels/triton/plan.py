@@ -26,6 +26,8 @@ HEAD_PACKED_CAPACITY = tl.constexpr(control.HEAD_PACKED_CAPACITY)
 HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
 HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
 HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
+HEAD_RAIL_CAPACITY = tl.constexpr(control.HEAD_RAIL_CAPACITY)
+HEAD_RAIL_DROPPED = tl.constexpr(control.HEAD_RAIL_DROPPED)
 AGREED_WORDS = tl.constexpr(sum(1 << word for word in control.AGREED_FIELDS))  # bit w: ranks must agree on word w
 SUMMARY_WORDS = tl.constexpr(control.SUMMARY_WORDS)
 SUM_ERROR = tl.constexpr(control.SUM_ERROR)
@@ -43,6 +45,7 @@ PLAN_FAULT = tl.constexpr(control.PLAN_FAULT)
 PLAN_MISMATCH = tl.constexpr(control.PLAN_MISMATCH)
 PLAN_BAD_ID = tl.constexpr(control.PLAN_BAD_ID)
 PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
+PLAN_RAIL_OVERFLOW = tl.constexpr(control.PLAN_RAIL_OVERFLOW)
 PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
 STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
@@ -291,6 +294,16 @@ def find_error(
     error_rank = tl.where(overflow, fullest, error_rank)
     limit = tl.where(overflow, capacity, limit)
     value = tl.where(overflow, most_rows, value)
+
+    if not DROP:
+        too_many = pick(headers, (word == HEAD_RAIL_DROPPED)[None, :], 1)
+        culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, RANK_LANES), axis=0)
+        overflow = culprit < RANK_LANES
+        head = pick(headers, (rank == culprit)[:, None], 0)
+        error = tl.where(overflow, PLAN_RAIL_OVERFLOW, error)
+        error_rank = tl.where(overflow, culprit, error_rank)
+        limit = tl.where(overflow, pick(head, word == HEAD_RAIL_CAPACITY, 0), limit)
+        value = tl.where(overflow, pick(head, word == HEAD_RAIL_DROPPED, 0), value)
 
     bad_slots = pick(headers, (word == HEAD_BAD_SLOTS)[None, :], 1)
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)

@@ -18,6 +18,7 @@ from symmoe.kernels.launch.launch import fast_launch
 BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
 ABORTED = tl.constexpr(control.ABORTED)
 FAULTED = tl.constexpr(control.FAULTED)
+RAIL_FAULT = tl.constexpr(control.RAIL_FAULT)
 MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 SIGNAL_WORDS = tl.constexpr(control.SIGNAL_WORDS)
@@ -182,6 +183,7 @@ def barrier_kernel(
     counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + BARRIER_EPOCH) + 1
     stopped = tl.load(counters + ABORTED) | tl.load(counters + FAULTED)
+    fault |= tl.load(counters + RAIL_FAULT).to(tl.int32)
     tl.debug_barrier()  # all threads have read the counters before one changes them
     answer = received + peer * NUM_PUBLISHED
     if stopped != 0:

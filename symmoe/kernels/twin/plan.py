@@ -219,6 +219,10 @@ def _find_error(
         if head[control.HEAD_BAD_SLOTS] > 0:
             bad_id, slot = head[control.HEAD_BAD_ID], head[control.HEAD_BAD_SLOT]
             return control.PLAN_BAD_ID, rank, num_experts, bad_id, slot
+    for rank, head in enumerate(heads):
+        if head[control.HEAD_RAIL_DROPPED] > 0 and not drop:
+            tokens = head[control.HEAD_RAIL_DROPPED]
+            return control.PLAN_RAIL_OVERFLOW, rank, head[control.HEAD_RAIL_CAPACITY], tokens, 0
     for rows, limit in sizes:
         if 0 <= limit < int(rows.max()) and not drop:
             return control.PLAN_OVERFLOW, int(rows.argmax()), limit, int(rows.max()), 0

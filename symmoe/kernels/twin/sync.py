@@ -46,6 +46,7 @@ def _meet(
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     if counters[control.ABORTED] or counters[control.FAULTED]:
         return False
+    fault = fault or bool(counters[control.RAIL_FAULT])
     epoch = int(counters[control.BARRIER_EPOCH]) + 1
     counters[control.BARRIER_EPOCH] = epoch
     half = epoch & 1

@@ -10,7 +10,8 @@ from symmoe.errors import ArgumentError
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape
 from symmoe.tools.bench.options import Options
 
-SUITES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead")
+_OF_CASES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped")
+SUITES = (*_OF_CASES, "overhead", "rail")
 DEFAULT_SUITES = ("steps", "layer", "dispatch", "combine", "gemm", "overhead")
 MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 _DESCRIPTION = """\
@@ -40,6 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--repetitions", type=int, default=MIN_REPETITIONS, help="of every variant (%(default)s; show none of fewer)"
     )
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
+    parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
     parser.add_argument(
         "--load", nargs="+", default=[], metavar="FILE", help="take the records of these files instead of measuring"
     )
@@ -87,6 +89,7 @@ def parse_options(args: argparse.Namespace) -> Options:
         cases=tuple(Case(shape, count, skew) for shape in shapes for count in tokens for skew in skews),
         repetitions=args.repetitions,
         heap_gib=args.heap_gib,
+        ranks_per_node=args.ranks_per_node,
         load=tuple(args.load),
         json=args.json,
         plot=args.plot,

@@ -16,6 +16,7 @@ class Options:
         cases: cases that the suites run on.
         repetitions: repetitions of every variant.
         heap_gib: size of the heap; None is what the cases need.
+        ranks_per_node: of the heap.
         load: files with records to use instead of measuring.
         json, plot: files to write.
         check: file with the baseline.
@@ -25,6 +26,7 @@ class Options:
     cases: tuple[Case, ...]
     repetitions: int
     heap_gib: float | None
+    ranks_per_node: int | None
     load: tuple[str, ...]
     json: str | None
     plot: str | None

@@ -22,6 +22,7 @@ from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.overhead import bench_overhead
 from symmoe.tools.bench.plot import draw
 from symmoe.tools.bench.problem import Problem, routing_of
+from symmoe.tools.bench.rail import bench_rail
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, load, machine, save
 from symmoe.tools.bench.regression import compare
@@ -91,7 +92,7 @@ def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
         check_case(case, ranks.num_ranks)
     report = _Report(options, ranks)
     num_bytes = int(options.heap_gib * 2**30) if options.heap_gib else _heap_bytes(options, ranks)
-    with SymmetricHeap(num_bytes=num_bytes) as heap:
+    with SymmetricHeap(num_bytes=num_bytes, ranks_per_node=options.ranks_per_node) as heap:
         run = Run(ranks, heap, options.repetitions)
         for case in options.cases:
             problem = Problem(case, ranks)
@@ -102,6 +103,10 @@ def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
             _free(ranks)
         if "overhead" in options.suites:
             report.add("overhead", bench_overhead(run))
+        if "rail" in options.suites and heap.spans_nodes:
+            report.add("rail", bench_rail(run, options.cases))
+        elif "rail" in options.suites:
+            report.say("\nrail: not measured, all ranks are on one node; --ranks-per-node cuts it")
     return report.records
 
 

@@ -1,0 +1,150 @@
+"""Payload between GPUs of several nodes: NCCL's send and recv on the current stream, for which the host does not wait.
+
+The device counts in the host's memory what it has begun and ended, in replays of graphs as well: NCCL itself waits for
+ever, so that somebody has to see who does not come (symm_mem/rail_watch.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symmoe.errors import BackendUnavailable
+from symmoe.nodes.nccl import Nccl, NcclError
+from symmoe.nodes.rail import Messages
+
+_BEGUN, _ENDED = range(2)
+_MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
+_POLL_S = 1e-3
+
+
+class NcclRail:
+    """A rail for tensors on the current GPU. Construction is collective over the rail and synchronises.
+
+    Args:
+        library: NCCL.
+        store: of torch, which the ranks of the rail have in common.
+        name: of the rail in that store.
+        node, num_nodes: this rank's node, and N.
+        timeout_s: bound of the construction.
+
+    Attributes: see Payload.
+
+    Raises:
+        BackendUnavailable: NCCL does not connect the ranks, or not in time.
+    """
+
+    def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
+        self._library, self._node, self._num_nodes = library, node, num_nodes
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._turn = threading.Lock()  # of those who use the communicator
+        self._communicator = 0
+        self._num_launched = 0
+        self.bound_s = math.inf
+        with torch.inference_mode(False):
+            self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+        torch.cuda.synchronize(self._device)
+        problems: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                self._connect(dist.PrefixStore(name, store), timeout_s)  # type: ignore[attr-defined]
+            except BaseException as error:  # noqa: BLE001 - of another thread
+                problems.append(error)
+
+        # In a thread of its own: NCCL waits for ever for a rank that has ended meanwhile.
+        thread = threading.Thread(target=connect, name="symmoe-nccl", daemon=True)
+        thread.start()
+        thread.join(min(timeout_s, threading.TIMEOUT_MAX))
+        if problems:
+            raise BackendUnavailable(f"NCCL does not connect the nodes: {problems[0]}") from problems[0]
+        if thread.is_alive():
+            raise BackendUnavailable(f"NCCL has not connected the nodes within start_timeout_s={timeout_s:g}")
+
+    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+        """See Payload."""
+        with self._turn:
+            if not self._communicator:
+                return  # and who has ended it has seen to it that nobody uses what did not come
+            self._note_bound(timeout_s)
+            self._count(_BEGUN)
+            try:
+                self._exchange(sends, receives)
+            finally:
+                self._count(_ENDED)
+
+    def problem(self) -> str:
+        """See Payload."""
+        if not self._turn.acquire(blocking=False):
+            return ""
+        try:
+            return self._library.problem(self._communicator) if self._communicator else ""
+        except NcclError as error:
+            return str(error)
+        finally:
+            self._turn.release()
+
+    def end(self) -> None:
+        """See Payload."""
+        deadline = time.monotonic() + _MOMENT_S
+        while self._is_moving and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # A host that waits inside NCCL for a rank that is lost does not give the turn back before this has happened.
+        has_turn = self._turn.acquire(timeout=_MOMENT_S)
+        communicator, self._communicator = self._communicator, 0
+        if has_turn:
+            self._turn.release()
+        if communicator:
+            # In a thread of its own: it ends the kernels at once, and then waits until no graph uses the communicator.
+            thread = threading.Thread(target=self._library.abort, args=(communicator,), daemon=True)
+            thread.start()
+            thread.join(_MOMENT_S)
+
+    @property
+    def _is_moving(self) -> bool:
+        begun, ended = self.progress.tolist()
+        return bool(self._communicator) and (begun > ended or ended < self._num_launched)
+
+    def _connect(self, store: Any, timeout_s: float) -> None:
+        torch.cuda.set_device(self._device)
+        if self._node == 0:
+            store.set("id", self._library.unique_id().hex())
+        store.wait(["id"], timedelta(seconds=min(timeout_s, 1e9)))
+        unique_id = bytes.fromhex(store.get("id").decode())
+        self._communicator = self._library.connect(unique_id, self._node, self._num_nodes)
+        # The first messages between two ranks connect them, for which they wait for each other.
+        with torch.cuda.stream(torch.cuda.Stream(self._device)), torch.inference_mode(False):
+            sent = torch.full((self._num_nodes,), self._node, dtype=torch.int64, device=self._device)
+            received = torch.full_like(sent, self._node)
+            self._exchange([[sent[:1]] * self._num_nodes], [list(received.split(1))])
+            if received.tolist() != list(range(self._num_nodes)):
+                raise NcclError(f"the ranks of the rail have sent {received.tolist()}")
+
+    def _exchange(self, sends: Messages, receives: Messages) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._library.exchange(self._communicator, self._addresses(sends), self._addresses(receives), stream)
+
+    def _addresses(self, messages: Messages) -> list[tuple[int, int, int]]:
+        return [
+            (tensor.data_ptr(), tensor.numel() * tensor.element_size(), node)
+            for by_node in messages
+            for node, tensor in enumerate(by_node)
+            if node != self._node and tensor.numel()
+        ]
+
+    def _note_bound(self, timeout_s: float) -> None:
+        """A longer bound of earlier exchanges holds until they have ended."""
+        self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
+
+    def _count(self, which: int) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        self._num_launched += int(which == _ENDED and not capturing)
+        self._counts[which : which + 1].add_(1)
+        self.progress[which : which + 1].copy_(self._counts[which : which + 1], non_blocking=True)

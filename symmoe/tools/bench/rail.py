@@ -1,0 +1,86 @@
+"""The suite "rail": what a rank and those on its rail send each other between nodes, by the heap's own exchange.
+
+Messages of several sizes, and those of a dispatch of each case with rails of fixed size: T tokens to every other node.
+On GPUs it is the time of the stream, which the hosts' meeting does not hold up as long as they run ahead; "meeting" is
+the hosts' time of that alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from symmoe.kernels import control
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench.cases import Case
+from symmoe.tools.bench.problem import DTYPE
+from symmoe.tools.bench.records import Record, gbs, new_record
+from symmoe.tools.bench.run import Run
+from symmoe.tools.bench.timing import Variant, in_steps
+
+SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
+PHASE = control.PHASE_NODES_OUT
+
+
+class Exchange:
+    """Messages of so many bytes to and from every other node."""
+
+    def __init__(self, heap: SymmetricHeap, num_bytes: int) -> None:
+        self._heap, nodes = heap, range(heap.topology.num_nodes)
+        sent = torch.full((num_bytes,), heap.rank % 251, dtype=torch.uint8, device=heap.device)
+        self._sends = [sent] * len(nodes)
+        self._received = [torch.empty_like(sent) for _ in nodes]
+
+    def begin(self) -> None:
+        """What comes before an exchange in a call."""
+        self._heap.barrier(PHASE)
+
+    def move(self) -> None:
+        """The exchange."""
+        self._heap.exchange([self._sends], [self._received], PHASE)
+
+    def verify(self) -> float:
+        """0 if what has come is what was sent, else 1."""
+        for received in self._received:
+            received.fill_(255)
+        self.begin()
+        self.move()
+        self._heap.synchronize()
+        rail = [(node, rank) for node, rank in enumerate(self._heap.topology.rail) if rank != self._heap.rank]
+        return float(any(bool((self._received[node] != rank % 251).any()) for node, rank in rail))
+
+
+def bench_rail(run: Run, cases: Sequence[Case]) -> list[Record]:
+    """Exchanges, and meetings, on a heap that spans nodes. Collective."""
+    heap, found = run.heap, []
+    known = {"suite": "rail", "ep": heap.num_ranks, "nodes": heap.topology.num_nodes}
+    sizes: dict[str, tuple[str | None, int]] = {name: (None, num_bytes) for name, num_bytes in SIZES.items()}
+    for case in cases:
+        num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
+        sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
+    for name, (preset, num_bytes) in sizes.items():
+        messages = Exchange(heap, num_bytes)
+        call = in_steps(messages.begin, messages.move)
+        times, errors = run.measure_kernels([Variant(name, ("barrier", "exchange"), call, messages.verify)])
+        ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
+        figures = {"wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, ms), "error": errors[name]}
+        found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))
+        del messages, call
+    return [*found, new_record(_meetings_ms(run), variant="meeting", direction="forward", **known)]
+
+
+def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
+    """Of the slowest rank."""
+    times = np.empty(run.repetitions)
+    for n in range(run.repetitions):
+        run.heap.barrier(PHASE)
+        run.ranks.barrier()
+        start = time.perf_counter()
+        run.heap.meet(PHASE)
+        times[n] = (time.perf_counter() - start) * 1e3
+    run.heap.synchronize()
+    return np.asarray(run.ranks.gather(times).max(0))

@@ -1,0 +1,135 @@
+"""Virtual nodes of GPUs on one machine: NVSHMEM inside a node, NCCL and gloo between nodes.
+
+Between two GPUs of one machine NCCL goes over NVLink or PCIe; with an NCCL_HOSTID of its own for each process, as tests
+of several torchrun agents set it, over sockets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import routings
+import torch
+from cluster import Cluster
+from limits import PROMPT_S
+from test_combine_oracle import check_combine
+from test_dispatch_oracle import check_dispatch
+from test_nodes import EXACT, ON_RAILS, STATIC, drop_on_rails, train
+from test_nodes_devices import lose
+from test_nodes_faults import BOUND_S, wrong_calls
+from worker import Findings, open_heap
+
+from symmoe import combine_tokens, dispatch_tokens, make_plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+
+LAYOUTS = [pytest.param(2, 1, id="2 x 1"), pytest.param(4, 2, id="2 x 2")]
+layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+STEP = 3 * (len(routings.STRATA) + 1)
+
+
+@layouts
+def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per_node: int):
+    numbers = list(range(0, len(routings.CASES), STEP))
+    assert cluster(num_ranks, "cuda").findings(check_dispatch, numbers, "cuda", ranks_per_node) == []
+
+
+@layouts
+def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
+    numbers = list(range(3, len(routings.CASES), STEP))
+    assert cluster(num_ranks, "cuda").findings(check_combine, numbers, "cuda", ranks_per_node) == []
+
+
+@layouts
+@pytest.mark.parametrize("options", [EXACT, STATIC, ON_RAILS], ids=["exact", "static", "rail"])
+def test_order_slot_has_the_bits_of_one_node(cluster, num_ranks: int, ranks_per_node: int, options: dict[str, Any]):
+    ranks, options = cluster(num_ranks, "cuda"), {**options, "order": "slot"}
+    want = ranks.run(train, None, options, torch.bfloat16, "cuda")
+    assert any(tensor.abs().sum() > 0 for tensor in want[0])
+    got = ranks.run(train, ranks_per_node, options, torch.bfloat16, "cuda")
+    for rank, (mine, its) in enumerate(zip(want, got, strict=True)):
+        different = [n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)]
+        assert different == [], f"rank {rank}"
+
+
+@layouts
+def test_order_node_repeats_and_is_near(cluster, num_ranks: int, ranks_per_node: int):
+    ranks = cluster(num_ranks, "cuda")
+    once, again = (ranks.run(train, ranks_per_node, {}, torch.float32, "cuda") for _ in range(2))
+    near = ranks.run(train, None, {"order": "slot"}, torch.float32, "cuda")
+    for mine, repeated, other in zip(once, again, near, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, repeated, strict=True))
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a.double(), b.double(), rtol=2e-3, atol=1e-3)
+
+
+@layouts
+def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int):
+    assert cluster(num_ranks, "cuda").findings(drop_on_rails, ranks_per_node, "cuda") == []
+
+
+@layouts
+def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
+    """Every rank raises an error of that class, and the calls that follow are right."""
+    for found in cluster(num_ranks, "cuda").run(wrong_calls, ranks_per_node, num_ranks - 1, "cuda"):
+        assert [error[0] for _, error in found] == [name for name, _ in found]
+
+
+def replay(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
+    """A captured plan, dispatch and combine with static capacity, replayed with other tokens and routings."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    generator = torch.Generator().manual_seed(rank)
+    with open_heap("cuda", ranks_per_node=ranks_per_node) as heap:
+        num_experts, num_tokens = 2 * num_ranks, 48
+        ids = torch.zeros((num_tokens, 2), dtype=torch.int64, device=heap.device)
+        x = torch.zeros((num_tokens, 64), dtype=torch.bfloat16, device=heap.device)
+
+        def step() -> torch.Tensor:
+            plan = make_plan(ids, num_experts=num_experts, heap=heap, capacity=2 * num_tokens * num_ranks)
+            rows, _ = dispatch_tokens(x, plan)
+            return combine_tokens(rows, plan, order="slot")
+
+        def fill() -> None:
+            chosen = [torch.randperm(num_experts, generator=generator)[:2] for _ in range(num_tokens)]
+            ids.copy_(torch.stack(chosen))
+            x.copy_(torch.randn(x.shape, generator=generator))
+
+        fill()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        heap.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step()
+        for _ in range(5):
+            fill()
+            graph.replay()
+            heap.synchronize()
+            findings.close("y", y, 2 * x, rtol=0, atol=0)
+            expected = step()
+            heap.synchronize()
+            findings.check(torch.equal(y, expected), "a replay differs from a call")
+        del graph
+    return findings.texts
+
+
+@layouts
+def test_captured_calls_are_replayed(cluster, num_ranks: int, ranks_per_node: int):
+    assert cluster(num_ranks, "cuda").findings(replay, ranks_per_node) == []
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_lost_rank_is_named_within_the_bound(how: str):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
+    survivors = Cluster(2, "cuda").run_without((1,), lose, (1,), how, "cuda", timeout_s=120.0)
+    name, missing, node, raised_s, closed_s = survivors[0]
+    assert (name, missing, node) == ("PeerTimeout", 1, 1), survivors
+    assert raised_s < BOUND_S, survivors
+    assert closed_s < PROMPT_S, survivors

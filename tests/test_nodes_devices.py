@@ -1,0 +1,167 @@
+"""What GPUs on several nodes do, on CPUs: hosts that learn late of what has gone wrong, and a rail that bounds nothing.
+
+A host looks for errors now and then, not after every barrier, so that it has met ranks of other nodes for exchanges
+whose payload nobody can use. The rail is gloo, with what NCCL does: it waits for ever, and says nothing of lost ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from limits import HANG_S, PROMPT_S
+from test_nodes import EXACT, ON_RAILS, STATIC, drop_on_rails, train
+from test_nodes_faults import BOUND_S, TIMEOUT_S, Ready, outcome, wrong_calls
+from worker import open_heap
+
+from symmoe import SymmetricHeap
+from symmoe.kernels import control
+from symmoe.nodes.rail import GlooRail, Messages, RailBroken
+
+
+class DeviceRail(GlooRail):
+    """Moves as NcclRail does."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.progress = torch.zeros(2, dtype=torch.int64)
+        self._ended = threading.Event()
+
+    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+        if self._ended.is_set():
+            return
+        self.bound_s = timeout_s
+        self.progress[0] += 1
+        done = threading.Event()
+
+        def wait() -> None:  # gloo's wait goes on when its group is aborted
+            with contextlib.suppress(RailBroken):
+                GlooRail.move(self, sends, receives, math.inf)
+                done.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not (done.wait(1e-3) or self._ended.is_set()):
+            pass
+        self.progress[1] += 1
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+def make_payload(heap: SymmetricHeap, rail: GlooRail, name: str, timeout_s: float) -> DeviceRail:
+    store, topology = heap._bootstrap.store, heap.topology
+    return DeviceRail(store, name, node=topology.node, num_nodes=topology.num_nodes, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def as_on_gpus(seed: int) -> Iterator[None]:
+    """Heaps of this process behave as on GPUs; how late it notices an error is random."""
+    check, chance = SymmetricHeap.check, random.Random(seed)
+
+    def look(heap: SymmetricHeap, phase: int | None = None, *, waits: bool = False) -> None:
+        late = control.STATUS_FAULT, control.STATUS_PLAN, control.STATUS_MISMATCH
+        if waits or heap._closed or heap._status_words[control.STATUS_KIND] not in late or chance.random() < 0.3:
+            check(heap, phase, waits=waits)
+
+    def look_now(heap: SymmetricHeap) -> None:
+        check(heap)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SymmetricHeap, "raises_at_once", False)
+        patch.setattr(SymmetricHeap, "_make_payload", make_payload)
+        patch.setattr(SymmetricHeap, "check", look)
+        patch.setattr(SymmetricHeap, "synchronize", look_now)
+        yield
+
+
+def on_gpus(rank: int, num_ranks: int, seed: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    with as_on_gpus(1000 * seed + rank):
+        return function(rank, num_ranks, *arguments)
+
+
+@pytest.mark.parametrize("options", [EXACT, STATIC, ON_RAILS], ids=["exact", "static", "rail"])
+def test_bits(cluster, options: dict[str, Any]):
+    options = {**options, "order": "slot"}
+    want = cluster(4).run(train, 2, options, torch.bfloat16)
+    got = cluster(4).run(on_gpus, 0, train, 2, options, torch.bfloat16)
+    for mine, its in zip(want, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def test_rails_drop_the_last_tokens(cluster):
+    assert cluster(4).findings(on_gpus, 0, drop_on_rails, 2) == []
+
+
+LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(2, 1, id="2 x 1")]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [*LAYOUTS, pytest.param(6, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
+    """Every rank raises an error of that class, and the calls that follow are right."""
+    for found in cluster(num_ranks).run(on_gpus, seed, wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2):
+        assert [error[0] for _, error in found] == [name for name, _ in found]
+
+
+def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: str = "cpu") -> tuple[Any, ...]:
+    """What a survivor raises when ranks end or stop after they have met the others, before anything travels."""
+    bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 60.0}
+    with as_on_gpus(rank) if device == "cpu" else contextlib.nullcontext():
+        backend = "host" if device == "cpu" else "nvshmem"
+        heap = SymmetricHeap(num_bytes=1 << 20, backend=backend, ranks_per_node=num_ranks // 2, **bounds)
+        ready = Ready(heap, rank)
+        for _ in range(2):
+            ready.step()
+        heap.synchronize()
+        if rank in victims:
+            code = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+            heap._faults.move = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
+        start = time.monotonic()
+        try:
+            for _ in range(3):
+                ready.step()
+                heap.synchronize()
+            found: tuple[Any, ...] = ("nothing", -1, -1)
+        except Exception as error:  # noqa: BLE001
+            found = type(error).__name__, getattr(error, "rank", -1), getattr(error, "node", -1)
+        raised = time.monotonic()
+        heap.close()
+        return *found, raised - start, time.monotonic() - raised
+
+
+@pytest.mark.parametrize(("victims", "how"), [((1,), "stop"), ((2, 3), "kill")])
+def test_lost_while_payload_travels(victims: tuple[int, ...], how: str):
+    survivors = Cluster(4).run_without(victims, lose, victims, how, timeout_s=HANG_S)
+    assert len(survivors) == 4 - len(victims)
+    for name, missing, node, raised_s, closed_s in survivors.values():
+        assert (name, node) == ("PeerTimeout", victims[0] // 2), survivors
+        assert missing in victims, survivors
+        assert raised_s < BOUND_S, survivors
+        assert closed_s < PROMPT_S, survivors
+
+
+def give_up(rank: int, num_ranks: int) -> tuple[str, str]:
+    """What the others raise when one gives up."""
+    with as_on_gpus(rank), open_heap("cpu", ranks_per_node=2) as heap:
+        ready = Ready(heap, rank)
+        ready.step()
+        if rank == 1:
+            heap.abort("it has had enough")
+            return "", ""
+        return outcome(lambda: (ready.step(), heap.synchronize()))
+
+
+def test_a_rank_that_gives_up(cluster):
+    found = cluster(4).run(give_up)
+    assert found[0] == found[2] == found[3] == ("PeerAborted", "rank 1 gave up: it has had enough")
