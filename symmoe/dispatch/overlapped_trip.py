@@ -168,7 +168,7 @@ class _Trip:
         self._layout, self._token_to_row = layout, token_to_row(plan, layout)
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
-        self._steps = iter(range(1, plan.heap.num_ranks))
+        self._step = 1  # the first that has not been launched
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
 
     def parts(self, receive: Receive) -> Iterator[Part]:
@@ -200,14 +200,15 @@ class _Trip:
         """
         heap = self._plan.heap
         with self.branch.after(self._start), heap.timed("dispatch"):
-            for step in self._steps:
-                to, source = (heap.rank + step) % heap.num_ranks, (heap.rank - step) % heap.num_ranks
+            while self._step < heap.num_ranks:
+                to, source = (heap.rank + self._step) % heap.num_ranks, (heap.rank - self._step) % heap.num_ranks
                 with owed():
                     self._push(to, self._division.num_ctas)
                     heap.send_signal(to)
                     arrived = heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
                 receive(source, arrived)
                 self._come[source] = self.branch.point()
+                self._step += 1  # after an exception the step is tried again, which tells the peers if it cannot be made
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
         kernels.for_device(self._x.device).push_rows(
