@@ -204,7 +204,7 @@ class _Call:
             header[control.HEAD_PACKED_CAPACITY] = case.packed_capacity
             header[control.HEAD_MAX_TOKENS] = -1
             header[control.HEAD_HIDDEN] = case.hidden
-            header[control.HEADER_WORDS - 1] = 77
+            header[control.HEAD_RAIL_CAPACITY] = 77
             ops.send_counts(counts, topk_idx, tuple(header), starts, self.peers[rank], num_experts=num_experts)
             self.keep(f"rank {rank} counts", counts, starts)
             self.topk_idx.append(topk_idx)
