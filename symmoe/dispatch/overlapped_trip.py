@@ -208,7 +208,8 @@ class _Trip:
                     arrived = heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
                 receive(source, arrived)
                 self._come[source] = self.branch.point()
-                self._step += 1  # after an exception the step is tried again, which tells the peers if it cannot be made
+                # Last: after an exception `finish` tries the step again, and if that fails the peers are told.
+                self._step += 1
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
         kernels.for_device(self._x.device).push_rows(
