@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from limits import HANG_S, PROMPT_S
 from relay import Relay, relayed
 from test_nodes_faults import Ready
@@ -44,14 +45,17 @@ def open_nodes(timeout_s: float = HANG_S / 2) -> SymmetricHeap:
 
 def delayed(rank: int, num_ranks: int) -> tuple[bool, float, int]:
     """Whether a slow network gives the same bits, seconds of a step on it, and bytes that went through the relay."""
-    with relayed(rank // 2) as relay, open_nodes() as heap:
-        ready = Ready(heap, rank)
-        expected = ready.step()
-        if relay is not None:
-            relay.delay_s = 0.1
-        start = time.monotonic()
-        found = ready.step()
-        return torch.equal(found, expected), time.monotonic() - start, relay.num_bytes if relay is not None else 0
+    with relayed(rank // 2) as relay:
+        with open_nodes() as heap:
+            ready = Ready(heap, rank)
+            expected = ready.step()
+            if relay is not None:
+                relay.delay_s = 0.1
+            start = time.monotonic()
+            found = ready.step()
+            seconds = time.monotonic() - start
+        dist.barrier()  # the relays have passed on what ranks say when they close
+        return torch.equal(found, expected), seconds, relay.num_bytes if relay is not None else 0
 
 
 @pytest.mark.slow
@@ -73,6 +77,7 @@ def broken(
         heap = open_nodes(timeout_s)
         ready = Ready(heap, rank)
         ready.step()
+        dist.barrier()  # the relays have passed on all of this step
         if rank in relays:
             _break_at(heap, relay, how, *where)
         start = time.monotonic()
