@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
 
-from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
 from symmoe.dispatch.overlapped_trip import arriving
 from symmoe.dispatch.trip import send_rows
 from symmoe.errors import (
@@ -808,6 +809,47 @@ def _gives_up(heap: SymmetricHeap, at: int):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_rows_of_a_failed_dispatch_are_nan(cluster, num_ranks: int):
     assert cluster(num_ranks).run(fail_in_dispatch) == [[]] * num_ranks
+
+
+def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
+    """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
+        plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
+        out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
+        ops = kernels.for_device(heap.device)
+        send_signal, fan_out = heap.send_signal, ops.fan_out
+        heap.send_signal = lambda peer: (sent.append(peer), send_signal(peer))
+
+        def fails(*args, source: int, **options) -> None:
+            if rank == num_ranks - 1 and source != rank:
+                raise ZeroDivisionError("a bug of ours")
+            fan_out(*args, source=source, **options)
+
+        with (
+            patch.object(ops, "fan_out", fails),
+            contextlib.suppress(ZeroDivisionError) if rank == num_ranks - 1 else contextlib.nullcontext(),
+            arriving(
+                torch.ones(5, 8, dtype=torch.bfloat16),
+                plan,
+                out,
+                torch.rand(5, 2),
+                layout="expert-major",
+                division=Division(1, 1),
+            ) as arrival,
+        ):
+            for _ in arrival.parts:
+                pass
+        findings.equal("peers that were sent to", sent, [(rank + step) % num_ranks for step in range(1, num_ranks)])
+        findings.check(rank == num_ranks - 1 or bool((out[: plan.num_rows] == 1).all()), f"rows: {out.tolist()}")
+        findings.check(round_trip(heap), "the next correct call is wrong")
+    return findings.texts
+
+
+def test_rows_are_sent_once_when_the_trip_fails(cluster):
+    assert cluster(3).run(fail_after_a_signal) == [[]] * 3
 
 
 def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:

@@ -168,7 +168,7 @@ class _Trip:
         self._layout, self._token_to_row = layout, token_to_row(plan, layout)
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
-        self._step = 1  # the first that has not been launched
+        self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
 
     def parts(self, receive: Receive) -> Iterator[Part]:
@@ -200,16 +200,17 @@ class _Trip:
         """
         heap = self._plan.heap
         with self.branch.after(self._start), heap.timed("dispatch"):
-            while self._step < heap.num_ranks:
-                to, source = (heap.rank + self._step) % heap.num_ranks, (heap.rank - self._step) % heap.num_ranks
+            for step in range(self._num_received + 1, heap.num_ranks):
+                to, source = (heap.rank + step) % heap.num_ranks, (heap.rank - step) % heap.num_ranks
                 with owed():
-                    self._push(to, self._division.num_ctas)
-                    heap.send_signal(to)
+                    if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
+                        self._push(to, self._division.num_ctas)
+                        heap.send_signal(to)
+                        self._num_sent = step
                     arrived = heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
                 receive(source, arrived)
                 self._come[source] = self.branch.point()
-                # Last: after an exception `finish` tries the step again, and if that fails the peers are told.
-                self._step += 1
+                self._num_received = step
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
         kernels.for_device(self._x.device).push_rows(

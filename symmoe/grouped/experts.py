@@ -211,8 +211,6 @@ class ExpertsBackward:
         db1, db2: gradients of the biases; None for those that require none.
     """
 
-    _has_db2 = False  # whether the first step makes db2, too
-
     def __init__(
         self,
         x: ExpertRows,
@@ -235,11 +233,15 @@ class ExpertsBackward:
         self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
         if weights.b2 is not None:
             d_out = self._output_gradients()
-            gathered = {"dout_index": x.row_index}
-            if self.db2 is not None and not self._has_db2:
-                ops.grouped_bias_grad(d_out, x.row_range, self.db2, scale=x.bias_scale, **gathered)
+            if self.db2 is not None:
+                self._output_bias_gradient(d_out, self.db2)
             if x.bias_scale is not None and needs_scale:
+                gathered = {"dout_index": x.row_index}
                 ops.grouped_bias_dot(d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, **gathered)
+
+    def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
+        x = self._x
+        self._ops.grouped_bias_grad(d_out, x.row_range, db2, scale=x.bias_scale, dout_index=x.row_index)
 
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""

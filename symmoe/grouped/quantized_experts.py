@@ -133,14 +133,17 @@ class QuantizedBackward(ExpertsBackward):
         self._numbers, self._dtype = LowPrecision(weights.recipe), h.dtype
         self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
         quantize, received, wire = self._numbers.gradient_rows, self._received_gradients(), weights.wire.gradients
-        self._has_db2 = wire is None
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
-        dbias = self.db2 if self._has_db2 else None
+        dbias = self.db2 if wire is None else None
         for d_out, part in _arriving(quantize, weights, wire, received, x, parts, dbias):
             multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
         self._gradients = hidden_gradients(
             self._numbers, da, h, x.scale, x.row_range, weights.activation, self.d_scale, self.db1
         )
+
+    def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
+        if self._weights.wire.gradients is not None:  # otherwise the first step has made it
+            super()._output_bias_gradient(d_out, db2)
 
     def _output_gradients(self) -> torch.Tensor:
         wire = self._weights.wire.gradients

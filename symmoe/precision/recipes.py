@@ -132,16 +132,15 @@ class Recipe(ABC):
         data, scale = _buffers(out, row_format, *shapes, rows)
         ops = kernels.for_device(rows.device)
         amax = _amax(row_format, rows, row_range, row_index=row_index)
-        options = {"row_index": row_index, "amax": amax, "seeds": seeds}
-        if dbias is None:
-            ops.quantize_rows(rows, row_range, data, scale, row_format, **options)
-        else:
+        sums = None
+        if dbias is not None:
             check_operand("dbias", dbias, (row_range.shape[1], width), FLOATS)
             if bias_scale is not None:
                 check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
             sums = empty_row_sums(num_rows, dbias)
-            options |= {"bias_sums": sums, "bias_scale": bias_scale}
-            ops.quantize_rows(rows, row_range, data, scale, row_format, **options)
+        options = {"row_index": row_index, "amax": amax, "seeds": seeds, "bias_sums": sums, "bias_scale": bias_scale}
+        ops.quantize_rows(rows, row_range, data, scale, row_format, **options)
+        if dbias is not None and sums is not None:
             ops.sum_dbias(sums, row_range, dbias)
         return Quantized(
             data=data,

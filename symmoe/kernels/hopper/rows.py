@@ -80,6 +80,15 @@ def prefetch(pointer):
     )
 
 
+@gluon.jit
+def next_stage(stage, phase, RING: gl.constexpr, CUT: gl.constexpr):
+    """The stage after `stage` in a ring of CUT.stages, and its parity; rings lie one after the other."""
+    FIRST: gl.constexpr = RING * CUT.stages
+    LAST: gl.constexpr = FIRST + CUT.stages - 1
+    wraps = stage == LAST
+    return gl.where(wraps, FIRST, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
 # ------------------------------------------------------------------------------------------------------ push
 
 
@@ -130,9 +139,7 @@ def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         later = batch + (CUT.stages - 1) * step
         ask(x_desc, token_to_row, rank, num_tokens, later, slots, full, previous_stage, later < num_batches, CUT)
-        is_last = stage == LAST_STAGE
-        stage = gl.where(is_last, FIRST_STAGE, stage + 1)
-        phase = gl.where(is_last, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, MOVER, CUT)
     wait_until_written(stage)
 
 
@@ -332,9 +339,7 @@ def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
                 if (rows[k] >= 0) & (rows[k] != primary):
                     piece = slots.index(stage * BATCH + i)
                     tma.async_copy_shared_to_global(rows_desc, [rows[k], segment, 0], piece)
-        is_last = stage == LAST_STAGE
-        stage = gl.where(is_last, FIRST_STAGE, stage + 1)
-        phase = gl.where(is_last, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, MOVER, CUT)
     wait_until_written(stage)
 
 
@@ -399,15 +404,6 @@ class Sums:
     stages: int
     own_rank: int = -1
     pairs: int = 3
-
-
-@gluon.jit
-def next_stage(stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """The ring's stage after `stage`, and its parity."""
-    FIRST: gl.constexpr = PAIR * SUMS.stages
-    LAST: gl.constexpr = FIRST + SUMS.stages - 1
-    wraps = stage == LAST
-    return gl.where(wraps, FIRST, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 Messages of several sizes, and those of a dispatch of each case with rails of fixed size: T tokens to every other node.
 On GPUs it is the time of the stream, which the hosts' meeting does not hold up as long as they run ahead; "meeting" is
-the hosts' time of that alone.
+the time that the hosts spend in it.
 """
 
 from __future__ import annotations
