@@ -22,11 +22,14 @@ from cluster import Cluster
 from limits import HANG_S, PROMPT_S
 from test_nodes import EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from test_nodes_faults import BOUND_S, TIMEOUT_S, Ready, outcome, wrong_calls
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker import open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken
+from symmoe.symm_mem import faults
+from symmoe.symm_mem.inbox import Report, end_waits, mailbox, read_report
 
 
 class DeviceRail(GlooRail):
@@ -115,7 +118,10 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
 
 
 def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: str = "cpu") -> tuple[Any, ...]:
-    """What a survivor raises when ranks end or stop after they have met the others, before anything travels."""
+    """What a survivor raises when ranks end or stop after they have met the others, before anything travels.
+
+    how: "kill", "stop"; or "kill, deaf": survivors' GPUs take no copies before the exchange that waits has ended.
+    """
     bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 60.0}
     with as_on_gpus(rank) if device == "cpu" else contextlib.nullcontext():
         backend = "host" if device == "cpu" else "nvshmem"
@@ -124,8 +130,14 @@ def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: 
         for _ in range(2):
             ready.step()
         heap.synchronize()
+        if how == "kill, deaf":
+            has_ended = heap._faults._mates._payload._ended
+            patch = pytest.MonkeyPatch()
+            patch.setattr(
+                faults, "end_waits", lambda *args, **options: has_ended.wait() and end_waits(*args, **options)
+            )
         if rank in victims:
-            code = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+            code = signal.SIGSTOP if how == "stop" else signal.SIGKILL
             heap._faults.move = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
         start = time.monotonic()
         try:
@@ -140,7 +152,7 @@ def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: 
         return *found, raised - start, time.monotonic() - raised
 
 
-@pytest.mark.parametrize(("victims", "how"), [((1,), "stop"), ((2, 3), "kill")])
+@pytest.mark.parametrize(("victims", "how"), [((1,), "stop"), ((2, 3), "kill"), ((2,), "kill, deaf")])
 def test_lost_while_payload_travels(victims: tuple[int, ...], how: str):
     survivors = Cluster(4).run_without(victims, lose, victims, how, timeout_s=HANG_S)
     assert len(survivors) == 4 - len(victims)
@@ -165,3 +177,38 @@ def give_up(rank: int, num_ranks: int) -> tuple[str, str]:
 def test_a_rank_that_gives_up(cluster):
     found = cluster(4).run(give_up)
     assert found[0] == found[2] == found[3] == ("PeerAborted", "rank 1 gave up: it has had enough")
+
+
+class OpNames(TorchDispatchMode):
+    """Notes the operations of its context, and those that copy into places with gaps, which take a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name == "copy_" and not (args[0].is_contiguous() and args[1].is_contiguous()):
+            name = "copy_ with gaps"
+        self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_who_gives_up_launches_no_kernel(num_ranks: int):
+    """A GPU that is busy with an exchange may not start one for the first time."""
+    layout = control.ControlLayout(num_ranks)
+    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
+    bases = torch.zeros(num_ranks, dtype=torch.int64)
+    peers = control.Peers(rank=num_ranks - 1, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
+    for rank in range(num_ranks):
+        mailbox(peers, rank).fill_(5 + rank)
+    with OpNames() as ops:
+        end_waits(peers, Report("enough", missing=2), turn=1, kept_bits=control.EPOCH_MASK)
+    assert ops.names <= {"slice", "select", "view", "copy_", "unbind", "lift_fresh", "detach"}, ops.names
+    word = control.ABORT + (peers.rank << control.ABORT_RANK_SHIFT)
+    for rank in range(num_ranks):
+        words = mailbox(peers, rank)
+        assert (words[:, :, 0] == word + 5 + rank).all()
+        assert (words[:, :, 1:] == 5 + rank).all()
+    assert read_report(peers, peers.rank).reason == "enough"

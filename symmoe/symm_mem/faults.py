@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from symmoe.errors import TRAVELLING, PeerError, SymmoeError, encode
@@ -302,13 +303,12 @@ class Faults:
         if self._mates is not None:
             self._mates.give_up(report.sender if report.sender >= 0 else self._rank, report)
         kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
-        try:
-            with self._streams.at_once():
-                end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
-        except RuntimeError as problem:
-            logger.warning("rank %d cannot tell its peers that it gives up: %s", self._rank, problem)
-        if self._mates is not None:
-            self._mates.leave()
+        with nullcontext() if self._mates is None else self._mates.leaving():
+            try:
+                with self._streams.at_once():
+                    end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
+            except RuntimeError as problem:
+                logger.warning("rank %d cannot tell its peers that it gives up: %s", self._rank, problem)
 
     # -- written down ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,9 @@
-"""What ranks tell each other when something has gone wrong: messages in the fault inboxes of the control block."""
+"""What ranks tell each other when something has gone wrong: messages in the fault inboxes of the control block.
+
+What a rank writes when it gives up, and what it reads for that, are copies from and to the host's memory. A kernel that
+is launched for the first time has to be loaded, for which CUDA may wait until no kernel runs (lazy loading); and one
+that runs may wait for a rank that is lost, until it hears of what is written here.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +79,16 @@ def counters(peers: Peers) -> torch.Tensor:
     return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
 
 
+def mailbox(peers: Peers, rank: int) -> torch.Tensor:
+    """Rank `rank`'s mailbox, int64 [2, R, MAIL_WORDS]."""
+    return peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
+
+
+def write_word(place: torch.Tensor, value: int) -> None:
+    """Writes a number, without a kernel."""
+    place.copy_(torch.tensor(value, dtype=place.dtype, device="cpu"))
+
+
 def send_fault(peers: Peers, fault: Fault, *, epoch: int, turn: int) -> None:
     """Puts the error by which this rank fails the call of `epoch` into every inbox. Local.
 
@@ -105,14 +120,14 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
     """
     word = _word_of(peers.rank)
     # This comes first: barriers still on this rank's stream would send epochs over these words.
-    counters(peers)[control.ABORTED] = 1
+    write_word(counters(peers)[control.ABORTED], 1)
     _send(peers, _WORD.pack(word) + report.pack(), turn)
     for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
-        mailbox = peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
         signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)
-        for words in (mailbox[:, :, 0], signals[:, 0]):
-            # Not atomic: an epoch that a peer sends at the same time may get lost; that peer counts as not arrived.
-            words.copy_((words & kept_bits) | word)
+        for slots in (*mailbox(peers, rank), signals):
+            for slot, (sent, *_) in zip(slots, slots.tolist(), strict=True):
+                # Not atomic: an epoch that a peer sends at the same time may get lost; that peer counts as not arrived.
+                write_word(slot[0], (sent & kept_bits) | word)
 
 
 def read_report(peers: Peers, sender: int) -> Report:

@@ -22,7 +22,7 @@ from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, Header, Lane
 from symmoe.nodes.nccl import NcclError
 from symmoe.nodes.rail import Messages, Payload, RailBroken
 from symmoe.nodes.topology import Topology
-from symmoe.symm_mem.inbox import Fault, Report, counters
+from symmoe.symm_mem.inbox import Fault, Report, counters, mailbox, write_word
 from symmoe.symm_mem.rail_watch import Looks, RailWatch, start_watch
 from symmoe.symm_mem.status_errors import mismatch_error
 from symmoe.symm_mem.streams import NoStreams, StreamOrder
@@ -30,6 +30,7 @@ from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
 _POLL_S = 1e-3
+_MOMENT_S = 1.0
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 _ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
@@ -61,6 +62,7 @@ class Mates:
             self._heard = torch.zeros(
                 (topology.num_nodes, len(self._told)), dtype=torch.int64, device=self._told.device
             )
+        self._hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
     def meet(self, call: int, sizes: int) -> Fault | Report | None:
         """Meets all mates, which must be in the same call. Collective.
@@ -104,9 +106,12 @@ class Mates:
             return self._missing(broken)
         except NcclError:
             return self._missing_on_device(None, lost=1)
+        self._hear()
+        return None
+
+    def _hear(self) -> None:
         fault = self._counters[control.RAIL_FAULT]
         torch.maximum(fault, self._heard.amax(), out=fault)
-        return None
 
     @property
     def failed_so_far(self) -> torch.Tensor:
@@ -138,6 +143,19 @@ class Mates:
         """Ends exchanges on the device, which nobody may use afterwards. Local."""
         self._payload.end()
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Leaves at the end of the context, or a moment after its begin: what the GPU is told in it may wait for what runs
+        there, and that may be an exchange which only this ends."""
+        timer = threading.Timer(_MOMENT_S, self.leave)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.leave()
+
     def close(self) -> None:
         """Ends the rail. Local."""
         if self._watch_ends is not None:
@@ -149,12 +167,12 @@ class Mates:
         """Whether a rank of this node that is missed has given up, and said why. Waits for that while it waits for its
         mates, a little longer than it can."""
         counters = self._peers.region(peer, self._peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        shape = (2, self._peers.num_ranks, control.MAIL_WORDS)
-        mail = self._peers.region(self._peers.rank, self._peers.layout.mailbox, shape, torch.int64)[:, peer, 0]
+        own_mailbox = mailbox(self._peers, self._peers.rank)
         deadline = time.monotonic() + self._bound_s
         while True:
             with self._streams.at_once():
-                is_on_rail, has_said = bool(counters[control.ON_RAIL]), bool((mail >= control.ABORT).any())
+                is_on_rail = bool(counters[control.ON_RAIL])
+                has_said = any(slots[peer][0] >= control.ABORT for slots in own_mailbox.tolist())
             if has_said or not is_on_rail or time.monotonic() > deadline:
                 return has_said
             time.sleep(_POLL_S)
@@ -163,9 +181,9 @@ class Mates:
     def _on_rail(self) -> Iterator[None]:
         """The host waits for mates in this context. After an error the peers see that it does until they know of it."""
         if self._watch is None:
-            self._counters[control.ON_RAIL] = 1
+            write_word(self._counters[control.ON_RAIL], 1)
             yield
-            self._counters[control.ON_RAIL] = 0
+            write_word(self._counters[control.ON_RAIL], 0)
         else:
             self._watch.waits_since = time.monotonic()
             yield
@@ -173,7 +191,7 @@ class Mates:
 
     def _mark_on_rail(self, is_on_rail: bool) -> None:
         with self._streams.at_once():
-            self._counters[control.ON_RAIL] = int(is_on_rail)
+            write_word(self._counters[control.ON_RAIL], int(is_on_rail))
 
     @property
     def _bound_s(self) -> float:
