@@ -145,8 +145,10 @@ class Mates:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Leaves at the end of the context, or a moment after its begin: what the GPU is told in it may wait for what runs
-        there, and that may be an exchange which only this ends."""
+        """Leaves at the end of the context, or a moment after its begin.
+
+        What the GPU is told in the context may wait for what runs there: an exchange, maybe, which only this ends.
+        """
         timer = threading.Timer(_MOMENT_S, self.leave)
         timer.daemon = True
         timer.start()
