@@ -333,6 +333,17 @@ def test_errors_are_those_of_tables():
         layer(torch.zeros(4, 8), [1, 1, 1, 1])
 
 
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+def test_misaligned_weights(weights: str):
+    layer = GroupedLinear(G, 8, 16, weights=weights)
+    for parameter in layer.parameters():
+        memory = torch.zeros(parameter.numel() + 4)
+        begin = 1 + -memory.data_ptr() // 4 % 4  # one element past the next 16 bytes
+        parameter.data = memory[begin : begin + parameter.numel()].view(parameter.shape)
+    with pytest.raises(ArgumentError, match=r"starts at address \d+; it must be aligned to 16"):
+        layer(torch.zeros(4, 8), [1, 1, 1, 1])
+
+
 def test_only_plain_parameters_alike_are_laid_side_by_side():
     mixed = [nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))]
     places = [parameter.data_ptr() for parameter in mixed]

@@ -32,9 +32,13 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
         lists: one tensor [G, O, C] or G of [O, C] each, all on one device.
 
     Raises:
-        ArgumentError: as in :func:`check_uniform`; or tensors in a table are not contiguous and aligned to 16 bytes.
+        ArgumentError: as in :func:`check_uniform`; or a packed tensor is not aligned to 16 bytes, or tensors in a table
+            are not contiguous and aligned so.
     """
     packed = {name: in_one_piece(matrices) for name, matrices in lists.items()}
+    for name, tensor in packed.items():
+        if tensor is not None and (address := tensor.data_ptr()) % control.ACCESS_BYTES:
+            raise ArgumentError(f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}")
     scattered = {name: matrices for name, matrices in lists.items() if packed[name] is None}
     tables: dict[str, TensorTable] = {}
     if scattered:
