@@ -50,6 +50,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
+from symmoe.nodes.place import Place
 from symmoe.symm_mem import address, host_backend, machine_memory, memory, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -965,7 +966,7 @@ class FakeNvshmem:
 
     def __init__(self, num_bytes: int = 5000) -> None:
         self.umasks, self.environment, self.calls = {}, {}, []
-        self.is_initialized, self.has_peer_access = False, True
+        self.is_initialized, self.has_peer_access, self.num_machines = False, True, 1
         self.memory = (ctypes.c_uint8 * num_bytes)()
         self.address = ctypes.addressof(self.memory)
         self.any_byte_when_freed: bool | None = None
@@ -1021,11 +1022,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
     zeros, ranges = torch.zeros, address.AddressRange
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvshmem_backend.torch, "zeros", lambda *shape, device=None: zeros(*shape))
-    monkeypatch.setattr(nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: None)
+    monkeypatch.setattr(nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: fake.num_machines)
     monkeypatch.setattr(address, "_DL_CUDA", 1)  # DLPack's number of the CPU
     cpu = torch.device("cpu", 0)
     monkeypatch.setattr(nvshmem_backend, "AddressRange", lambda start, num_bytes, device: ranges(start, num_bytes, cpu))
-    for name in (*nvshmem_backend._ENVIRONMENT, "NVSHMEM_SYMMETRIC_SIZE"):
+    names = nvshmem_backend._ENVIRONMENT | nvshmem_backend._ON_ONE_MACHINE
+    for name in (*names, "NVSHMEM_SYMMETRIC_SIZE"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
     return fake
@@ -1043,7 +1045,19 @@ def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
     assert after == 0o022
     assert fake.umasks == {"init": 0o077, "malloc": 0o077}
     assert fake.environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
+    assert fake.environment["NVSHMEM_DISABLE_MNNVL"] == "1"
     assert fake.calls == []  # finalize is collective
+
+
+def test_nvshmem_between_machines(fake: FakeNvshmem):
+    """It must neither stay on loopback nor leave out the links between machines."""
+    fake.has_peer_access, fake.num_machines = False, 2
+    with pytest.raises(
+        BackendUnavailable, match=r"ranks \[0\]: peer access is needed, here between 2 machines of one NVL"
+    ):
+        nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
+    assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
+    assert not {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_DISABLE_MNNVL"} & fake.environment.keys()
 
 
 def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
@@ -1062,23 +1076,27 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
     assert nvshmem_backend.preflight(1 << 20) == "no CUDA device is visible to torch"
 
 
-def meet_on_gpus(rank: int, num_ranks: int) -> list[tuple[str, str]]:
-    """What a heap checks of the GPUs of two ranks, on GPUs that are made up."""
-    found = []
-    for gpus, reach in (("00", True), ("01", False), ("01", True)):
+def meet_on_gpus(rank: int, num_ranks: int) -> tuple[list[tuple[str, str]], list[int]]:
+    """What a heap checks of the GPUs of two ranks, on GPUs that are made up; the numbers of machines that it finds."""
+    found, num_machines, find = [], [], nvshmem_backend.find_place
+    for gpus, reach, machines in (("00", True, 1), ("01", False, 1), ("01", True, 1), ("01", False, 2)):
+        place = Place(b"another machine") if machines == 2 and rank else find(None)
         backend = object.__new__(nvshmem_backend.NvshmemBackend)
         backend.device = torch.device("cuda", int(gpus[rank]))
         gpu = types.SimpleNamespace(uuid=f"GPU-{gpus[rank]}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
             patch.setattr(torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach)
-            found.append(outcome(backend._check_peers, Bootstrap(None)))
-    return found
+            patch.setattr(nvshmem_backend, "find_place", lambda gpu, place=place: place)
+            check = backend._check_peers
+            found.append(outcome(lambda check=check: num_machines.append(check(Bootstrap(None)))))
+    return found, num_machines
 
 
 def test_gpus_of_two_ranks(cluster):
-    for found in cluster(2).run(meet_on_gpus):
-        assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + [""]
+    for found, num_machines in cluster(2).run(meet_on_gpus):
+        assert num_machines == [1, 2]
+        assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + ["", ""]
         assert found[0][1].startswith("on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device(")
         assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
 

@@ -5,7 +5,9 @@ Dispatch and combine run against the oracles of one node, byte for byte; a layer
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
 from worker import Findings, open_heap
 
-import symmoe.symm_mem.heap
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.errors import ArgumentError, BackendUnavailable
+from symmoe.nodes import place
+from symmoe.nodes.place import Place, find_place
 from symmoe.nodes.topology import find_topology
 from symmoe.precision import Float8Block
+from symmoe.symm_mem import heap as heap_module
 
 # (ranks, ranks per node)
 LAYOUTS = [
@@ -66,6 +70,79 @@ def test_hosts_are_not_joined():
 def test_the_odd_node_is_named():
     with pytest.raises(BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"):
         find_topology("aabbc", 0, None)
+
+
+class FakeNvml:
+    """Stands for the library: one GPU, and what it says of its fabric."""
+
+    def __init__(self, *, cluster: bytes, clique: int = 7, state: int = 3, status: int = 0) -> None:
+        self.info = struct.pack("<16sIIB", cluster, status, clique, state)
+        self.num_open = 0
+
+    def nvmlInit_v2(self) -> int:
+        self.num_open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.num_open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:
+        return 0 if name == b"GPU-1a-2b" else 6
+
+    def nvmlDeviceGetGpuFabricInfo(self, device: Any, info: Any) -> int:
+        ctypes.memmove(info, self.info, len(self.info))
+        return 0
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-"])
+def test_an_nvlink_domain_of_several_machines(monkeypatch: pytest.MonkeyPatch, prefix: str):
+    nvml = FakeNvml(cluster=b"one cluster of 9")
+    monkeypatch.setattr(place.ctypes, "CDLL", lambda name: nvml)
+    found = find_place(prefix + "1a-2b")
+    assert found.domain == found.fabric == b"one cluster of 9" + bytes([7, 0, 0, 0])
+    assert Place.unpack(found.pack()) == found
+    assert len(found.pack()) == Place.NUM_BYTES
+    assert nvml.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        FakeNvml(cluster=bytes(16)),
+        FakeNvml(cluster=b"one cluster of 9", state=2),
+        FakeNvml(cluster=b"one cluster of 9", status=999),
+        object(),
+        OSError("no driver"),
+    ],
+    ids=["one machine", "not complete", "failed", "too old", "no driver"],
+)
+def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nvml: object):
+    def load(name: str) -> object:
+        if isinstance(nvml, OSError):
+            raise nvml
+        return nvml
+
+    monkeypatch.setattr(place.ctypes, "CDLL", load)
+    found = find_place("1a-2b")
+    assert found == find_place(None) == Place.unpack(found.pack())
+    assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+
+
+def in_one_domain(rank: int, num_ranks: int) -> list[str]:
+    """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
+    findings = Findings()
+    found = Place(b"machine %d" % (rank // 2), b"one domain".ljust(20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heap_module, "find_place", lambda gpu: found)
+        for ranks_per_node, want in ((None, ((0, 1, 2, 3),)), (2, ((0, 1), (2, 3)))):
+            with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+                findings.equal("nodes", heap.topology.nodes, want)
+    return findings.texts
+
+
+def test_machines_of_one_domain_are_one_node(cluster):
+    assert cluster(4).findings(in_one_domain) == []
 
 
 def arguments(rank: int, num_ranks: int) -> list[tuple[str, str]]:
@@ -176,7 +253,7 @@ def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[s
     machine = Path(folder) / f"host {rank % 2}"
     machine.write_text(f"host {rank % 2}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmoe.symm_mem.heap, "_MACHINE", machine)
+        patch.setattr(place, "_BOOT_ID", machine)
         with open_heap("cpu") as heap:
             nodes = heap.topology.nodes
         return nodes, train(rank, num_ranks, None, options, torch.bfloat16)

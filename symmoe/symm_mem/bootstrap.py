@@ -33,7 +33,7 @@ _TAG = 0x5E41  # no message of the user of the group has this tag
 
 
 class Bootstrap:
-    """The EP group as plain bytes. Every method but `global_ranks` is collective over the group.
+    """The EP group as plain bytes. All methods are collective over the group; properties are not.
 
     `group=None` without an initialised process group is a group of one.
 
@@ -66,6 +66,11 @@ class Bootstrap:
     def global_ranks(self) -> list[int]:
         """The group's ranks in the default group, in rank order. Not collective."""
         return [0] if self._alone else dist.get_process_group_ranks(self._group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in the EP group of those that take part. Not collective."""
+        return tuple(range(self.num_ranks))
 
     @property
     def store(self) -> Any:
@@ -199,6 +204,11 @@ class NodeBootstrap(Bootstrap):
     def global_ranks(self) -> list[int]:
         """See Bootstrap."""
         return [self._whole.global_ranks[rank] for rank in self._ranks]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See Bootstrap."""
+        return self._ranks
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """See Bootstrap."""

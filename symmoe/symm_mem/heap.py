@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +35,7 @@ from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.lane import Lane
 from symmoe.nodes.nccl import Nccl
 from symmoe.nodes.nccl_rail import NcclRail
+from symmoe.nodes.place import Place, find_place
 from symmoe.nodes.rail import GlooRail, Messages, Payload
 from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
 from symmoe.nodes.topology import find_topology
@@ -63,7 +63,6 @@ _TOKEN_BYTES = 16
 _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
-_MACHINE = Path("/proc/sys/kernel/random/boot_id")
 
 _NUMBERS = itertools.count()
 _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
@@ -89,7 +88,7 @@ class SymmetricHeap:
         start_timeout_s: bound, if longer, of waits for a peer that may be doing work which is done once: during
             construction, and in the first calls of each kind, for which ranks compile kernels.
         ranks_per_node: ranks whose memory is shared; the others are reached over the network. None: all ranks on one
-            machine. It may cut a machine into virtual nodes, to try what several nodes do; it joins none.
+            machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md).
@@ -139,9 +138,7 @@ class SymmetricHeap:
         self.backend, self.backend_reason = _pick_backend(backend)
         self._bootstrap.attempt(partial(self._check_arguments, timeout_s, start_timeout_s, ranks_per_node))
         self._agree_on_configuration(timeout_s, ranks_per_node)
-        machine = self._bootstrap.attempt(_MACHINE.read_bytes).strip()[:36]
-        machines = self._bootstrap.all_gather_bytes(machine, num_bytes=36)
-        self.topology = find_topology(machines, self.rank, ranks_per_node)
+        self.topology = find_topology(self._find_domains(), self.rank, ranks_per_node)
         node, bootstrap = self.topology.ranks, self._bootstrap
         if self.spans_nodes:
             bootstrap = NodeBootstrap(self._bootstrap, node)
@@ -708,6 +705,15 @@ class SymmetricHeap:
             raise BackendUnavailable(missing)
         if self.backend == "host" and self.rank == 0:
             warn_if_too_large(self.num_bytes, self.num_ranks)
+
+    def _find_domains(self) -> list[bytes]:
+        """Of each rank, what it has in common with those whose memory it can reach. Collective."""
+        gpu = None
+        if self.backend == "nvshmem":
+            gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        place = self._bootstrap.attempt(partial(find_place, gpu))
+        places = self._bootstrap.all_gather_bytes(place.pack(), num_bytes=Place.NUM_BYTES)
+        return [Place.unpack(packed).domain for packed in places]
 
     def _make_count_peers(self) -> Peers:
         local = [ranks.index(rank) for rank in range(self.num_ranks) for ranks in self.topology.nodes if rank in ranks]

@@ -10,21 +10,25 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 
 from symmoe.errors import BackendUnavailable
+from symmoe.nodes.place import find_place
 from symmoe.symm_mem.address import AddressRange
 from symmoe.symm_mem.bootstrap import Bootstrap
 
-_UNIQUE_ID_BYTES = 128
+_UNIQUE_ID_BYTES, _UUID_BYTES = 128, 60
 
-# One node, plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
+# Plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
 _ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
+}
+_ON_ONE_MACHINE = {
     "NVSHMEM_DISABLE_MNNVL": "1",
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
     "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY": "AF_INET",
@@ -63,11 +67,12 @@ class NvshmemBackend:
 
         self._bindings, self._core = bindings, core
         self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
-        self._check_peers(bootstrap)
+        num_machines = self._check_peers(bootstrap)
         torch.zeros(1, device=self.device)  # creates the primary context
         device = Device(self.device.index)
         device.set_current()
-        for name, value in _ENVIRONMENT.items():
+        environment = _ENVIRONMENT | _ON_ONE_MACHINE if num_machines == 1 else _ENVIRONMENT
+        for name, value in environment.items():
             os.environ.setdefault(name, value)
         # Used only where NVSHMEM cannot map memory on demand and takes its whole heap at once.
         os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(num_bytes + (64 << 20))
@@ -92,9 +97,12 @@ class NvshmemBackend:
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
         self.bases = [bindings.ptr(self._address, rank) for rank in range(bootstrap.num_ranks)]
-        missing = [rank for rank, base in enumerate(self.bases) if base == 0]
+        missing = [rank for rank, base in zip(bootstrap.ranks, self.bases, strict=True) if base == 0]
         if missing:
-            problem = BackendUnavailable(f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed")
+            text = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
+            if num_machines > 1:
+                text += f", here between {num_machines} machines of one NVLink domain; ranks_per_node can part them"
+            problem = BackendUnavailable(text)
         bootstrap.agree(problem)
         self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
 
@@ -114,22 +122,27 @@ class NvshmemBackend:
         """Local end after a failure: the memory goes with the process, because NVSHMEM only frees collectively. It is
         not zeroed, because a peer may be about to read from it."""
 
-    def _check_peers(self, bootstrap: Bootstrap) -> None:
-        """Raises on all ranks unless those of a node are on different GPUs that can address each other. Collective."""
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()
+    def _check_peers(self, bootstrap: Bootstrap) -> int:
+        """The number of machines of a node. Raises on all ranks unless its ranks are on different GPUs that can address
+        each other. Collective."""
         index = self.device.index
-        peers = bootstrap.all_gather_bytes(uuid[:60].ljust(60) + index.to_bytes(2, "little"), num_bytes=62)
-        uuids = [p[:60] for p in peers]
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()[:_UUID_BYTES].ljust(_UUID_BYTES)
+        place = bootstrap.attempt(partial(find_place, None)).pack()
+        sent = uuid + index.to_bytes(2, "little") + place
+        peers = bootstrap.all_gather_bytes(sent, num_bytes=len(sent))
+        uuids, machines = {peer[:_UUID_BYTES] for peer in peers}, {peer[-len(place) :] for peer in peers}
         problem = None
-        if len(set(uuids)) < len(uuids):
+        if len(uuids) < len(peers):
             text = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
             problem = BackendUnavailable(text)
         if _same_view_of_devices(bootstrap) and problem is None:
-            indices = [int.from_bytes(p[60:62], "little") for p in peers]
+            here = [peer for peer in peers if peer.endswith(place)]
+            indices = [int.from_bytes(peer[_UUID_BYTES : _UUID_BYTES + 2], "little") for peer in here]
             blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")
         bootstrap.agree(problem)
+        return len(machines)
 
 
 @contextmanager
