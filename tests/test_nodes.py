@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ import torch.distributed as dist
 from limits import HANG_S
 from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
+from test_schedules import EXACT as BIG_EXACT
+from test_schedules import MOST_TOKENS as MOST_BIG_TOKENS
+from test_schedules import STATIC as BIG_STATIC
+from test_schedules import check_ways
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.dispatch import overlapped_trip
 from symmoe.errors import ArgumentError, BackendUnavailable
+from symmoe.kernels.gemm_parts import Part
+from symmoe.moe import schedule
 from symmoe.nodes import place
 from symmoe.nodes.place import Place, find_place
 from symmoe.nodes.topology import find_topology
@@ -186,6 +194,65 @@ def test_all_cases(cluster, check):
     assert cluster(4).findings(check, list(range(len(routings.CASES))), "cpu", 2) == []
 
 
+BIG_LIMITS = {"capacity": 500, "max_tokens": MOST_BIG_TOKENS, "overflow": "drop", "rail_capacity": 350}
+BIG_KINDS = {"exact": BIG_EXACT, "static": BIG_STATIC, "drop": ("node", "hidden", BIG_LIMITS)}
+IN_SHORT = "2 x 2, static", "2 x 2, drop", "3 x 1, exact"
+BIG_CALLS = [
+    pytest.param(*layout.values, kind, id=name, marks=[pytest.mark.slow] * (name not in IN_SHORT))
+    for layout in LAYOUTS
+    for name, kind in ((f"{layout.id}, {name}", kind) for name, kind in BIG_KINDS.items())
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "kind"), BIG_CALLS)
+def test_all_ways_give_the_same_bits(cluster, num_ranks: int, ranks_per_node: int, kind: tuple[Any, ...]):
+    """Experts have rows of several tiles. Those from other nodes come, and their sums go, while others are computed."""
+    assert cluster(num_ranks).findings(check_ways, "cpu", torch.float32, (kind,), ranks_per_node) == []
+
+
+def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tuple[str, bool]]]:
+    """Of forward and backward: what begins and ends on the rails, and parts of GEMMs, and whether they have rows."""
+    events: list[tuple[str, bool]] = []
+    part_of = overlapped_trip.Part
+
+    def noting_part(rows: torch.Tensor, num_sms: int | None = None) -> Part:
+        events.append(("part", bool((rows[1] > rows[0]).any())))
+        return part_of(rows, num_sms)
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (events.append((name, True)), function(*arguments))[1]
+
+    with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
+        config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY)
+        layer = MoELayer(config, heap)
+        faults, found = heap._faults, []
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (overlapped_trip, schedule):
+                patch.setattr(module, "Part", noting_part)
+            num_tokens, plan_exchanges = 150 * num_ranks, 2  # 300 rows from each rank to each: a whole tile and more
+            x = torch.randn(num_tokens, 16, requires_grad=True)
+            ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
+            patch.setattr(faults, "begin_to_move", noting("begin", faults.begin_to_move))
+            patch.setattr(faults, "end_to_move", noting("end", faults.end_to_move))
+            y, _ = layer(x, topk_idx=ids, probs=torch.full((num_tokens, 2), 0.5))
+            found.append(events[2 * plan_exchanges :])
+            events.clear()
+            y.sum().backward()
+            found.append(events)
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+def test_rails_are_under_way_while_own_rows_are_computed(cluster, num_ranks: int, ranks_per_node: int):
+    begin, end, part = ("begin", True), ("end", True), ("part", True)
+    num_nodes = num_ranks // ranks_per_node
+    for rank, (forward, backward) in enumerate(cluster(num_ranks).run(watch_order, ranks_per_node)):
+        ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
+        dispatch = [begin, *[part] * ranks_per_node, end, *ends]
+        assert forward == [*dispatch, *ends, part, begin, end], forward
+        assert backward == [*dispatch, begin, end], backward
+
+
 NUM_EXPERTS, HIDDEN, FFN, TOP_K = 12, 16, 24, 3
 MOST_TOKENS = 40
 
@@ -223,12 +290,13 @@ def train(
         return [tensor.cpu() for tensor in found]
 
 
+EAGERLY = {"schedule": "always-overlapped"}
 EXACT: dict[str, Any] = {}
 STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
 ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 KINDS = [
-    pytest.param({**EXACT, "layout": "packed"}, torch.bfloat16, id="exact"),
-    pytest.param({**STATIC, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"),
+    pytest.param({**EXACT, **EAGERLY, "layout": "packed"}, torch.bfloat16, id="exact"),
+    pytest.param({**STATIC, **EAGERLY, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"),
     pytest.param({**ON_RAILS, "stash": "hidden"}, torch.bfloat16, id="rail", marks=pytest.mark.slow),
     pytest.param({**EXACT, "stash": "rows", "schedule": "serial"}, torch.float32, id="serial", marks=pytest.mark.slow),
 ]

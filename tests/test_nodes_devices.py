@@ -20,14 +20,14 @@ import pytest
 import torch
 from cluster import Cluster
 from limits import HANG_S, PROMPT_S
-from test_nodes import EXACT, ON_RAILS, STATIC, drop_on_rails, train
-from test_nodes_faults import BOUND_S, TIMEOUT_S, Ready, outcome, wrong_calls
+from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
+from test_nodes_faults import BOUND_S, MIDDLE, TIMEOUT_S, Overlapping, Ready, outcome, unforeseen, wrong_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
-from symmoe.nodes.rail import GlooRail, Messages, RailBroken
+from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
 from symmoe.symm_mem import faults
 from symmoe.symm_mem.inbox import Report, end_waits, mailbox, read_report
 
@@ -40,22 +40,26 @@ class DeviceRail(GlooRail):
         self.progress = torch.zeros(2, dtype=torch.int64)
         self._ended = threading.Event()
 
-    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
         if self._ended.is_set():
-            return
+            return []
         self.bound_s = timeout_s
         self.progress[0] += 1
         done = threading.Event()
 
-        def wait() -> None:  # gloo's wait goes on when its group is aborted
+        def travel() -> None:  # gloo's wait goes on when its group is aborted
             with contextlib.suppress(RailBroken):
-                GlooRail.move(self, sends, receives, math.inf)
+                GlooRail.wait(self, GlooRail.begin(self, sends, receives, math.inf), math.inf)
                 done.set()
 
-        threading.Thread(target=wait, daemon=True).start()
-        while not (done.wait(1e-3) or self._ended.is_set()):
-            pass
-        self.progress[1] += 1
+        threading.Thread(target=travel, daemon=True).start()
+        return [(0, done)]
+
+    def wait(self, started: Started, timeout_s: float) -> None:
+        for _, done in started:
+            while not (done.wait(1e-3) or self._ended.is_set()):
+                pass
+            self.progress[1] += 1
 
     def end(self) -> None:
         self._ended.set()
@@ -94,8 +98,8 @@ def on_gpus(rank: int, num_ranks: int, seed: int, function: Callable[..., Any], 
 
 @pytest.mark.parametrize("options", [EXACT, STATIC, ON_RAILS], ids=["exact", "static", "rail"])
 def test_bits(cluster, options: dict[str, Any]):
-    options = {**options, "order": "slot"}
-    want = cluster(4).run(train, 2, options, torch.bfloat16)
+    options = {**options, **EAGERLY, "order": "slot"}
+    want = cluster(4).run(train, 2, {**options, "schedule": "serial"}, torch.bfloat16)
     got = cluster(4).run(on_gpus, 0, train, 2, options, torch.bfloat16)
     for mine, its in zip(want, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
@@ -117,7 +121,23 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
-def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: str = "cpu") -> tuple[Any, ...]:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("where", ["own rows", *(pytest.param(w, marks=pytest.mark.slow) for w in MIDDLE)])
+def test_unforeseen_errors(cluster, where: str, seed: int):
+    """All ranks raise one, and the step that follows is right."""
+    *others, victim = cluster(4).run(on_gpus, seed, unforeseen, where)
+    assert victim[0] == "RuntimeError"
+    assert [name for name, _, _ in others] == ["SymmoeError"] * 3, others
+
+
+def lose(
+    rank: int,
+    num_ranks: int,
+    victims: tuple[int, ...],
+    how: str,
+    kind: type[Ready] = Ready,
+    device: str = "cpu",
+) -> tuple[Any, ...]:
     """What a survivor raises when ranks end or stop after they have met the others, before anything travels.
 
     how: "kill", "stop"; or "kill, deaf": survivors' GPUs take no copies before the exchange that waits has ended.
@@ -126,7 +146,7 @@ def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: 
     with as_on_gpus(rank) if device == "cpu" else contextlib.nullcontext():
         backend = "host" if device == "cpu" else "nvshmem"
         heap = SymmetricHeap(num_bytes=1 << 20, backend=backend, ranks_per_node=num_ranks // 2, **bounds)
-        ready = Ready(heap, rank)
+        ready = kind(heap, rank)
         for _ in range(2):
             ready.step()
         heap.synchronize()
@@ -138,7 +158,7 @@ def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: 
             )
         if rank in victims:
             code = signal.SIGSTOP if how == "stop" else signal.SIGKILL
-            heap._faults.move = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
+            heap._faults.begin_to_move = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
         start = time.monotonic()
         try:
             for _ in range(3):
@@ -152,9 +172,11 @@ def lose(rank: int, num_ranks: int, victims: tuple[int, ...], how: str, device: 
         return *found, raised - start, time.monotonic() - raised
 
 
-@pytest.mark.parametrize(("victims", "how"), [((1,), "stop"), ((2, 3), "kill"), ((2,), "kill, deaf")])
-def test_lost_while_payload_travels(victims: tuple[int, ...], how: str):
-    survivors = Cluster(4).run_without(victims, lose, victims, how, timeout_s=HANG_S)
+@pytest.mark.parametrize(
+    ("victims", "how", "kind"), [((1,), "stop", Overlapping), ((2, 3), "kill", Ready), ((2,), "kill, deaf", Ready)]
+)
+def test_lost_while_payload_travels(victims: tuple[int, ...], how: str, kind: type[Ready]):
+    survivors = Cluster(4).run_without(victims, lose, victims, how, kind, timeout_s=HANG_S)
     assert len(survivors) == 4 - len(victims)
     for name, missing, node, raised_s, closed_s in survivors.values():
         assert (name, node) == ("PeerTimeout", victims[0] // 2), survivors

@@ -20,8 +20,9 @@ from worker import free_bytes, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.combine import nodes as combine_nodes
-from symmoe.dispatch import crossing
+from symmoe.dispatch import crossing, overlapped_trip
 from symmoe.kernels import control
+from symmoe.moe import ep_step, schedule
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow)]
@@ -58,6 +59,29 @@ class Ready:
         y.sum().backward()
         torch.testing.assert_close(y, TOP_K * self.x)
         torch.testing.assert_close(x.grad, torch.full_like(self.x, TOP_K))
+        return y
+
+
+class Overlapping(Ready):
+    """Its steps are those of a layer whose GEMMs run while rows travel. `is_back`: whether it has come to backward."""
+
+    def __init__(self, heap: SymmetricHeap, rank: int) -> None:
+        super().__init__(heap, rank)
+        sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
+        self._layer = MoELayer(MoEConfig(**sizes, router="none", schedule="always-overlapped"), heap)
+        self._probs = torch.full(self.ids.shape, 0.5, device=heap.device)
+        self._wanted: list[torch.Tensor] = []
+        self.is_back = False
+
+    def step(self) -> torch.Tensor:
+        self.is_back = False
+        x = self.x.clone().requires_grad_()
+        y, _ = self._layer(x, topk_idx=self.ids, probs=self._probs)
+        self.is_back = True
+        y.sum().backward()
+        found = [y.detach(), x.grad]
+        self._wanted = self._wanted or found
+        assert all(torch.equal(a, b) for a, b in zip(found, self._wanted, strict=True))
         return y
 
 
@@ -120,7 +144,8 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int)
 def full_heaps(rank: int, num_ranks: int, ranks_per_node: int, culprit: int) -> list[str]:
     """Classes of errors where a heap has no room left, in dispatch, combine, backward and in a layer."""
     found = []
-    config = MoEConfig(hidden=HIDDEN, ffn=8, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
+    config = MoEConfig(**sizes, schedule="always-overlapped")
     with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready, layer = Ready(heap, rank), MoELayer(config, heap)
         for call in ("dispatch", "combine", "backward", "layer", "backward of the layer"):
@@ -150,31 +175,55 @@ def test_full_heaps(cluster, num_ranks: int, ranks_per_node: int):
     assert cluster(num_ranks).run(full_heaps, ranks_per_node, 2) == [["HeapExhausted"] * 5] * num_ranks
 
 
-def unforeseen(rank: int, num_ranks: int, where: str) -> tuple[str, str]:
-    """Class and text of an exception in the middle of the code between nodes, on rank 3."""
+# In the middle of what code: a function, and which of its calls in a step.
+MIDDLE: dict[str, tuple[Any, str, int]] = {
+    "sending": (crossing, "_rows", 0),
+    "own rows": (overlapped_trip, "Part", 0),
+    "rows of a peer": (overlapped_trip, "Part", 1),
+    "rows of other nodes": (overlapped_trip, "Part", 2),
+    "FC2 of other nodes": (schedule, "Part", 0),
+    "FC2 of own rows": (schedule, "Part", 1),
+    "summing": (combine_nodes, "_sum_of_nodes", 0),
+    "own gradients": (overlapped_trip, "Part", 3),
+    "gradients of other nodes": (overlapped_trip, "Part", 5),
+    "weight gradients": (ep_step._EPStep, "weight_gradients", 0),
+    "summing in backward": (combine_nodes, "_sum_of_nodes", 1),
+}
+BACK = "own gradients", "gradients of other nodes", "weight gradients", "summing in backward"
+IN_SHORT = "sending", "own rows", "rows of other nodes", "FC2 of own rows", "summing", "weight gradients"
+
+
+def unforeseen(rank: int, num_ranks: int, where: str) -> tuple[str, str, bool]:
+    """Class and text of an exception on rank 3, and whether it is raised in backward; the next step is right."""
     with open_heap("cpu", ranks_per_node=2) as heap:
-        ready = Ready(heap, rank)
+        ready = Overlapping(heap, rank)
         ready.step()
-        module, name = {"sending": (crossing, "_rows"), "summing": (combine_nodes, "_sum_of_nodes")}[where]
+        owner, name, number = MIDDLE[where]
+        left, original = number, getattr(owner, name)
+
+        def fail(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise RuntimeError("out of memory, say")
+            return original(*arguments, **options)
+
         with pytest.MonkeyPatch.context() as patch:
             if rank == 3:
-
-                def fail(*arguments: object) -> None:
-                    raise RuntimeError("out of memory, say")
-
-                patch.setattr(module, name, fail)
+                patch.setattr(owner, name, fail)
             found = outcome(ready.step)
+            is_back = ready.is_back
         ready.step()
-        return found
+        return *found, is_back
 
 
-@pytest.mark.parametrize("where", ["sending", "summing"])
+@pytest.mark.parametrize("where", [pytest.param(w, marks=[pytest.mark.slow] * (w not in IN_SHORT)) for w in MIDDLE])
 def test_unforeseen_errors(cluster, where: str):
-    """The other node learns of one after the last exchange of combine in the next call, which is backward."""
-    text = "out of memory, say"
+    """All ranks raise one in the same call, wherever it was."""
+    text, is_back = "out of memory, say", where in BACK
     *others, victim = cluster(4).run(unforeseen, where)
-    assert victim == ("RuntimeError", text)
-    assert others == [("SymmoeError", f"RuntimeError: {text}")] * 3
+    assert victim == ("RuntimeError", text, is_back)
+    assert others == [("SymmoeError", f"RuntimeError: {text}", is_back)] * 3
 
 
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
@@ -204,15 +253,16 @@ TIMEOUT_S = 4.0
 BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
 
 
-def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, where: tuple[str, int]):
+def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, where: tuple[Any, ...]):
     """What a survivor raises, when, and how long closing takes."""
     bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 30.0}
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=ranks_per_node, **bounds)
-    ready = Ready(heap, rank)
+    kind, *point = where
+    ready = kind(heap, rank)
     for _ in range(2):
         ready.step()
     if rank in victims:
-        _end_at(heap, how, *where)
+        _end_at(heap, how, *point)
     start = time.monotonic()
     try:
         for _ in range(3):
@@ -225,27 +275,39 @@ def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...
     return *found, raised - start, time.monotonic() - raised
 
 
-def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int) -> None:
-    """This process ends, or stops, when it comes to a barrier or a meeting of that phase."""
-    original = getattr(heap, method)
+def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None, number: int = 1) -> None:
+    """This process ends, or stops, when it comes to that of its barriers or meetings of that phase, or to the end of
+    that exchange."""
+    owner = heap._faults if phase is None else heap
+    original, left = getattr(owner, method), number
 
     def end(*arguments: Any, **options: Any) -> Any:
-        if phase in arguments:
+        nonlocal left
+        left -= phase is None or phase in arguments
+        if left == 0:
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         return original(*arguments, **options)
 
-    setattr(heap, method, end)
+    setattr(owner, method, end)
 
 
 POINTS = {
-    "plan: barrier": ("barrier", control.PHASE_PLAN),
-    "plan: rail": ("meet", control.PHASE_NODES_PLAN),
-    "dispatch: rail": ("meet", control.PHASE_NODES_OUT),
-    "dispatch: barrier": ("barrier", control.PHASE_DISPATCH_DONE),
-    "combine: barrier": ("barrier", control.PHASE_COMBINE_READY),
-    "combine: rail": ("meet", control.PHASE_NODES_HOME),
+    "plan: barrier": (Ready, "barrier", control.PHASE_PLAN),
+    "plan: rail": (Ready, "meet", control.PHASE_NODES_PLAN),
+    "dispatch: rail": (Ready, "meet", control.PHASE_NODES_OUT),
+    "dispatch: barrier": (Ready, "barrier", control.PHASE_DISPATCH_DONE),
+    "combine: barrier": (Ready, "barrier", control.PHASE_COMBINE_READY),
+    "combine: rail": (Ready, "meet", control.PHASE_NODES_HOME),
+    "overlapped: own rows": (Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
+    "overlapped: rows on the rail": (Overlapping, "end_to_move", None, 3),  # two are of the plan
+    "overlapped: rows of other nodes": (Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
+    "overlapped: end of dispatch": (Overlapping, "meet", control.PHASE_NODES_OUT, 2),
+    "overlapped: own sums": (Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
+    "overlapped: sums on the rail": (Overlapping, "end_to_move", None, 4),
+    "overlapped: end of combine": (Overlapping, "meet", control.PHASE_NODES_HOME, 2),
+    "overlapped: weight gradients": (Overlapping, "end_to_move", None, 6),
 }
-SHORT = [((1,), "stop", "dispatch: rail"), ((2, 3), "kill", "combine: rail")]
+SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
 ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill", "stop") for point in POINTS]
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from limits import HANG_S, PROMPT_S
 from relay import Relay, relayed
-from test_nodes_faults import Ready
+from test_nodes_faults import Overlapping, Ready
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
@@ -24,15 +24,21 @@ from symmoe.kernels import control
 TIMEOUT_S = 4.0
 BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
 
-# (phase of a meeting, which one of a step, whether it happens after the headers, so that tensors are on their way)
+# (what makes steps, phase of a meeting, which one of a step, whether it happens after the headers, so that tensors are
+# on their way)
 POINTS = {
-    "plan": (control.PHASE_NODES_PLAN, 1, False),
-    "dispatch": (control.PHASE_NODES_OUT, 1, False),
-    "rows of dispatch": (control.PHASE_NODES_OUT, 1, True),
-    "combine": (control.PHASE_NODES_HOME, 1, False),
-    "rows of combine": (control.PHASE_NODES_HOME, 1, True),
-    "backward of combine": (control.PHASE_NODES_OUT, 2, False),
-    "backward of dispatch": (control.PHASE_NODES_HOME, 2, False),
+    "plan": (Ready, control.PHASE_NODES_PLAN, 1, False),
+    "dispatch": (Ready, control.PHASE_NODES_OUT, 1, False),
+    "rows of dispatch": (Ready, control.PHASE_NODES_OUT, 1, True),
+    "end of dispatch": (Ready, control.PHASE_NODES_OUT, 2, False),
+    "combine": (Ready, control.PHASE_NODES_HOME, 1, False),
+    "rows of combine": (Ready, control.PHASE_NODES_HOME, 1, True),
+    "end of combine": (Ready, control.PHASE_NODES_HOME, 2, False),
+    "backward of combine": (Ready, control.PHASE_NODES_OUT, 3, False),
+    "backward of dispatch": (Ready, control.PHASE_NODES_HOME, 3, False),
+    "rows that travel under FC1": (Overlapping, control.PHASE_NODES_OUT, 1, True),
+    "sums that travel under FC2": (Overlapping, control.PHASE_NODES_HOME, 1, True),
+    "gradients that travel under weight gradients": (Overlapping, control.PHASE_NODES_HOME, 3, True),
 }
 LINK, RAIL = (0, 1), (1,)  # ranks of node 0 whose relays fail
 
@@ -43,11 +49,11 @@ def open_nodes(timeout_s: float = HANG_S / 2) -> SymmetricHeap:
     )
 
 
-def delayed(rank: int, num_ranks: int) -> tuple[bool, float, int]:
+def delayed(rank: int, num_ranks: int, kind: type[Ready]) -> tuple[bool, float, int]:
     """Whether a slow network gives the same bits, seconds of a step on it, and bytes that went through the relay."""
     with relayed(rank // 2) as relay:
         with open_nodes() as heap:
-            ready = Ready(heap, rank)
+            ready = kind(heap, rank)
             expected = ready.step()
             if relay is not None:
                 relay.delay_s = 0.1
@@ -59,27 +65,26 @@ def delayed(rank: int, num_ranks: int) -> tuple[bool, float, int]:
 
 
 @pytest.mark.slow
-def test_a_slow_network(cluster):
-    for rank, (is_equal, seconds, num_bytes) in enumerate(cluster(4).run(delayed)):
+@pytest.mark.parametrize("kind", [Ready, Overlapping])
+def test_a_slow_network(cluster, kind: type[Ready]):
+    for rank, (is_equal, seconds, num_bytes) in enumerate(cluster(4).run(delayed, kind)):
         assert is_equal
         assert seconds > 0.5  # five exchanges or more
         assert num_bytes > 2000 or rank > 1
 
 
-def broken(
-    rank: int, num_ranks: int, how: str, where: tuple[int, int, bool], relays: tuple[int, ...], timeout_s: float
-):
+def broken(rank: int, num_ranks: int, how: str, where: tuple[Any, ...], relays: tuple[int, ...], timeout_s: float):
     """What a rank raises when its network breaks, when, how long closing takes, and what is left; then a heap works."""
     with open_nodes() as first:  # what torch keeps from then on is none of it
         Ready(first, rank).step()
-    before = connections()
+    before, (kind, *point) = connections(), where
     with relayed(rank // 2) as relay:
         heap = open_nodes(timeout_s)
-        ready = Ready(heap, rank)
+        ready = kind(heap, rank)
         ready.step()
         dist.barrier()  # the relays have passed on all of this step
         if rank in relays:
-            _break_at(heap, relay, how, *where)
+            _break_at(heap, relay, how, *point)
         start = time.monotonic()
         found: dict[str, Any] = {"name": "", "text": ""}
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from worker import open_heap
 
 from symmoe import GroupedMLP, make_plan
+from symmoe.dispatch import node_plan
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.moe import ep_step
@@ -28,40 +30,37 @@ from symmoe.moe.overlap import (
     overlap_everything,
     rates_of,
 )
+from symmoe.nodes.topology import find_topology
 from symmoe.precision import MXFP8, Float8Block
 
 H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 
 
-@given(st.data())
-def test_parts_need_only_rows_that_have_arrived(data):
-    """Against the definition, row by row, for one expert after the other."""
-    num_ranks = data.draw(st.integers(1, 8))
-    rank = data.draw(st.integers(0, num_ranks - 1))
-    experts = data.draw(
-        st.lists(st.lists(st.integers(0, 300), min_size=num_ranks, max_size=num_ranks), min_size=1, max_size=3)
-    )
-    starts, row = torch.zeros((num_ranks + 1, len(experts)), dtype=torch.int32), 0
+def starts_of(experts: list[list[int]]) -> torch.Tensor:
+    """int32 [R + 1, e], where the rows of each source and expert start; experts: their rows by source."""
+    starts, row = torch.zeros((len(experts[0]) + 1, len(experts)), dtype=torch.int32), 0
     for e, counts in enumerate(experts):
         for source, count in enumerate(counts):
             starts[source, e] = row
             row += count
-        starts[num_ranks, e] = row
-    ranges = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
-    twin.split_by_source(starts, ranges, rank=rank)
+        starts[len(counts), e] = row
+    return starts
 
-    arrivals = [(rank - step) % num_ranks for step in range(num_ranks)]
+
+def check_parts(experts: list[list[int]], ranges: torch.Tensor, arrivals: list[tuple[int, set[int]]]) -> None:
+    """Against the definition, row by row, for one expert after the other. arrivals: parts, and who arrives for them."""
+    starts = starts_of(experts)
     for e, counts in enumerate(experts):
-        first, end = int(starts[0, e]), int(starts[num_ranks, e])
+        first, end = int(starts[0, e]), int(starts[-1, e])
         row_to_source = [source for source, count in enumerate(counts) for _ in range(count)]
         computed, arrived = set(), set()
-        for source in arrivals:
-            arrived.add(source)
-            begin, stop = ranges[source, :, e].tolist()
+        for part, sources in arrivals:
+            arrived |= sources
+            begin, stop = ranges[part, :, e].tolist()
             rows = set(range(begin, stop))
             assert not rows & computed
             assert all(row_to_source[row - first] in arrived for row in rows)
-            assert begin == end or (begin - first) % PART_ROWS == 0
+            assert begin >= stop or (begin - first) % PART_ROWS == 0
             computed |= rows
             # No tile whose rows have all arrived is left for later (unless it is a rank without rows that comes later).
             for tile in range(first, end, PART_ROWS) if all(counts) else ():
@@ -71,10 +70,60 @@ def test_parts_need_only_rows_that_have_arrived(data):
         assert computed == set(range(first, end))
         # In the opposite order, in which FC2 goes, the part of a rank completes all rows of that rank.
         computed = set()
-        for source in reversed(arrivals):
-            begin, stop = ranges[source, :, e].tolist()
+        for part, sources in reversed(arrivals):
+            begin, stop = ranges[part, :, e].tolist()
             computed |= set(range(begin, stop))
-            assert all(first + i in computed for i, owner in enumerate(row_to_source) if owner == source)
+            assert all(first + i in computed for i, owner in enumerate(row_to_source) if owner in sources)
+
+
+def draw_rows(data: st.DataObject, num_ranks: int) -> list[list[int]]:
+    """Rows of some experts by source."""
+    of_expert = st.lists(st.integers(0, 300), min_size=num_ranks, max_size=num_ranks)
+    found: list[list[int]] = data.draw(st.lists(of_expert, min_size=1, max_size=3))
+    return found
+
+
+@given(st.data())
+def test_parts_need_only_rows_that_have_arrived(data):
+    num_ranks = data.draw(st.integers(1, 8))
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    experts = draw_rows(data, num_ranks)
+    ranges = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
+    twin.split_by_source(starts_of(experts), ranges, rank=rank)
+    arrivals = [(rank - step) % num_ranks for step in range(num_ranks)]
+    check_parts(experts, ranges, [(source, {source}) for source in arrivals])
+
+
+@given(st.data())
+def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
+    """The ranks of the node first, as on one node; then those before it and those after it, all at once."""
+    num_nodes, num_ranks = data.draw(st.sampled_from([(2, 2), (2, 4), (3, 3), (3, 6), (4, 8), (2, 8)]))
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    experts = draw_rows(data, num_ranks)
+    topology = find_topology([source * num_nodes // num_ranks for source in range(num_ranks)], rank, None)
+    packed_start = torch.cat([torch.zeros(1), torch.tensor(experts).sum(0).cumsum(0)]).int()
+    plan = SimpleNamespace(
+        heap=SimpleNamespace(topology=topology, num_ranks=num_ranks, device=torch.device("cpu")),
+        source_to_row_start=starts_of(experts),
+        source_to_packed_start=packed_start,
+        source_to_rows=torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32),
+    )
+    own_plan, foreign_plan = SimpleNamespace(heap=plan.heap), SimpleNamespace()
+    own_rows = node_plan._split_by_arrival(plan, (own_plan, foreign_plan))
+    ranks, arrivals = topology.ranks, node_plan.NodePlan.arrivals.fget(own_plan)
+    assert arrivals[: len(ranks)] == [ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))]
+    others = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
+    ends = [(source, others[source]) for source in arrivals[len(ranks) :]]
+    assert [end for end in others.values() if end] == [end for _, end in ends]
+    check_parts(experts, own_plan.source_to_rows, [*((source, {source}) for source in arrivals[: len(ranks)]), *ends])
+    # With all ranks of the node as one part, and the packed rows of each.
+    ranges = torch.cat([own_plan.source_to_rows, own_rows[None]])
+    check_parts(experts, ranges, [(num_ranks, set(ranks)), *ends])
+    for source in arrivals:
+        sources = sorted(others[source] if source not in ranks else {source})
+        wanted = packed_start[sources[0]], packed_start[sources[-1] + 1]
+        assert tuple(own_plan.source_to_packed_start[source : source + 2]) == wanted
+    assert foreign_plan.source_to_rows is own_plan.source_to_rows
 
 
 RATES = Rates(
@@ -177,6 +226,67 @@ def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: 
             if division is not None:
                 assert 1 <= division.num_ctas <= 66
                 assert division.num_ctas + division.num_sms == 132
+
+
+def brute_force_between_nodes(
+    layer: tuple[int, ...], num_ranks: int, num_nodes: int, num_rows: int, rates: Rates
+) -> dict[str, tuple[float, float]]:
+    """Of each trip, the seconds one after the other and with the best division, where rails have NVLink's rate."""
+    hidden, ffn, num_experts, top_k = layer
+    tokens, own, counts = num_rows / top_k, 1 / num_nodes, range(1, 67)
+    goes_to = [
+        1 - math.comb(num_experts - num_experts // n, top_k) / math.comb(num_experts, top_k)
+        for n in (num_ranks, num_nodes)
+    ]
+    pushed = tokens * (num_ranks - num_nodes) * goes_to[0] * 2 * hidden
+    rail_s = tokens * (num_nodes - 1) * goes_to[1] * 2 * hidden / rates.link_bytes
+    ends = 1 if num_nodes == 2 else 2
+
+    def gemm_s(products: float, n: int, per_s: float) -> float:
+        return products * 2 * num_rows * hidden * ffn / per_s * 132 / (132 - n)
+
+    def dispatch(products: int) -> tuple[float, float]:
+        times = []
+        for n in counts:
+            push_s = pushed / min(n * rates.program_push_bytes, rates.link_bytes)
+            first_s = max(rail_s, own * push_s, gemm_s(own * products, n, rates.flops))
+            times.append(first_s + (1 - own) * push_s + gemm_s((1 - own) * products, 0, rates.flops))
+        parts = num_ranks // num_nodes - 1 + ends
+        alone_s = rail_s + pushed / rates.link_bytes + gemm_s(products, 0, rates.flops)
+        return alone_s, min(times) + parts * rates.part_s
+
+    fc2 = [gemm_s(1 - own, 0, rates.flops) + max(rail_s, gemm_s(own, n, rates.flops)) for n in counts]
+    wgrads = [max(rail_s, gemm_s(3, n, rates.wgrad_flops)) for n in counts]
+    return {
+        "dispatch": dispatch(2),
+        "gradient_dispatch": dispatch(1),
+        "combine": (rail_s + gemm_s(1, 0, rates.flops), min(fc2) + ends * rates.launch_s),
+        "gradient_combine": (rail_s + gemm_s(3, 0, rates.wgrad_flops), min(wgrads)),
+    }
+
+
+@pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
+@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(4, 2), (3, 3), (8, 4), (2, 2)])
+@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[2], (128, 64, 24, 2)], ids=str)
+def test_what_pays_between_nodes_is_overlapped(layer, num_ranks: int, num_nodes: int, rates: Rates):
+    if layer[2] % num_ranks:
+        layer = (*layer[:2], 96, layer[3])
+    for num_rows in (256, 65536):
+        sizes = sizes_of(layer, num_ranks, num_rows=num_rows, num_nodes=num_nodes, sums_travel=False)
+        chosen = overlap(sizes, 132, rates)
+        times = brute_force_between_nodes(layer, num_ranks, num_nodes, num_rows, rates)
+        for name, (alone_s, beside_s) in times.items():
+            assert (getattr(chosen, name) is not None) == (beside_s <= (1 - rates.least_gain) * alone_s), name
+    everything = overlap_everything(sizes, 132)
+    assert None not in (everything.dispatch, everything.gradient_dispatch, everything.combine)
+    assert everything.gradient_combine == everything.combine
+
+
+def test_between_nodes_large_calls_are_overlapped_and_small_ones_are_not():
+    for num_rows, is_chosen in ((65536, True), (256, False)):
+        chosen = overlap(sizes_of(LAYERS[2], 4, num_rows=num_rows, num_nodes=2, sums_travel=False), 132)
+        for division in (chosen.dispatch, chosen.gradient_dispatch, chosen.combine):
+            assert (division is not None) == is_chosen, (num_rows, chosen)
 
 
 def test_small_calls_and_single_sms_are_not_overlapped():

@@ -7,6 +7,10 @@ of nodes, and rounds. Its own node's sum is rounded, too, so that the bits do no
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 
 from symmoe.dispatch.crossing import Crossing
@@ -14,45 +18,86 @@ from symmoe.dispatch.maps import Across, Plan
 from symmoe.kernels import control
 
 
-def sums_from_nodes(
-    plan: Plan,
-    across: Across,
-    inside: torch.Tensor | None,
-    values_inside: torch.Tensor | None,
-    order: str,
-    agreed: control.CallFields,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Sums and values of this rank's tokens. Collective over the group; does not synchronise the host.
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """What is collected inside a node, for the tokens of one plan.
+
+    Attributes:
+        plan: of tokens inside the node.
+        rows: [T, 1, H], sums, or with order "slot" between nodes [T, K, H], the rows one by one, which home adds. None:
+            only values come home.
+        values: fp32 [T, K], or None.
+    """
+
+    plan: Plan
+    rows: torch.Tensor | None
+    values: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Rows and values, as far as there are any."""
+        return [tensor for tensor in (self.rows, self.values) if tensor is not None]
+
+
+class FromNodes:
+    """One way home between nodes. Memory is allocated when it is made.
 
     Args:
         plan: the plan over all ranks.
-        inside: [num_inside, H] of order "node", [num_inside * K, H] of order "slot": of the tokens inside this node.
-        values_inside: fp32 [num_inside, K].
-        agreed: fields of the call.
+        like: rows [., H] of the experts; None: only values come home.
+        has_values: whether values come home.
+        order: "slot": row by row; else a sum of each node.
 
-    Returns:
-        [T, H] and fp32 [T, K]; each None if there is none inside.
+    Attributes:
+        own, foreign: what has to be collected inside this node.
     """
-    crossing = across.crossing
-    num_rows = plan.top_k if order == "slot" else 1  # of a token
-    tensors = [] if inside is None else [inside.view(crossing.num_inside, num_rows, inside.shape[1])]
-    tensors += [] if values_inside is None else [values_inside]
-    home = crossing.bring_home(tensors, control.PHASE_NODES_HOME, agreed)
-    rows = None if inside is None else home[0]
-    values = None if values_inside is None else home[-1]
-    slot_to_node = _slot_to_node(plan)
-    found = None
-    if rows is not None:
-        rows = [_of_tokens(crossing, node, of_node) for node, of_node in enumerate(rows)]
-        found = _sum_of_slots(rows, slot_to_node) if order == "slot" else _sum_of_nodes(rows)
-    found_values = None
-    if values is not None:
-        values = [_of_tokens(crossing, node, of_node) for node, of_node in enumerate(values)]
-        found_values = _values_of_slots(values, slot_to_node)
-    # An error of one rail's ranks reaches the others here.
-    spoils = found_values if found is None else found
-    plan.heap.barrier(control.PHASE_NODES_HOME, spoils=spoils, **agreed)
-    return found, found_values
+
+    def __init__(self, plan: Plan, across: Across, like: torch.Tensor | None, *, has_values: bool, order: str) -> None:
+        self._plan, self._crossing, self._order = plan, across.crossing, order
+        self.own, self.foreign = (
+            _inside(of_tokens, like, has_values, plan.top_k if order == "slot" else 1)
+            for of_tokens in (across.own, across.foreign)
+        )
+        self._home = [self._crossing.room_at_home(tensor) for tensor in self.foreign.tensors]
+
+    @contextmanager
+    def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
+        """A context in which what has been collected for foreign tokens goes home. Collective over the group.
+
+        Yields:
+            a function that waits for what comes from other nodes.
+        """
+        heap, crossing = self._plan.heap, self._crossing
+        sends = [crossing.by_node(tensor) for tensor in self.foreign.tensors]
+        heap.meet(control.PHASE_NODES_HOME, **crossing.agreed_on_rail(agreed))
+        with heap.moving(sends, self._home) as wait:
+            yield wait
+
+    def add(self, out: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own."""
+        crossing, slot_to_node = self._crossing, _slot_to_node(self._plan)
+        found = []
+        for mine, home in zip(self.own.tensors, self._home, strict=True):
+            here = crossing.heap.topology.node
+            found.append([mine if node == here else _of_tokens(crossing, node, rows) for node, rows in enumerate(home)])
+        if out is not None:
+            rows = found[0]
+            out.copy_(_sum_of_slots(rows, slot_to_node) if self._order == "slot" else _sum_of_nodes(rows))
+        if values is not None:
+            values.copy_(_values_of_slots(found[-1], slot_to_node))
+
+    def meet(self, agreed: control.CallFields) -> None:
+        """Ends the trip, after its last barrier: an error of any node is raised here on all others."""
+        self._plan.heap.meet(control.PHASE_NODES_HOME, **self._crossing.agreed_on_rail(agreed))
+
+
+def _inside(plan: Plan, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Inside:
+    """Room for what is collected; num_rows: of a token."""
+    rows = None if like is None else like.new_empty((plan.num_tokens, num_rows, like.shape[1]))
+    values = None
+    if has_values:
+        values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=plan.heap.device)
+    return Inside(plan, rows, values)
 
 
 def _sum_of_nodes(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -83,8 +128,6 @@ def _values_of_slots(values: list[torch.Tensor], slot_to_node: torch.Tensor) -> 
 
 def _of_tokens(crossing: Crossing, node: int, rows: torch.Tensor) -> torch.Tensor:
     """[T, ...] from the rows that came from a node for the tokens that were sent there; 0 for other tokens."""
-    if node == crossing.heap.topology.node:
-        return rows
     row = crossing.token_to_rail_row[:, node].long()
     if not len(rows):
         return rows.new_zeros((crossing.num_tokens, *rows.shape[1:]))

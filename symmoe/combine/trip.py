@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 
 import torch
 
 from symmoe import kernels
-from symmoe.combine.nodes import sums_from_nodes
+from symmoe.combine.nodes import FromNodes, Inside
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
@@ -72,6 +73,9 @@ class Collection:
         row_values: fp32 [N_cap], values that come home, complete before the context begins.
         gradients: in backward, index of control.GRADIENTS; the same on all ranks.
 
+    Between nodes :meth:`open` has the sums of other nodes' tokens leave, and :meth:`finish` makes those of this node's;
+    where the rows of the latter are complete later, :meth:`open_again` comes between.
+
     Attributes:
         out: [T, H], the sums, complete after :meth:`finish`; None without rows.
         values: fp32 [T, K], complete after :meth:`finish`; None without row_values.
@@ -86,17 +90,12 @@ class Collection:
         row_values: torch.Tensor | None = None,
         gradients: int = 0,
     ) -> None:
-        self._whole_plan, plan = plan, plan if plan.across is None else plan.across.inside
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
-        self._pulls = pulls(self._whole_plan, order)
-        adds_at_home = self._whole_plan.across is not None and order == "slot"
-        self._lines = plan.slot_to_rank, plan.slot_to_row
-        if adds_at_home:  # one by one: the sums are made at home, of rows from all nodes
-            self._lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
+        self._pulls = pulls(plan, order)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {
-            "order": int(adds_at_home if self._whole_plan.across is not None else self._pulls),
+            "order": int(self._pulls if plan.across is None else order == "slot"),
             "gradients": gradients,
             "probs": int(row_values is not None),
             "plan": plan.generation,
@@ -105,10 +104,13 @@ class Collection:
         self.out: torch.Tensor | None = None
         if rows is not None:
             self._agreed["hidden"], self._agreed["dtype"] = rows.shape[1], control.DTYPES.index(rows.dtype)
-            self.out = rows.new_empty((len(self._lines[0]), rows.shape[1]))
+            self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
         self.values: torch.Tensor | None = None
         if row_values is not None:
             self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
+        self._from_nodes: FromNodes | None = None
+        if plan.across is not None:
+            self._from_nodes = FromNodes(plan, plan.across, rows, has_values=row_values is not None, order=order)
 
     def __enter__(self) -> Collection:
         plan, heap = self._plan, self._plan.heap
@@ -150,16 +152,40 @@ class Collection:
         self.finish(num_ctas=num_ctas)
 
     def open(self) -> None:
-        """Waits until every rank has a place for sums; with order "slot", until all rows are complete."""
-        plan, heap = self._plan, self._plan.heap
-        with heap.timed("combine"):
-            self._ready = ready = heap.barrier(PHASE, publish=self._publish, **self._agreed)
-            trip = (heap.peers, ready)
-            if self.out is not None and self._pulls:
-                self._ops.pull_rows(*self._lines, *trip, self.out, column=READY_ROWS)
-            if self.values is not None:
-                index = (plan.slot_to_rank, plan.token_to_packed_row)
-                self._ops.pull_values(*index, *trip, self.values, column=READY_VALUES)
+        """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
+        until the rows of tokens of other nodes are, whose sums then leave."""
+        with self._plan.heap.timed("combine"):
+            self._wait_for_rows()
+            if self._from_nodes is None:
+                rows = self.out[:, None] if self._pulls and self.out is not None else None
+                self._pull(Inside(self._plan, rows, self.values))
+            else:
+                self._pull(self._from_nodes.foreign)
+                self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
+
+    def open_again(self) -> None:
+        """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
+        if self._plan.heap.capture:
+            # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
+            # barrier, and ranks that do so after it, would wait for each other.
+            self._come()
+        self._wait_for_rows()
+
+    def _wait_for_rows(self) -> None:
+        self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
+
+    def _pull(self, inside: Inside) -> None:
+        """Sums rows where they are, and brings values."""
+        plan, trip = inside.plan, (self._plan.heap.peers, self._ready)
+        if inside.rows is not None:
+            out = inside.rows.flatten(0, 1)
+            lines = plan.slot_to_rank, plan.slot_to_row
+            if inside.rows.shape[1] > 1:  # one by one
+                lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
+            self._ops.pull_rows(*lines, *trip, out, column=READY_ROWS)
+        if inside.values is not None:
+            index = (plan.slot_to_rank, plan.token_to_packed_row)
+            self._ops.pull_values(*index, *trip, inside.values, column=READY_VALUES)
 
     def send(self, source: int | None = None, *, num_ctas: int | None = None) -> None:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""
@@ -176,11 +202,15 @@ class Collection:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
         plan, heap = self._plan, self._plan.heap
         with heap.timed("combine"):
-            arrived = heap.barrier(control.PHASE_COMBINE_DONE, **self._agreed)
-            if (across := self._whole_plan.across) is not None:
-                inside = self.out, self.values
-                self.out, self.values = sums_from_nodes(self._whole_plan, across, *inside, self._order, self._agreed)
-                return
+            spoils = None
+            if self._from_nodes is not None:
+                self._pull(self._from_nodes.own)
+                self._come()
+                self._from_nodes.add(self.out, self.values)
+                spoils = self.values if self.out is None else self.out
+            arrived = heap.barrier(control.PHASE_COMBINE_DONE, spoils=spoils, **self._agreed)
+            if self._from_nodes is not None:
+                self._from_nodes.meet(self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return
             self._ops.sum_home(
@@ -197,5 +227,7 @@ class Collection:
                 num_ctas=num_ctas,
             )
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
-        self._exit.close()
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.__exit__(exc_type, exc, trace)

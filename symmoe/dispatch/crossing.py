@@ -9,8 +9,11 @@ T tokens and K slots per token of this rank, N nodes, R ranks in all, G ranks of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -126,8 +129,8 @@ class RailCounts:
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """The way of one plan's tokens to the other nodes. Tokens *inside* a node are its rank's own, then those of each
-    other node, in the order of nodes.
+    """The way of one plan's tokens to the other nodes. *Foreign* tokens are those that this rank gets from other nodes,
+    in the order of nodes.
 
     Attributes:
         heap: of the plan.
@@ -150,65 +153,55 @@ class Crossing:
         return self.token_to_rail_row.shape[0]
 
     @property
-    def num_inside(self) -> int:
-        """Tokens inside the node."""
-        return self.num_tokens + sum(self.num_received)
+    def num_foreign(self) -> int:
+        """Tokens that other nodes send."""
+        return sum(self.num_received)
 
-    def bring_in(self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields) -> list[torch.Tensor]:
-        """Each tensor [T, .] with the rows of the tokens inside: [num_inside, .]. Collective over the group.
+    @contextmanager
+    def bring_in(
+        self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
+    ) -> Iterator[Callable[[], list[torch.Tensor]]]:
+        """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
+        comes next.
 
-        phase, agreed: as in SymmetricHeap.barrier. A barrier comes first, so that no rank sends what a rank of its node
-        has an error about.
+        phase, agreed: as in SymmetricHeap.meet.
+
+        Yields:
+            a function that waits for what other nodes send: of each tensor, [num_foreign, .].
         """
-        self.heap.barrier(phase, **agreed)
-        sends, receives, inside = [], [], []
-        for tensor in tensors:
-            whole = tensor.new_empty((self.num_inside, *tensor.shape[1:]))
-            whole[: self.num_tokens] = tensor
-            sends.append([_rows(tensor, index) for index in self.rail_row_to_token])
-            receives.append([whole[first:end] for first, end in self.received_ranges])
-            inside.append(whole)
-        self.heap.exchange(sends, receives, phase, **self.agreed_on_rail(agreed))
-        return inside
+        heap = self.heap
+        sends = [[_rows(tensor, index) for index in self.rail_row_to_token] for tensor in tensors]
+        foreign = [tensor.new_empty((self.num_foreign, *tensor.shape[1:])) for tensor in tensors]
+        heap.meet(phase, **self.agreed_on_rail(agreed))
+        with ExitStack() as travels:
+            begin = partial(travels.enter_context, heap.moving(sends, [self.by_node(whole) for whole in foreign]))
+            # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
+            # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
+            wait = None if heap.capture else begin()
+
+            def come() -> list[torch.Tensor]:
+                (wait or begin())()
+                return foreign
+
+            yield come
 
     def agreed_on_rail(self, agreed: control.CallFields) -> control.CallFields:
         """Fields of a call on which the ranks of a rail must agree, from those of the ranks of a node."""
         return {**agreed, "plan": self.number}
 
-    def bring_home(
-        self, inside: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
-    ) -> list[list[torch.Tensor]]:
-        """The way back, of tensors [num_inside, .]. Collective over the group, after a barrier.
+    def room_at_home(self, foreign: torch.Tensor) -> list[torch.Tensor]:
+        """By node, the rows [S, .] of the tokens that were sent there, of a tensor that has rows [num_foreign, .]."""
+        return [foreign.new_empty((index.numel(), *foreign.shape[1:])) for index in self.rail_row_to_token]
 
-        phase, agreed: as in :meth:`bring_in`.
-
-        Returns:
-            of each tensor, by node, the rows [S, .] of the tokens that were sent there; of this node, [T, .].
-        """
-        sends = [[whole[first:end] for first, end in self.received_ranges] for whole in inside]
-        home = [
-            [whole.new_empty((index.numel(), *whole.shape[1:])) for index in self.rail_row_to_token] for whole in inside
-        ]
-        self.heap.exchange(sends, home, phase, **self.agreed_on_rail(agreed))
-        for whole, by_node in zip(inside, home, strict=True):
-            by_node[self.heap.topology.node] = whole[: self.num_tokens]
-        return home
+    def by_node(self, foreign: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of a tensor [num_foreign, .] that belong to each node."""
+        return [foreign[first:end] for first, end in self.foreign_ranges]
 
     @property
-    def received_ranges(self) -> list[tuple[int, int]]:
-        """By node, the first and the end of its tokens among those inside; of this node none."""
-        found, first = [], self.num_tokens
-        for num_rows in self.num_received:
-            found.append((first, first + num_rows))
-            first += num_rows
-        return found
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Same as :attr:`received_ranges`, with the own tokens of this node."""
-        found = self.received_ranges
-        found[self.heap.topology.node] = (0, self.num_tokens)
-        return found
+    def foreign_ranges(self) -> list[tuple[int, int]]:
+        """By node, the first and the end of its tokens among the foreign ones; of this node none."""
+        ends = itertools.accumulate(self.num_received)
+        return [(end - num_rows, end) for end, num_rows in zip(ends, self.num_received, strict=True)]
 
 
 def make_crossing(

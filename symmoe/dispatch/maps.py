@@ -24,7 +24,7 @@ class Region(NamedTuple):
     """Consecutive tokens of a plan that are from one rank, and where they have their packed rows.
 
     Attributes:
-        tokens: which of the plan's; None: all.
+        tokens: which of those that are sent together; None: all.
         slot_to_row, slot_to_rank, token_to_packed_row: their lines of the plan's maps.
         block_tokens: int32 [., R], tokens of each block of them that go to each rank.
         packed_start, packed_limit: int32 [R], their first packed row on each rank, and rows of the region there.
@@ -222,9 +222,9 @@ class Plan(PlanIntegers):
         return (Region(None, *maps, self.block_tokens, self.packed_start, self.packed_limit),)
 
     @property
-    def own_source(self) -> int:
-        """Of source_to_packed_start, this rank, whose tokens are written to all their rows here when they are sent."""
-        return self.heap.peers.rank
+    def inside(self) -> Plan:
+        """This plan as the ranks of a node have it: between nodes a plan of its own; else this one."""
+        return self if self.across is None else self.across.own
 
     @property
     def arrivals(self) -> list[int]:
@@ -259,11 +259,16 @@ class Across:
 
     Attributes:
         crossing: the way there and back.
-        inside: the plan of the tokens inside this node, see dispatch/node_plan.py.
+        own, foreign: the plans inside this node of this rank's tokens, and of those that its rail has sent, see
+            dispatch/node_plan.py.
+        own_rows: int32 [2, e], rows that can be computed when the tokens of this node's ranks have come; None: ranks of
+            this node do not follow each other, so these rows are in several places.
     """
 
     crossing: Crossing
-    inside: Plan
+    own: Plan
+    foreign: Plan
+    own_rows: torch.Tensor | None
 
 
 def _nothing_dispatched() -> StalePlan:

@@ -4,6 +4,9 @@ Every rank sends to the next rank first, then to the one after it, and signals e
 between it indexes what has come and copies it to secondary rows. So a rank can begin with its own rows, go on with
 those of the rank before it, and so on (`plan.arrivals`), and `plan.source_to_rows` says which rows each of these parts
 has. The bytes are those of trip.py.
+
+Between nodes this is what the ranks of a node do with their own tokens, while those of other nodes come along the
+rails. These are sent to the ranks of the node after that, and are the last parts; a barrier says that they are there.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
-from symmoe.dispatch.trip import agreed_fields, place_own_rows, token_to_row
+from symmoe.dispatch.trip import agreed_fields, fan_out, legs, place_own_rows, token_to_row
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
@@ -61,24 +64,33 @@ def arriving(
         division: the division of the SMs until all rows have been sent.
     """
     heap, agreed = plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
-    with Slots(plan, probs) as slots, heap.one_call():
+    with (
+        Slots(plan, has_probs=True) as slots,
+        heap.one_call(),
+        legs([x, probs], plan, agreed) as travelling,
+    ):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
+
+        def with_slots() -> Iterator[tuple[Plan, torch.Tensor]]:
+            for leg, (rows, its_probs) in travelling:
+                slots.push(leg, its_probs, ready)
+                yield leg, rows
+
         with heap.timed("dispatch"):
             ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
             mark(FRAGILE)
             try:
-                slots.push(ready)
+                trip = _Trip(with_slots(), buffer, ready, layout, division, agreed)
             except Exception as error:
                 heap.abort_for(error)  # peers wait for signals; only at a barrier could they be told
                 raise
 
         def receive(source: int, arrived: torch.Tensor) -> None:
-            start = plan.source_to_packed_start
+            start = plan.inside.source_to_packed_start
             slots.index(start[source : source + 1], start[source + 1 : source + 2], ready, arrived)
-            if layout == "expert-major":
-                _copy(buffer, slots.packed_to_row, plan, source, division)
+            fan_out(buffer, slots.packed_to_row, plan.inside, layout, source=source, num_ctas=division.num_ctas)
 
-        with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
+        with _travelling(trip, receive) as parts:
             yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
 
 
@@ -95,25 +107,13 @@ def rows_arriving(
     packed_to_row, _ = plan.received_index()
 
     def receive(source: int, arrived: torch.Tensor) -> None:
-        if layout == "expert-major":
-            _copy(buffer, packed_to_row, plan, source, division)
+        fan_out(buffer, packed_to_row, plan.inside, layout, source=source, num_ctas=division.num_ctas)
 
-    with heap.one_call():
+    with heap.one_call(), legs([x], plan, agreed) as travelling:
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
-        with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
+        trip = _Trip(((leg, rows) for leg, (rows,) in travelling), buffer, ready, layout, division, agreed)
+        with _travelling(trip, receive) as parts:
             yield parts
-
-
-def _copy(buffer: torch.Tensor, packed_to_row: torch.Tensor, plan: Plan, source: int, division: Division) -> None:
-    """Copies a peer's rows, which have come to an expert-major buffer, to their secondary rows."""
-    kernels.for_device(buffer.device).fan_out(
-        buffer,
-        packed_to_row,
-        plan.source_to_packed_start,
-        rank=plan.heap.rank,
-        source=source,
-        num_ctas=division.num_ctas,
-    )
 
 
 # Called for rows that have come, with their source rank and the result of the wait for them.
@@ -121,18 +121,10 @@ Receive = Callable[[int, torch.Tensor], None]
 
 
 @contextmanager
-def _travelling(
-    x: torch.Tensor,
-    plan: Plan,
-    buffer: torch.Tensor,
-    ready: torch.Tensor,
-    layout: str,
-    division: Division,
-    receive: Receive,
-) -> Iterator[Iterator[Part]]:
-    """Yields the parts. By the end of the context all rows have been sent and received, even after an exception:
-    peers wait for this rank's rows, and what they send must not land in memory that has been leased again."""
-    trip = _Trip(x, plan, buffer, ready, layout, division)
+def _travelling(trip: _Trip, receive: Receive) -> Iterator[Iterator[Part]]:
+    """Yields the parts. By the end of the context all rows have been sent and received, even after an exception: peers
+    wait for this rank's rows, and what they send must not land in memory that has been leased again. Between nodes that
+    is so for the rows of this node; for the others the peers wait at a barrier, where they can be told."""
     mark(OWES)
     parts = trip.parts(receive)
     try:
@@ -144,7 +136,7 @@ def _travelling(
             with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
                 trip.finish()
         except Exception as error:  # noqa: BLE001 - the exception that led here is raised
-            plan.heap.abort_for(error)
+            trip.heap.abort_for(error)
         raise
     finally:
         with owed():
@@ -153,31 +145,39 @@ def _travelling(
 
 
 class _Trip:
-    """Rows of x on their way: this rank's own on the current stream, the others on a branch."""
+    """Rows on their way: this rank's own on the current stream, the others on a branch.
+
+    Args:
+        legs: the plan and the rows [T, H] of this rank's tokens, and between nodes of those that come from others.
+        agreed: fields of the call.
+    """
 
     def __init__(
         self,
-        x: torch.Tensor,
-        plan: Plan,
+        legs: Iterator[tuple[Plan, torch.Tensor]],
         buffer: torch.Tensor,
         ready: torch.Tensor,
         layout: str,
         division: Division,
+        agreed: control.CallFields,
     ) -> None:
-        self._x, self._plan, self._buffer, self._ready, self._division = x, plan, buffer, ready, division
-        self._layout, self._token_to_row = layout, token_to_row(plan, layout)
-        self.branch = plan.heap.branch()
+        (self._plan, self._x), self._legs = next(legs), legs
+        self._buffer, self._ready, self._division = buffer, ready, division
+        self._layout, self._agreed = layout, agreed
+        self.heap = heap = self._plan.heap
+        self.branch = heap.branch()
         self._start = self.branch.point()
+        self._rank, self._num_ranks = heap.peers.rank, heap.peers.num_ranks
         self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
 
     def parts(self, receive: Receive) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes, once `receive` has been called for them."""
-        plan, own, num_sms = self._plan, self._plan.heap.rank, self._division.num_sms
-        last = plan.arrivals[-1]
+        plan, num_sms = self._plan, self._division.num_sms
+        own, *others = plan.arrivals
         with plan.heap.timed("dispatch"):
             if self._layout == "packed":
-                self._push(own, None)
+                self._push(self._x, plan, self._rank, None)
             else:
                 place_own_rows(self._x, plan, self._buffer, self._ready)
             receive(own, self._ready)
@@ -185,12 +185,14 @@ class _Trip:
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._exchange(receive)
-        for source in plan.arrivals[1:]:
+        for source in others:
+            if source not in self._come:
+                self._forward(receive)
             self.branch.wait_for(self._come[source])
-            yield Part(plan.source_to_rows[source], None if source == last else num_sms)
+            yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
 
     def finish(self) -> None:
-        """Sends and receives the remaining rows, which nobody reads."""
+        """Sends and receives the remaining rows of this node, which nobody reads."""
         self._exchange(lambda source, arrived: None)
 
     def _exchange(self, receive: Receive) -> None:
@@ -198,25 +200,37 @@ class _Trip:
 
         All ranks wait for a push only after their own one of the same step: no two wait for each other.
         """
-        heap = self._plan.heap
+        heap, num_ranks = self.heap, self._num_ranks
         with self.branch.after(self._start), heap.timed("dispatch"):
-            for step in range(self._num_received + 1, heap.num_ranks):
-                to, source = (heap.rank + step) % heap.num_ranks, (heap.rank - step) % heap.num_ranks
+            for step in range(self._num_received + 1, num_ranks):
+                to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
-                        self._push(to, self._division.num_ctas)
+                        self._push(self._x, self._plan, to, self._division.num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+                source = self._plan.arrivals[step]
                 receive(source, arrived)
                 self._come[source] = self.branch.point()
                 self._num_received = step
 
-    def _push(self, rank: int, num_ctas: int | None) -> None:
-        kernels.for_device(self._x.device).push_rows(
-            self._x,
-            self._token_to_row,
-            self._plan.heap.peers,
+    def _forward(self, receive: Receive) -> None:
+        """Sends what has come from other nodes to all ranks of this one, and receives what they have sent of that."""
+        with self.branch.after(self._start), self.heap.timed("dispatch"):
+            for plan, rows in self._legs:
+                for step in range(1, self._num_ranks + 1):
+                    self._push(rows, plan, (self._rank + step) % self._num_ranks, self._division.num_ctas)
+            arrived = self.heap.barrier(control.PHASE_DISPATCH_DONE, spoils=self._buffer, **self._agreed)
+            for source in self._plan.arrivals[self._num_ranks :]:
+                receive(source, arrived)
+                self._come[source] = self.branch.point()
+
+    def _push(self, rows: torch.Tensor, plan: Plan, rank: int, num_ctas: int | None) -> None:
+        kernels.for_device(rows.device).push_rows(
+            rows,
+            token_to_row(plan, self._layout),
+            self.heap.peers,
             self._ready,
             column=READY_ROWS,
             ranks=range(rank, rank + 1),

@@ -15,7 +15,7 @@ from symmoe import kernels
 from symmoe.checks.buffers import tensor_problem
 from symmoe.checks.choices import is_choice, words_problem
 from symmoe.dispatch.crossing import RailCounts, find_rail_rows, make_crossing
-from symmoe.dispatch.maps import Across, Plan, PlanIntegers, num_blocks, plan_layout
+from symmoe.dispatch.maps import Plan, PlanIntegers, num_blocks, plan_layout
 from symmoe.dispatch.node_plan import plan_inside
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
@@ -182,7 +182,7 @@ def _plan_between_nodes(
             plan.num_dropped.add_(counts.told())
         sent = num_received = [0 if n == heap.topology.node else rail_capacity for n in range(heap.topology.num_nodes)]
     crossing = make_crossing(heap, rails.token_to_rail_row, sent, num_received)
-    plan.across = Across(crossing, plan_inside(plan, crossing, rail_capacity or 0))
+    plan.across = plan_inside(plan, crossing, rail_capacity or 0)
     return plan
 
 

@@ -21,7 +21,7 @@ class Slots:
     `row_to_packed_row` after the context.
 
     Args:
-        probs: fp32 [T, K], or None on all ranks.
+        has_probs: whether probs travel as well.
 
     Attributes:
         packed_to_row: int32 [P_cap, K].
@@ -29,15 +29,15 @@ class Slots:
         row_probs: fp32 [N_cap], or None without probs.
     """
 
-    def __init__(self, plan: Plan, probs: torch.Tensor | None) -> None:
+    def __init__(self, plan: Plan, *, has_probs: bool) -> None:
         device = plan.heap.device
-        self._plan, self._probs, self._ops = plan, probs, kernels.for_device(device)
+        self._plan, self._ops = plan, kernels.for_device(device)
         self._shape, self._leases = (plan.packed_row_capacity, plan.top_k), ExitStack()
         self.packed_to_row = torch.empty(self._shape, dtype=torch.int32, device=device)
         # Zeros in the tail: a kernel that gathers by it stays inside the buffer.
         self.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=device)
         self.row_probs = None
-        if probs is not None:
+        if has_probs:
             self.row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=device)
 
     def __enter__(self) -> Slots:
@@ -60,20 +60,25 @@ class Slots:
         """What the ready barrier publishes as READY_SLOTS and READY_PROBS."""
         return self._slots.offset, self._received_probs.offset
 
-    def push(self, ready: torch.Tensor) -> None:
-        """Writes slots and probs to all ranks. `ready`: the result of the ready barrier."""
-        plan = self._plan
-        for region in plan.regions:
-            probs = self._probs if region.tokens is None or self._probs is None else self._probs[region.tokens]
+    def push(self, leg: Plan, probs: torch.Tensor | None, ready: torch.Tensor) -> None:
+        """Writes slots and probs of tokens to all ranks.
+
+        Args:
+            leg: the plan of the tokens.
+            probs: fp32 [T, K], or None on all ranks.
+            ready: the result of the ready barrier.
+        """
+        for region in leg.regions:
+            of_region = probs if region.tokens is None or probs is None else probs[region.tokens]
             self._ops.push_slots(
                 region.slot_to_row,
                 region.slot_to_rank,
-                probs,
+                of_region,
                 region.token_to_packed_row,
                 region.block_tokens,
                 region.packed_start,
                 region.packed_limit,
-                plan.heap.peers,
+                leg.heap.peers,
                 ready,
                 row_column=READY_SLOTS,
                 prob_column=READY_PROBS,
@@ -85,7 +90,7 @@ class Slots:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
         self._ops.index_rows(
             self._slots.tensor,
-            None if self._probs is None else self._received_probs.tensor,
+            None if self.row_probs is None else self._received_probs.tensor,
             packed_begin,
             packed_end,
             ready,

@@ -10,10 +10,13 @@ Forward sends rows and slots (which rows a token has here, and their probs); bac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.maps import Across, Plan
+from symmoe.dispatch.maps import Plan
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.kernels import control
 
@@ -31,17 +34,22 @@ def send(
     Returns:
         row_probs: fp32 [N_cap], or None without probs.
     """
-    if plan.across is not None:
-        return _send_between_nodes(x, plan, plan.across, buffer, probs, layout=layout)
     heap, agreed = plan.heap, agreed_fields(x, plan, probs, layout, "serial")
-    with Slots(plan, probs) as slots, heap.one_call(), heap.timed("dispatch"):
+    tensors = [x] if probs is None else [x, probs]
+    with (
+        Slots(plan, has_probs=probs is not None) as slots,
+        heap.one_call(),
+        heap.timed("dispatch"),
+        legs(tensors, plan, agreed) as travelling,
+    ):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
         ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
-        _push(x, plan, buffer, ready, layout)
-        slots.push(ready)
+        for leg, (rows, *values) in travelling:
+            _push(rows, leg, buffer, ready, layout)
+            slots.push(leg, values[0] if values else None, ready)
         arrived = heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
         slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
-    _fan_out(buffer, plan, layout)
+        fan_out(buffer, slots.packed_to_row, plan, layout)
     return slots.row_probs
 
 
@@ -52,30 +60,39 @@ def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str,
     """
     heap = plan.heap
     agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
-    if plan.across is not None:
-        (rows,) = plan.across.crossing.bring_in([x], control.PHASE_NODES_OUT, agreed)
-        send_rows(rows, plan.across.inside, buffer, layout=layout, gradients=gradients)
-        heap.meet(control.PHASE_NODES_OUT, **plan.across.crossing.agreed_on_rail(agreed))
-        return
-    with heap.one_call(), heap.timed("dispatch"):
+    packed_to_row, _ = plan.received_index()
+    with heap.one_call(), heap.timed("dispatch"), legs([x], plan, agreed) as travelling:
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
-        _push(x, plan, buffer, ready, layout)
+        for leg, (rows,) in travelling:
+            _push(rows, leg, buffer, ready, layout)
         heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
-    _fan_out(buffer, plan, layout)
+        fan_out(buffer, packed_to_row, plan, layout)
 
 
-def _send_between_nodes(
-    x: torch.Tensor, plan: Plan, across: Across, buffer: torch.Tensor, probs: torch.Tensor | None, *, layout: str
-) -> torch.Tensor | None:
-    """Same as :func:`send`: first along the rails, then inside the node."""
-    crossing, inside = across.crossing, across.inside
-    agreed = agreed_fields(x, plan, probs, layout, "serial")
-    rows, *values = crossing.bring_in([x] if probs is None else [x, probs], control.PHASE_NODES_OUT, agreed)
-    row_probs = send(rows, inside, buffer, values[0] if values else None, layout=layout)
+Leg = tuple[Plan, list[torch.Tensor]]
+
+
+@contextmanager
+def legs(tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields) -> Iterator[Iterator[Leg]]:
+    """A context in which a dispatch sends tensors [T, .] to the ranks of its node. The trip's two barriers are in it.
+
+    Yields:
+        an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
+        come, those that the ranks of its rail have sent it.
+    """
+    if (across := plan.across) is None:
+        yield iter([(plan, tensors)])
+        return
+    crossing = across.crossing
+    with crossing.bring_in(tensors, control.PHASE_NODES_OUT, agreed) as come:
+
+        def both() -> Iterator[Leg]:
+            yield across.own, tensors
+            yield across.foreign, come()
+
+        yield both()
     # What has gone wrong inside another node.
     plan.heap.meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
-    plan.packed_to_row, plan.row_to_packed_row = inside.received_index()
-    return row_probs
 
 
 def _push(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, ready: torch.Tensor, layout: str) -> None:
@@ -94,13 +111,20 @@ def place_own_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, ready: tor
     kernels.for_device(x.device).place_rows(x, *slots, buffer, ready, rank=plan.heap.peers.rank)
 
 
-def _fan_out(buffer: torch.Tensor, plan: Plan, layout: str) -> None:
-    if layout == "packed":
-        return
-    packed_to_row, _ = plan.received_index()
-    ops, start = kernels.for_device(buffer.device), plan.source_to_packed_start
-    with plan.heap.timed("dispatch"):
-        ops.fan_out(buffer, packed_to_row, start, rank=plan.own_source)
+def fan_out(
+    buffer: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    plan: Plan,
+    layout: str,
+    *,
+    source: int | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """Copies rows that have come to an expert-major buffer, of one source rank or of all, to their secondary rows."""
+    if layout == "expert-major":
+        start = plan.source_to_packed_start
+        ops = kernels.for_device(buffer.device)
+        ops.fan_out(buffer, packed_to_row, start, rank=plan.heap.rank, source=source, num_ctas=num_ctas)
 
 
 def agreed_fields(

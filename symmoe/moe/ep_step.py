@@ -148,8 +148,10 @@ def _schedule(
     word: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire
 ) -> Schedule:
     """The schedule of a call. How it cuts the call depends only on what all ranks agree on."""
-    num_ranks = plan.heap.peers.num_ranks
-    if num_ranks == 1 or word == "serial":
+    heap, across = plan.heap, plan.across
+    if heap.num_ranks == 1 or word == "serial":
+        return Serial(layout)
+    if across is not None and across.own_rows is None:  # no parts in the order of ranks
         return Serial(layout)
     sizes = Sizes(
         num_rows=_rounded_up(plan.expected_rows),
@@ -157,7 +159,8 @@ def _schedule(
         ffn=experts.ffn,
         top_k=plan.top_k,
         num_experts=plan.num_experts,
-        num_ranks=num_ranks,
+        num_ranks=heap.num_ranks,
+        num_nodes=1 if across is None else heap.topology.num_nodes,
         item_bytes=x.element_size(),
         is_gated=experts.activation.activation.is_gated,
         sums_travel=not pulls(plan, order),
@@ -165,11 +168,7 @@ def _schedule(
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    chosen = _overlapped(word, layout, sizes, num_sms_of(x.device), gpu_of(x.device), experts.precision)
-    if plan.across is None:
-        return chosen
-    # Tokens of other nodes come with those of a rank of this one, so there are no parts in the order of ranks.
-    return replace(chosen, overlap=replace(chosen.overlap, dispatch=None, gradient_dispatch=None))
+    return _overlapped(word, layout, sizes, num_sms_of(x.device), gpu_of(x.device), experts.precision)
 
 
 @functools.lru_cache(maxsize=256)

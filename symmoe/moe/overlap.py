@@ -150,7 +150,7 @@ class Sizes:
     Attributes:
         num_rows: N. As long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike.
         hidden, ffn: H, I.
-        top_k, num_experts, num_ranks: K, E, R.
+        top_k, num_experts, num_ranks, num_nodes: K, E, R, N.
         item_bytes: bytes of an element of a row.
         is_gated: FC1 has gates and ups.
         sums_travel: the rows of a peer's token are summed before one row goes home (`order="rank"`).
@@ -165,6 +165,7 @@ class Sizes:
     num_experts: int
     num_ranks: int
     item_bytes: int
+    num_nodes: int = 1
     is_gated: bool = True
     sums_travel: bool = True
     is_expert_major: bool = False
@@ -173,10 +174,13 @@ class Sizes:
 
     def push(self, row_bytes: int | None) -> Move:
         """What a dispatch moves of rows that have so many bytes; None: hidden * item_bytes."""
-        full_bytes = self.hidden * self.item_bytes
-        share = 1 if row_bytes is None else row_bytes / full_bytes
-        copy_bytes = self.peers_bytes - self.wire_bytes if self.is_expert_major else 0.0
+        share = self.sent_share(row_bytes)
+        copy_bytes = self.peers_bytes - self.received_bytes if self.is_expert_major else 0.0
         return Move(push_bytes=share * self.wire_bytes, copy_bytes=share * copy_bytes)
+
+    def sent_share(self, row_bytes: int | None) -> float:
+        """The share of hidden * item_bytes that a row has on its way; None: all."""
+        return 1 if row_bytes is None else row_bytes / (self.hidden * self.item_bytes)
 
     def send_sums(self) -> Move:
         """What goes home in a combine: sums of the rows of peers' tokens."""
@@ -187,10 +191,22 @@ class Sizes:
         return Move(sum_bytes=self.row_bytes / self.num_ranks + self.wire_bytes)
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes of the rows that go to peers in a dispatch, one per (token, rank), if they are not quantised."""
+    def received_bytes(self) -> float:
+        """Bytes of the rows that come to a rank in a dispatch, one per token of other ranks, if they are not
+        quantised."""
         goes_there = chance_of_part(self.num_experts, self.num_ranks, self.top_k)
         return self.row_bytes / self.top_k * (self.num_ranks - 1) * goes_there
+
+    @property
+    def wire_bytes(self) -> float:
+        """Those of them that come from peers of the node; a rank sends as many to them."""
+        return self.received_bytes * (self.num_ranks - self.num_nodes) / max(1, self.num_ranks - 1)
+
+    @property
+    def rail_bytes(self) -> float:
+        """Bytes of the rows that go to other nodes in a dispatch, one per (token, node), if they are not quantised."""
+        goes_there = chance_of_part(self.num_experts, self.num_nodes, self.top_k)
+        return self.row_bytes / self.top_k * (self.num_nodes - 1) * goes_there
 
     @property
     def peers_bytes(self) -> float:
@@ -220,7 +236,8 @@ class Overlap:
     Attributes:
         dispatch: runs while FC1 computes the rows that have arrived.
         gradient_dispatch: runs while FC2's dgrad does so.
-        combine: a peer's rows go home while FC2 computes the next peer's, or this rank's own.
+        combine: a peer's rows go home while FC2 computes the next peer's, or this rank's own; between nodes those of
+            other nodes, while it computes those of this one.
         gradient_combine: runs while both weight gradients are computed.
     """
 
@@ -230,11 +247,39 @@ class Overlap:
     gradient_combine: Division | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """Times on a GPU, and the best of its divisions."""
+
+    num_sms: int
+    rates: Rates
+
+    def gemm_s(self, flops: float, n: int = 0) -> float:
+        """With n SMs for a move, GEMMs take the others."""
+        return flops / self.rates.flops * self.num_sms / (self.num_sms - n)
+
+    def weights_s(self, sizes: Sizes, n: int = 0) -> float:
+        """The same for both weight gradients."""
+        flops = (sizes.product_flops + sizes.fc1_flops) * self.rates.flops / self.rates.wgrad_flops
+        return self.gemm_s(flops, n)
+
+    def best(self, alone_s: float, beside_s: Callable[[int], float]) -> Division | None:
+        """The division that takes the least time; None if one thing after the other takes hardly longer."""
+        n = min(range(1, self.num_sms // 2 + 1), key=beside_s)
+        return None if beside_s(n) > (1 - self.rates.least_gain) * alone_s else Division(n, self.num_sms - n)
+
+
 @functools.lru_cache(maxsize=256)
 def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
-    """How to overlap a call of these sizes on a GPU of `num_sms` SMs: what takes the least time by these formulas.
+    """How to overlap a call of these sizes on a GPU of `num_sms` SMs: what takes the least time by these formulas."""
+    if num_sms < 2:
+        return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
+    gpu = _Gpu(num_sms, rates)
+    return _on_one_node(sizes, gpu) if sizes.num_nodes == 1 else _between_nodes(sizes, gpu)
 
-    With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
+
+def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
+    """With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
 
     * a dispatch in R parts takes the longer of g and the move for R - 1 of them, then one part on all SMs, since peers'
       last rows are complete after the whole move; and R - 1 times part_s;
@@ -244,46 +289,31 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
     With order "slot" rows go home when all are complete.
     """
-    if num_sms < 2:
-        return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
-    counts = range(1, num_sms // 2 + 1)
-
-    def gemm_s(flops: float, n: int = 0, per_s: float = rates.flops) -> float:
-        return flops / per_s * num_sms / (num_sms - n)
-
-    def best(alone_s: float, beside_s: Callable[[int], float]) -> Division | None:
-        n = min(counts, key=beside_s)
-        return None if beside_s(n) > (1 - rates.least_gain) * alone_s else Division(n, num_sms - n)
-
-    sent, num_ranks = sizes.send_sums(), sizes.num_ranks
-    home_s = sizes.sum_home().alone_s(rates)
+    rates, sent, home, num_ranks = gpu.rates, sizes.send_sums(), sizes.sum_home(), sizes.num_ranks
+    home_s = home.alone_s(rates)
 
     def dispatch(flops: int, push: Move) -> Division | None:
         last = flops / num_ranks
 
         def beside_s(n: int) -> float:
-            others_s = max(gemm_s(flops - last, n), push.beside_s(n, rates))
-            return others_s + gemm_s(last) + (num_ranks - 1) * rates.part_s
+            others_s = max(gpu.gemm_s(flops - last, n), push.beside_s(n, rates))
+            return others_s + gpu.gemm_s(last) + (num_ranks - 1) * rates.part_s
 
-        return best(push.alone_s(rates) + gemm_s(flops), beside_s)
+        return gpu.best(push.alone_s(rates) + gpu.gemm_s(flops), beside_s)
 
     def combine() -> Division | None:
         part = sizes.product_flops / num_ranks
 
         def beside_s(n: int) -> float:
-            others_s = max(gemm_s(sizes.product_flops - part, n), sent.beside_s(n, rates))
-            return gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
+            others_s = max(gpu.gemm_s(sizes.product_flops - part, n), sent.beside_s(n, rates))
+            return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-        return best(gemm_s(sizes.product_flops) + sent.alone_s(rates) + home_s, beside_s)
-
-    def weights_s(n: int = 0) -> float:
-        return gemm_s(sizes.product_flops + sizes.fc1_flops, n, rates.wgrad_flops)
+        return gpu.best(gpu.gemm_s(sizes.product_flops) + sent.alone_s(rates) + home_s, beside_s)
 
     def gradient_combine() -> Division | None:
-        home = sizes.sum_home()
-        return best(
-            sent.alone_s(rates) + home_s + weights_s(),
-            lambda n: max(weights_s(n), sent.beside_s(n, rates) + home.beside_s(n, rates)),
+        return gpu.best(
+            sent.alone_s(rates) + home_s + gpu.weights_s(sizes),
+            lambda n: max(gpu.weights_s(sizes, n), sent.beside_s(n, rates) + home.beside_s(n, rates)),
         )
 
     return Overlap(
@@ -294,8 +324,51 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     )
 
 
+def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
+    """The rate of a network is not known here, but no NIC is faster than NVLink. What overlap gains grows with the time
+    on the rails; so a trip is overlapped where that pays although they take no longer than with the rate of NVLink.
+
+    * A dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
+      rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two.
+    * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest.
+    * A combine under weight gradients takes the longer of them and the rails. What it reads in the node, which takes as
+      long either way, is left out.
+    """
+    rates, num_nodes = gpu.rates, sizes.num_nodes
+    num_ends = min(2, num_nodes - 1)
+    num_parts = sizes.num_ranks // num_nodes - 1 + num_ends
+    home_s = sizes.rail_bytes / rates.link_bytes
+
+    def dispatch(flops: int, row_bytes: int | None) -> Division | None:
+        push, rail_s, own = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s, 1 / num_nodes
+
+        def beside_s(n: int) -> float:
+            push_s = push.beside_s(n, rates)
+            own_s = max(rail_s, own * push_s, gpu.gemm_s(own * flops, n))
+            return own_s + (1 - own) * push_s + gpu.gemm_s((1 - own) * flops) + num_parts * rates.part_s
+
+        return gpu.best(rail_s + push.alone_s(rates) + gpu.gemm_s(flops), beside_s)
+
+    def combine() -> Division | None:
+        flops, own = sizes.product_flops, sizes.product_flops / num_nodes
+        return gpu.best(
+            home_s + gpu.gemm_s(flops),
+            lambda n: gpu.gemm_s(flops - own) + max(home_s, gpu.gemm_s(own, n)) + num_ends * rates.launch_s,
+        )
+
+    return Overlap(
+        dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
+        gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
+        combine=combine(),
+        gradient_combine=gpu.best(
+            home_s + gpu.weights_s(sizes),
+            lambda n: max(home_s, gpu.weights_s(sizes, n)),
+        ),
+    )
+
+
 def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
     """Every trip that can runs during a GEMM, whether it pays or not: for tests."""
     division = Division(4, num_sms - 4)
-    combine = division if sizes.sums_travel else None
+    combine = division if sizes.sums_travel or sizes.num_nodes > 1 else None
     return Overlap(dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine)

@@ -15,10 +15,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from symmoe.combine.trip import Collection, collect_rows
+from symmoe.dispatch.maps import Across
 from symmoe.dispatch.overlapped_trip import Arrival, arriving, rows_arriving
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import send, send_rows
-from symmoe.kernels.gemm_parts import Part
+from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import Overlap
 
@@ -101,6 +102,7 @@ class Overlapped:
     * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same
       parts in the opposite order; a peer's sums go home while the next part is computed.
     * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
+    * Between nodes: FC1 and FC2's dgrad compute rows from other nodes last, FC2 computes them first.
 
     Where it does not pay, one thing comes after the other.
     """
@@ -141,6 +143,8 @@ class Overlapped:
         division = self.overlap.combine
         if division is None:
             return self._serial.combine(rows, plan, order, compute)
+        if plan.across is not None:
+            return self._combine_between_nodes(rows, plan, plan.across, order, compute, division)
         # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
         branch, sources = plan.heap.branch(), plan.arrivals[::-1]
         with Collection(rows, plan, order=order) as collection:
@@ -156,6 +160,25 @@ class Overlapped:
             finally:
                 branch.join()
             collection.finish()  # nothing else runs meanwhile
+        return given("rows", collection.out)
+
+    def _combine_between_nodes(
+        self, rows: torch.Tensor, plan: Plan, across: Across, order: str, compute: ComputePart, division: Division
+    ) -> torch.Tensor:
+        """Rows of other nodes' tokens first: their sums go home while those of this node's are computed."""
+        branch, inside = plan.heap.branch(), across.own
+        with Collection(rows, plan, order=order) as collection:
+            for source in inside.arrivals[len(plan.heap.topology.ranks) :]:
+                compute(Part(inside.source_to_rows[source]))
+            try:
+                point = branch.point()
+                compute(Part(given("own_rows", across.own_rows), division.num_sms))
+                with branch.after(point):
+                    collection.open()
+            finally:
+                branch.join()
+            collection.open_again()
+            collection.finish()
         return given("rows", collection.out)
 
     def combine_while(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclError
-from symmoe.nodes.rail import Messages
+from symmoe.nodes.rail import Messages, Started
 
 _BEGUN, _ENDED = range(2)
 _MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
@@ -68,17 +68,20 @@ class NcclRail:
         if thread.is_alive():
             raise BackendUnavailable(f"NCCL has not connected the nodes within start_timeout_s={timeout_s:g}")
 
-    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
         """See Payload."""
         with self._turn:
-            if not self._communicator:
-                return  # and who has ended it has seen to it that nobody uses what did not come
-            self._note_bound(timeout_s)
-            self._count(_BEGUN)
-            try:
-                self._exchange(sends, receives)
-            finally:
-                self._count(_ENDED)
+            if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
+                self._note_bound(timeout_s)
+                self._count(_BEGUN)
+                try:
+                    self._exchange(sends, receives)
+                finally:
+                    self._count(_ENDED)
+        return []
+
+    def wait(self, started: Started, timeout_s: float) -> None:
+        """See Payload."""
 
     def problem(self) -> str:
         """See Payload."""

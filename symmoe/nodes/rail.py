@@ -41,7 +41,7 @@ class Payload(Protocol):
 
     Attributes:
         progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
-            they are on a stream of the device; somebody has to watch them then. None: :meth:`move` waits itself.
+            they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
         bound_s: how long an exchange may take by now, for who watches.
     """
 
@@ -51,17 +51,25 @@ class Payload(Protocol):
     @property
     def bound_s(self) -> float: ...
 
-    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
-        """Sends sends[m][n] to node n and fills receives[m][n] with what it sends.
+    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
+        """Begins to send sends[m][n] to node n, and to fill receives[m][n] with what it sends. Does not wait.
 
         On GPUs that is work of the current stream, and no error is raised.
 
         Args:
             sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not
-                travel.
+                travel. They must stay as they are until :meth:`wait` has returned.
+            timeout_s: how long it may take, for who watches.
 
         Raises:
-            RailBroken: it took longer than timeout_s, or a connection has closed.
+            RailBroken: a connection has closed.
+        """
+
+    def wait(self, started: Started, timeout_s: float) -> None:
+        """Returns when what was begun has ended; on GPUs at once: work of the stream on which it was begun comes later.
+
+        Raises:
+            RailBroken: that took longer, or a connection has closed.
         """
 
     def problem(self) -> str:
@@ -134,7 +142,7 @@ class GlooRail:
         return started
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        """See Rail."""
+        """See Rail and Payload."""
         deadline = math.inf if timeout_s == math.inf else time.monotonic() + timeout_s
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
@@ -143,12 +151,12 @@ class GlooRail:
             except RuntimeError as error:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
 
-    def move(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
+    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
         """See Payload."""
         started: Started = []
         for to_nodes, from_nodes in zip(sends, receives, strict=True):
             started += self.start(to_nodes, from_nodes, tag=PAYLOAD)
-        self.wait(started, timeout_s)
+        return started
 
     def problem(self) -> str:
         """See Payload."""

@@ -42,6 +42,11 @@ class Topology:
         return self.ranks.index(self.rank)
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether the ranks of each node follow each other."""
+        return all(ranks[-1] - ranks[0] < len(ranks) for ranks in self.nodes)
+
+    @property
     def rail(self) -> tuple[int, ...]:
         """The ranks with this rank's index, one of each node."""
         return tuple(ranks[self.local_rank] for ranks in self.nodes)

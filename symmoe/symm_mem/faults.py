@@ -15,7 +15,7 @@ a meeting enters its node's next barrier with it. So on each rail either all ran
 nobody waits for a meeting that the others have left out.
 
 On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its mates for later exchanges
-meanwhile. What they get there says that it cannot be used (Mates.move), so that their node's next barrier fails as
+meanwhile. What they get there says that it cannot be used (Mates.end), so that their node's next barrier fails as
 well: no rank of any node computes with it, although no host knows yet. Whoever raises first tells the rail, where the
 others raise at the latest; then all of a rail have raised it, and what they exchange from then on has no word of it.
 """
@@ -167,10 +167,19 @@ class Faults:
             return self._fail_node(answer, control.pack_call(phase=call & 0xFF))
         return None if answer is None else self._mate_failure(answer)
 
-    def move(self, sends: Messages, receives: Messages) -> SymmoeError | None:
-        """Moves tensors along the rail after :meth:`meet`; what this rank raises, or None."""
+    def begin_to_move(self, sends: Messages, receives: Messages) -> SymmoeError | None:
+        """Begins to move tensors along the rail after :meth:`meet`; what this rank raises, or None."""
         assert self._mates is not None
-        report = self._mates.move(sends, receives)
+        report = self._mates.begin(sends, receives)
+        return None if report is None else self._mate_failure(report)
+
+    def end_to_move(self) -> SymmoeError | None:
+        """Waits for what :meth:`begin_to_move` has begun; what this rank raises, or None."""
+        assert self._mates is not None
+        if self.poison is not None:  # a mate may be gone; what may still come has its memory until the rail ends
+            self._mates.join()
+            return None
+        report = self._mates.end()
         return None if report is None else self._mate_failure(report)
 
     def _fail_node(self, fault: Fault, call: int) -> SymmoeError:

@@ -10,7 +10,7 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -392,9 +392,8 @@ class SymmetricHeap:
 
     def meet(self, phase: int, *, sizes: int = 0, **agreed: int) -> None:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
-        a barrier is. Collective over the group, after a barrier with the same arguments and before the next one: then
-        an error of any rank is raised on all ranks of all nodes. For heaps that span nodes. Does not wait for the
-        device.
+        a barrier is. Collective over the group. If a call has a meeting before its last barrier, and one after it, an
+        error of any rank is raised on all ranks of all nodes. For heaps that span nodes. Does not wait for the device.
 
         Args:
             sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
@@ -421,7 +420,36 @@ class SymmetricHeap:
         """
         with self._access:
             self.meet(phase, sizes=sizes, **agreed)
-            raise_for(self._faults.move(sends, receives))
+            with self.moving(sends, receives):
+                pass
+
+    @contextmanager
+    def moving(self, sends: Messages, receives: Messages) -> Iterator[Callable[[], None]]:
+        """A context in which tensors travel as in :meth:`exchange`, after :meth:`meet`, while the host, and on GPUs the
+        current stream, do other things. Collective over the group; one at a time. By the end of the context all have
+        come, also after an exception, unless a peer is gone.
+
+        Yields:
+            a function that waits for them, on GPUs for later work of the current stream.
+        """
+        with self._access:
+            raise_for(self._faults.begin_to_move(sends, receives))
+        is_moving = True
+
+        def wait() -> None:
+            nonlocal is_moving
+            if is_moving:
+                is_moving = False
+                with self._access:
+                    raise_for(self._faults.end_to_move())
+
+        try:
+            yield wait
+        except BaseException:
+            with suppress(SymmoeError):  # of a mate that is gone: what led here is raised
+                wait()
+            raise
+        wait()
 
     @property
     def failed_so_far(self) -> torch.Tensor:

@@ -20,12 +20,12 @@ from symmoe.errors import FAULT_BYTES, ConfigMismatch, encode
 from symmoe.kernels import control
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, Header, Lane
 from symmoe.nodes.nccl import NcclError
-from symmoe.nodes.rail import Messages, Payload, RailBroken
+from symmoe.nodes.rail import Messages, Payload, RailBroken, Started
 from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.inbox import Fault, Report, counters, mailbox, write_word
 from symmoe.symm_mem.rail_watch import Looks, RailWatch, start_watch
 from symmoe.symm_mem.status_errors import mismatch_error
-from symmoe.symm_mem.streams import NoStreams, StreamOrder
+from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder
 from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
@@ -57,6 +57,8 @@ class Mates:
         self._is_first = True
         self._watch = None if payload.progress is None else RailWatch(payload, self._mark_on_rail, lane.find_lost)
         self._watch_ends: threading.Event | None = None
+        self._branch = Branch(None)
+        self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             self._told = torch.zeros_like(self._counters[_WORD])
             self._heard = torch.zeros(
@@ -94,24 +96,40 @@ class Mates:
             return headers
         return _first_fault(headers) or fault
 
-    def move(self, sends: Messages, receives: Messages) -> Report | None:
-        """Moves tensors, see Payload.move, after all have met and go on; and word of faults: if there are any, the next
-        barrier is entered with one. Collective."""
+    def begin(self, sends: Messages, receives: Messages) -> Report | None:
+        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults. On GPUs later
+        work of the current stream runs meanwhile."""
         self._told.copy_(self._counters[_WORD])
         sends, receives = [*sends, [self._told] * len(self._heard)], [*receives, list(self._heard)]
+        self._branch = Branch(self._streams.rail_stream)
         try:
-            with self._on_rail():
-                self._payload.move(sends, receives, self._bound_s)
+            with self._branch.after(self._branch.point()):
+                self._started = self._payload.begin(sends, receives, self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
         except NcclError:
             return self._missing_on_device(None, lost=1)
+        return None
+
+    def end(self) -> Report | None:
+        """Waits for what has begun. If a mate knows of faults, the next barrier is entered with one."""
+        self.join()
+        try:
+            with self._on_rail():
+                self._payload.wait(self._started, self._bound_s)
+        except RailBroken as broken:
+            return self._missing(broken)
+        self._started = []
         self._hear()
         return None
 
     def _hear(self) -> None:
         fault = self._counters[control.RAIL_FAULT]
         torch.maximum(fault, self._heard.amax(), out=fault)
+
+    def join(self) -> None:
+        """Later work of the current stream comes after what has begun. Does not wait."""
+        self._branch.join()
 
     @property
     def failed_so_far(self) -> torch.Tensor:

@@ -112,6 +112,11 @@ class StreamOrder:
         """A stream of high priority, whose kernels start first: rows travel on it while GEMMs run."""
         return torch.cuda.Stream(self._device, priority=-1)
 
+    @functools.cached_property
+    def rail_stream(self) -> torch.cuda.Stream:
+        """A stream of high priority: what travels between nodes."""
+        return torch.cuda.Stream(self._device, priority=-1)
+
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
         order, stream = self._notice_stream(), _raw_stream(self._device)
@@ -193,7 +198,7 @@ class StreamOrder:
 class NoStreams:
     """Same methods as StreamOrder, for memory that only the host touches, in order and at once."""
 
-    side_stream = wire_stream = None
+    side_stream = wire_stream = rail_stream = None
     at_once = nullcontext
 
     def _nothing(self, span: tuple[int, int] = (0, 0)) -> None:

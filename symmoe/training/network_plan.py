@@ -67,7 +67,7 @@ class Forward:
 
     @property
     def serial_s(self) -> float:
-        """One after the other, as the schedule between nodes is."""
+        """One after the other."""
         return self.network_s + self.link_s + self.gemms_s
 
     @property

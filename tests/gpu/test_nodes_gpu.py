@@ -15,12 +15,12 @@ from cluster import Cluster
 from limits import PROMPT_S
 from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
-from test_nodes import EXACT, ON_RAILS, STATIC, drop_on_rails, train
+from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from test_nodes_devices import lose
-from test_nodes_faults import BOUND_S, wrong_calls
+from test_nodes_faults import BOUND_S, Ready, wrong_calls
 from worker import Findings, open_heap
 
-from symmoe import combine_tokens, dispatch_tokens, make_plan
+from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 
@@ -44,7 +44,7 @@ def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_no
 @layouts
 @pytest.mark.parametrize("options", [EXACT, STATIC, ON_RAILS], ids=["exact", "static", "rail"])
 def test_order_slot_has_the_bits_of_one_node(cluster, num_ranks: int, ranks_per_node: int, options: dict[str, Any]):
-    ranks, options = cluster(num_ranks, "cuda"), {**options, "order": "slot"}
+    ranks, options = cluster(num_ranks, "cuda"), {**options, **EAGERLY, "order": "slot"}
     want = ranks.run(train, None, options, torch.bfloat16, "cuda")
     assert any(tensor.abs().sum() > 0 for tensor in want[0])
     got = ranks.run(train, ranks_per_node, options, torch.bfloat16, "cuda")
@@ -76,8 +76,11 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int):
         assert [error[0] for _, error in found] == [name for name, _ in found]
 
 
-def replay(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
-    """A captured plan, dispatch and combine with static capacity, replayed with other tokens and routings."""
+def replay(rank: int, num_ranks: int, ranks_per_node: int, what: str) -> list[str]:
+    """Captured calls with static capacity, replayed with other tokens and routings.
+
+    what: "rows": plan, dispatch and combine; "layer": forward and backward of one whose GEMMs run while rows travel.
+    """
     findings = Findings()
     findings.where = f"rank {rank}"
     generator = torch.Generator().manual_seed(rank)
@@ -85,9 +88,18 @@ def replay(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
         num_experts, num_tokens = 2 * num_ranks, 48
         ids = torch.zeros((num_tokens, 2), dtype=torch.int64, device=heap.device)
         x = torch.zeros((num_tokens, 64), dtype=torch.bfloat16, device=heap.device)
+        sizes = {"hidden": 64, "ffn": 32, "num_experts": num_experts, "top_k": 2}
+        capacity = 2 * num_tokens * num_ranks
+        layer = MoELayer(MoEConfig(**sizes, capacity=capacity, router="none", **EAGERLY), heap, dtype=x.dtype)
+        probs = torch.full(ids.shape, 0.5, device=heap.device)
 
         def step() -> torch.Tensor:
-            plan = make_plan(ids, num_experts=num_experts, heap=heap, capacity=2 * num_tokens * num_ranks)
+            if what == "layer":
+                tokens = x.clone().requires_grad_()
+                y, _ = layer(tokens, topk_idx=ids, probs=probs)
+                (dx,) = torch.autograd.grad(y, tokens, x)
+                return torch.cat([y.detach(), dx])
+            plan = make_plan(ids, num_experts=num_experts, heap=heap, capacity=capacity)
             rows, _ = dispatch_tokens(x, plan)
             return combine_tokens(rows, plan, order="slot")
 
@@ -111,7 +123,8 @@ def replay(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
             fill()
             graph.replay()
             heap.synchronize()
-            findings.close("y", y, 2 * x, rtol=0, atol=0)
+            if what == "rows":
+                findings.close("y", y, 2 * x, rtol=0, atol=0)
             expected = step()
             heap.synchronize()
             findings.check(torch.equal(y, expected), "a replay differs from a call")
@@ -120,15 +133,16 @@ def replay(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
 
 
 @layouts
-def test_captured_calls_are_replayed(cluster, num_ranks: int, ranks_per_node: int):
-    assert cluster(num_ranks, "cuda").findings(replay, ranks_per_node) == []
+@pytest.mark.parametrize("what", ["rows", "layer"])
+def test_captured_calls_are_replayed(cluster, num_ranks: int, ranks_per_node: int, what: str):
+    assert cluster(num_ranks, "cuda").findings(replay, ranks_per_node, what) == []
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_lost_rank_is_named_within_the_bound(how: str):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
-    survivors = Cluster(2, "cuda").run_without((1,), lose, (1,), how, "cuda", timeout_s=120.0)
+    survivors = Cluster(2, "cuda").run_without((1,), lose, (1,), how, Ready, "cuda", timeout_s=120.0)
     name, missing, node, raised_s, closed_s = survivors[0]
     assert (name, missing, node) == ("PeerTimeout", 1, 1), survivors
     assert raised_s < BOUND_S, survivors
