@@ -315,9 +315,14 @@ def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], h
     ranks = Cluster(num_ranks)
     survivors = ranks.run_without(victims, lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
+    named = set(victims)
+    if num_ranks > 2 * ranks_per_node and how == "stop" and POINTS[point][1] == "end_to_move":
+        # Those that have all their rows come to the next meeting, where they miss mates that still wait for the victim.
+        named.update(range(victims[0] % ranks_per_node, num_ranks, ranks_per_node))
+    assert any(missing in victims for _, missing, *_ in survivors.values()), survivors
     for name, missing, node, raised_s, closed_s in survivors.values():
-        assert (name, node) == ("PeerTimeout", victims[0] // ranks_per_node), survivors
-        assert missing in victims, survivors
+        assert (name, node) == ("PeerTimeout", missing // ranks_per_node), survivors
+        assert missing in named, survivors
         assert raised_s < BOUND_S, survivors
         assert closed_s < PROMPT_S, survivors
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -86,17 +88,20 @@ class Lane:
         mine = replace(header, number=self.number)
         packed = mine.pack()
         self._last = [packed]  # also if a wait fails
+        deadline = time.monotonic() + timeout_s
+        headers = [mine] * self._num_nodes
         try:
             sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
-            self._rail.wait(self._awaited, timeout_s)
-        except RailBroken as broken:
-            if said := self._last_words(broken):
-                return [said]
+            for node, work in self._awaited:
+                headers[node] = said = self._hear(node, work, deadline - time.monotonic())
+                if said.kind == GAVE_UP:  # the others may be waiting for it
+                    return [said]
+        except RailBroken:
+            if last := self._last_words():
+                return [last]
             raise
-        headers = [mine if node == self._node else Header.unpack(each) for node, each in enumerate(self._received)]
-        if all(each.kind != GAVE_UP for each in headers):
-            self._listen()
-            self._rail.wait(sent, timeout_s)
+        self._listen()
+        self._rail.wait(sent, timeout_s)
         return headers
 
     def give_up(self, origin: int, message: bytes) -> None:
@@ -138,16 +143,19 @@ class Lane:
         self._awaited.clear()
         self._last.clear()
 
-    def _last_words(self, broken: RailBroken) -> Header | None:
-        """What a mate has said that gave up and has closed before this rank came."""
-        if broken.is_late:
-            return None
-        try:
-            self._rail.wait([each for each in self._awaited if each[0] == broken.node], 0.0)
-        except RailBroken:
-            return None
-        header = Header.unpack(self._received[broken.node])
-        return header if header.kind == GAVE_UP else None
+    def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
+        """What a mate says."""
+        self._rail.wait([(node, work)], timeout_s)
+        return Header.unpack(self._received[node])
+
+    def _last_words(self) -> Header | None:
+        """What a mate has said that gave up: it has closed before this rank came, or another one is late."""
+        for node, work in self._awaited:
+            with contextlib.suppress(RailBroken):
+                said = self._hear(node, work, 0.0)
+                if said.kind == GAVE_UP:
+                    return said
+        return None
 
     def _listen(self) -> None:
         self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
