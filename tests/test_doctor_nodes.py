@@ -64,7 +64,8 @@ def rank_of(rank: int, **other: Any) -> Facts:
     node = rank // 2
     known: dict[str, Any] = {
         "host": f"host-{node}",
-        "endpoint": Endpoint(f"machine-{node}", "eth0", f"10.0.0.{node + 1}", 40000 + rank),
+        "machine": f"machine-{node}",
+        "endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank),
         "rate": "25 Gb/s",
         "versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"},
         "nccl": 22809,
@@ -129,7 +130,7 @@ def test_nodes_with_nothing_wrong():
     assert by_subject["rails"].endswith("slowest: rail 0, rank 2 on node 1 and rank 0 on node 0")
 
 
-HIDDEN = Endpoint("machine-1", "lo", "127.0.1.1", 40002)
+HIDDEN = Endpoint("lo", "127.0.1.1", 40002)
 OF_TCP = tuple(dataclasses.replace(nic, kind="", name=f"eth{n}") for n, nic in enumerate(NICS))
 DOWN = (NICS[0], dataclasses.replace(NICS[1], is_up=False))
 FAILED = [*exchanged(1, 1, 1, 1)[:2], Exchanges(error="no answer within 20 s", mate=0), Exchanges(error="no NCCL")]
@@ -172,9 +173,9 @@ WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
         "export GLOO_SOCKET_IFNAME=",
     ),
     "an address of one machine": (
-        everything(with_rank(2, endpoint=HIDDEN), refused={0: {2: "an address of its own machine only"}}),
+        everything(with_rank(2, endpoint=HIDDEN), refused={0: {2: "Connection refused"}}),
         "problem",
-        "rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.1.1:40002 (lo): an address of its own",
+        "rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.1.1:40002 (lo): Connection refused",
         "export GLOO_SOCKET_IFNAME=",
     ),
     "a firewall": (
@@ -251,7 +252,7 @@ def test_what_is_fine():
     unknown = check_cards(ranks(distances={}))
     assert [each.level for each in unknown] == ["ok"]
     assert "nvidia-smi does not say which is near to GPU 0, GPU 1" in unknown[0].text
-    same = [rank_of(rank, endpoint=Endpoint("one", "lo", "127.0.0.1", 1)) for rank in range(4)]
+    same = [rank_of(rank, machine="one") for rank in range(4)]
     assert "(virtual nodes of 1 machine)" in check_nodes(same, TWO_BY_TWO)[-1].text
     assert [listed(each) for each in ([], [0, 1], [0, 1, 2, 5], [3, 5, 6])] == ["", "0, 1", "0-2, 5", "3, 5, 6"]
 
@@ -349,7 +350,7 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, function in TORCH.items():
         monkeypatch.setattr(f"torch.cuda.{name}", function)
     monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
-    endpoint = Endpoint("here", "lo", "127.0.0.1", 1)
+    endpoint = Endpoint("lo", "127.0.0.1", 1)
     facts = [
         read_facts(Place(rank=5, num_ranks=8, local_rank=local), {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, endpoint, "")
         for local in (0, 2)
@@ -421,9 +422,9 @@ def leaves_the_test() -> Iterator[None]:
 def listens_no_more() -> Iterator[None]:
     """What a port that a firewall closes is to the others."""
 
-    def listen(self: reach.Listener, machine: str) -> None:
+    def listen(self: reach.Listener) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.endpoint = Endpoint(machine, "lo", "127.0.0.1", listener.getsockname()[1])
+            self.endpoint = Endpoint("lo", "127.0.0.1", listener.getsockname()[1])
         self._socket = None
 
     with patch.object(reach.Listener, "__init__", listen):

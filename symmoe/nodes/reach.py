@@ -22,7 +22,7 @@ from types import TracebackType
 
 from symmoe.errors import BackendUnavailable
 
-ENDPOINT_BYTES = 256
+ENDPOINT_BYTES = 128
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR: the IPv4 address of a device, in 4 bytes after the first 20 of a struct ifreq
 _IFREQ = struct.Struct("16s16x8x")
@@ -34,12 +34,10 @@ class Endpoint:
     """Where a rank listens.
 
     Attributes:
-        machine: the same for ranks on one machine.
         device: name of the network device; "": not known.
         host, port: its address. A port of 0: nobody listens, as the address of the device is not known.
     """
 
-    machine: str
     device: str
     host: str = ""
     port: int = 0
@@ -67,9 +65,6 @@ class Listener:
 
     A context manager; the peers have to have tried before it ends.
 
-    Args:
-        machine: see Endpoint.
-
     Attributes:
         endpoint: where it listens.
 
@@ -77,16 +72,16 @@ class Listener:
         BackendUnavailable: there is no such device.
     """
 
-    def __init__(self, machine: str) -> None:
+    def __init__(self) -> None:
         self._socket: socket.socket | None = None
         device = os.environ.get(DEVICE_VARIABLE, "").split(",")[0]
         address = _address_of(device) if device else _address_of_host()
         if address:
             self._socket = socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
             port = self._socket.getsockname()[1]
-            self.endpoint = Endpoint(machine, device or _device_with(address), address, port)
+            self.endpoint = Endpoint(device or _device_with(address), address, port)
         else:
-            self.endpoint = Endpoint(machine, device)
+            self.endpoint = Endpoint(device)
 
     def __enter__(self) -> Listener:
         return self
@@ -98,16 +93,13 @@ class Listener:
             self._socket.close()
 
 
-def unreachable(own: Endpoint, others: Mapping[int, Endpoint], timeout_s: float) -> dict[int, str]:
+def unreachable(others: Mapping[int, Endpoint], timeout_s: float) -> dict[int, str]:
     """Why this rank cannot connect to some of the others, by rank; {}: it can to all that listen. Local; takes at most
     timeout_s."""
     problems: dict[int, str] = {}
     with selectors.DefaultSelector() as waiting:
         for rank, endpoint in others.items():
             if not endpoint.port:
-                continue
-            if endpoint.is_loopback and endpoint.machine != own.machine:
-                problems[rank] = "an address of its own machine only"
                 continue
             each = socket.socket(_family(endpoint.host), socket.SOCK_STREAM)
             each.setblocking(False)

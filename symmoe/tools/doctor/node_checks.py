@@ -25,7 +25,7 @@ class Facts:
     """What a rank says of itself.
 
     Attributes:
-        host: its name; its machine is in the endpoint.
+        host, machine: name of the host, and what ranks on one machine have in common.
         endpoint: where gloo listens.
         problem: why it cannot; "" if it can.
         rate: of that network device; "" if it is not known.
@@ -39,6 +39,7 @@ class Facts:
     """
 
     host: str
+    machine: str
     endpoint: Endpoint
     problem: str = ""
     rate: str = ""
@@ -104,7 +105,7 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
         text = f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own"
         fix = "torchrun --nproc-per-node with no more than each node's GPUs; symmoe doctor there says which torch sees"
         found.append(Finding("problem", "nodes", text, fix))
-    num_nodes, num_machines = topology.num_nodes, len({each.endpoint.machine for each in facts})
+    num_nodes, num_machines = topology.num_nodes, len({each.machine for each in facts})
     places = [f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}" for node, ranks in enumerate(topology.nodes)]
     of_nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes of {len(topology.ranks)}"
     text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
@@ -121,7 +122,7 @@ def check_cards(facts: Sequence[Facts]) -> list[Finding]:
     """NICs of every machine; machines of which the same is to be said have one finding."""
     machines: dict[str, list[Facts]] = {}
     for each in facts:
-        machines.setdefault(each.endpoint.machine, []).append(each)
+        machines.setdefault(each.machine, []).append(each)
     hosts: dict[Finding, list[str]] = {}
     for its in machines.values():
         distances = {each.gpu_index: each.distances for each in its if each.gpu}

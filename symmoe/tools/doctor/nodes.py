@@ -112,20 +112,19 @@ def examine_nodes(
         RanksMissing: of the ranks that are there.
     """
     with contextlib.ExitStack() as stack:
-        machine, problem = _MACHINE.read_text(encoding="ascii").strip(), ""
-        endpoint = Endpoint(machine, "")
+        endpoint, problem = Endpoint(""), ""
         try:
-            endpoint = stack.enter_context(Listener(machine)).endpoint
+            endpoint = stack.enter_context(Listener()).endpoint
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
         mine = read_facts(place, environment, endpoint, problem)
         facts = [Facts.of_json(said) for said in board.gather("facts", mine.as_json())]
         try:
-            topology = find_topology([each.endpoint.machine for each in facts], place.rank, ranks_per_node)
+            topology = find_topology([each.machine for each in facts], place.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
             return [Finding("problem", "nodes", str(error), _SAME_NUMBER)]
         mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != place.rank}
-        said = board.gather("reach", [*unreachable(endpoint, mates, _REACH_S).items()])
+        said = board.gather("reach", [*unreachable(mates, _REACH_S).items()])
         refused = [dict(its) for its in said]
     found = [*check_nodes(facts, topology), *check_cards(facts), *check_sockets(facts, topology, refused)]
     exchanges: list[Exchanges] = []
@@ -146,6 +145,7 @@ def read_facts(place: Place, environment: MutableMapping[str, str], endpoint: En
     installed = read_versions().installed
     return Facts(
         host=socket.gethostname(),
+        machine=_MACHINE.read_text(encoding="ascii").strip(),
         endpoint=endpoint,
         problem=problem,
         rate=rate_of(endpoint.device),
