@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import symmoe.symm_mem.heap
+import symmoe.symm_mem.rail_start
 from symmoe.nodes.rail import GlooRail
 
 # What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
@@ -142,7 +142,7 @@ def relayed(node: int) -> Iterator[Relay | None]:
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmoe.symm_mem.heap, "GlooRail", make)
+            patch.setattr(symmoe.symm_mem.rail_start, "GlooRail", make)
             yield relay
     finally:
         if relay is not None:

@@ -28,7 +28,7 @@ from worker import open_heap
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
-from symmoe.symm_mem import faults
+from symmoe.symm_mem import faults, rail_start
 from symmoe.symm_mem.inbox import Report, end_waits, mailbox, read_report
 
 
@@ -65,9 +65,10 @@ class DeviceRail(GlooRail):
         self._ended.set()
 
 
-def make_payload(heap: SymmetricHeap, rail: GlooRail, name: str, timeout_s: float) -> DeviceRail:
-    store, topology = heap._bootstrap.store, heap.topology
-    return DeviceRail(store, name, node=topology.node, num_nodes=topology.num_nodes, timeout_s=timeout_s)
+def make_payload(
+    bootstrap: Any, device: torch.device, rail: GlooRail, store: Any, name: str, options: dict[str, Any]
+) -> DeviceRail:
+    return DeviceRail(store, name, **options)
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def as_on_gpus(seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SymmetricHeap, "raises_at_once", False)
-        patch.setattr(SymmetricHeap, "_make_payload", make_payload)
+        patch.setattr(rail_start, "_make_payload", make_payload)
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", look_now)
         yield

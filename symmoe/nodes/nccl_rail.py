@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclError
+from symmoe.nodes.nccl_start import connect_together
 from symmoe.nodes.rail import Messages, Started
 
 _BEGUN, _ENDED = range(2)
@@ -37,7 +36,7 @@ class NcclRail:
     Attributes: see Payload.
 
     Raises:
-        BackendUnavailable: NCCL does not connect the ranks, or not in time.
+        BackendUnavailable: see connect_together.
     """
 
     def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
@@ -51,22 +50,13 @@ class NcclRail:
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
         torch.cuda.synchronize(self._device)
-        problems: list[BaseException] = []
-
-        def connect() -> None:
-            try:
-                self._connect(dist.PrefixStore(name, store), timeout_s)  # type: ignore[attr-defined]
-            except BaseException as error:  # noqa: BLE001 - of another thread
-                problems.append(error)
-
-        # In a thread of its own: NCCL waits for ever for a rank that has ended meanwhile.
-        thread = threading.Thread(target=connect, name="symmoe-nccl", daemon=True)
-        thread.start()
-        thread.join(min(timeout_s, threading.TIMEOUT_MAX))
-        if problems:
-            raise BackendUnavailable(f"NCCL does not connect the nodes: {problems[0]}") from problems[0]
-        if thread.is_alive():
-            raise BackendUnavailable(f"NCCL has not connected the nodes within start_timeout_s={timeout_s:g}")
+        connect_together(
+            library.unique_id if node == 0 else None,
+            self._connect,
+            dist.PrefixStore(name, store),  # type: ignore[attr-defined]
+            node=node,
+            timeout_s=timeout_s,
+        )
 
     def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
         """See Payload."""
@@ -115,13 +105,12 @@ class NcclRail:
         begun, ended = self.progress.tolist()
         return bool(self._communicator) and (begun > ended or ended < self._num_launched)
 
-    def _connect(self, store: Any, timeout_s: float) -> None:
+    def _connect(self, unique_id: bytes, is_given_up: threading.Event) -> None:
         torch.cuda.set_device(self._device)
-        if self._node == 0:
-            store.set("id", self._library.unique_id().hex())
-        store.wait(["id"], timedelta(seconds=min(timeout_s, 1e9)))
-        unique_id = bytes.fromhex(store.get("id").decode())
         self._communicator = self._library.connect(unique_id, self._node, self._num_nodes)
+        if is_given_up.is_set():
+            self._library.abort(self._communicator)
+            return
         # The first messages between two ranks connect them, for which they wait for each other.
         with torch.cuda.stream(torch.cuda.Stream(self._device)), torch.inference_mode(False):
             sent = torch.full((self._num_nodes,), self._node, dtype=torch.int64, device=self._device)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _MAX_S = 1e9
+_CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that another rank is to make
 
 
 class RailBroken(Exception):
@@ -115,6 +116,9 @@ class GlooRail:
         timeout_s: bound of the construction.
 
     Attributes: see Payload.
+
+    Raises:
+        RuntimeError: ranks cannot connect; on those that are connected to, after timeout_s.
     """
 
     progress: torch.Tensor | None = None
@@ -123,7 +127,7 @@ class GlooRail:
     def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node
         own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-        bound = timedelta(seconds=min(timeout_s, _MAX_S))
+        bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import operator
-import os
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,17 +25,15 @@ from symmoe.errors import (
     HeapClosed,
     HeapExhausted,
     HeapPoisoned,
+    PeerError,
     StaleLease,
     SymmoeError,
     raise_for,
 )
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.nodes.lane import Lane
-from symmoe.nodes.nccl import Nccl
-from symmoe.nodes.nccl_rail import NcclRail
 from symmoe.nodes.place import Place, find_place
-from symmoe.nodes.rail import GlooRail, Messages, Payload
+from symmoe.nodes.rail import Messages
 from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
 from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
@@ -48,6 +45,7 @@ from symmoe.symm_mem.lease import Lease, lease_problem
 from symmoe.symm_mem.machine_memory import warn_if_too_large
 from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.memory import Memory
+from symmoe.symm_mem.rail_start import start_rail
 from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 from symmoe.symm_mem.thread_access import Access, OneCall
@@ -59,7 +57,6 @@ logger = logging.getLogger("symmoe")
 
 _PROTOCOL_VERSION = 6
 _FINGERPRINT = struct.Struct("<q q q d q")  # protocol version, num_bytes, backend, timeout_s, ranks_per_node
-_TOKEN_BYTES = 16
 _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
@@ -162,7 +159,7 @@ class SymmetricHeap:
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
         self._one_call = OneCall(self._access, self._memory.lock, self._streams)
         self._waits = Waits(self.peers, timeout_s, start_timeout_s)
-        self._mates = self._bootstrap.attempt(partial(self._make_mates, start_timeout_s)) if self.spans_nodes else None
+        self._mates = self._make_mates(start_timeout_s) if self.spans_nodes else None
         self._faults = Faults(self._waits, self._streams, self._one_call, self.backend, self._mates)
         self.statistics = self._memory.statistics
         self._row_histories: dict[Hashable, RowHistory] = {}
@@ -755,21 +752,15 @@ class SymmetricHeap:
 
     def _make_mates(self, start_timeout_s: float) -> Mates:
         """The ranks of this rank's rail. Collective."""
-        topology, bootstrap = self.topology, self._bootstrap
-        token = bootstrap.all_gather_bytes(os.urandom(_TOKEN_BYTES), num_bytes=_TOKEN_BYTES)[0].hex()
-        name, node, num_nodes = f"symmoe/{token}/{topology.local_rank}", topology.node, topology.num_nodes
-        rail = GlooRail(bootstrap.store, name, node=node, num_nodes=num_nodes, timeout_s=start_timeout_s)
-        payload = self._make_payload(rail, name + "/payload", start_timeout_s)
-        return Mates(Lane(rail, node=node, num_nodes=num_nodes), payload, topology, self._waits, self._streams)
-
-    def _make_payload(self, rail: GlooRail, name: str, start_timeout_s: float) -> Payload:
-        """What moves tensors along this rank's rail. Collective."""
-        if self.device.type == "cpu":
-            return rail
-        library = self._bootstrap.attempt(Nccl)  # together: a rank without it would keep the others waiting
-        node, num_nodes = self.topology.node, self.topology.num_nodes
-        store = self._bootstrap.store
-        return NcclRail(library, store, name, node=node, num_nodes=num_nodes, timeout_s=start_timeout_s)
+        try:
+            lane, payload = start_rail(self._bootstrap, self.topology, self.device, min(start_timeout_s, _MAX_S))
+        except BackendUnavailable:  # on every rank: the memory is given back together
+            self._backend.close()
+            raise
+        except PeerError:
+            self._backend.abandon()
+            raise
+        return Mates(lane, payload, self.topology, self._waits, self._streams)
 
     @property
     def _nodes(self) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
 _FIELDS = ("index", "uuid", "name", "driver_version", "memory.used", "compute_mode", "mig.mode.current")
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")  # the topology's header is underlined
+_NIC = re.compile(r"^\s*(NIC\d+): (\S+)\s*$", re.MULTILINE)
+_PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _LINK = re.compile(r"Link \d+: (?:([\d.]+) GB/s|<inactive>)")
 
 
@@ -53,11 +55,13 @@ class Report:
     Attributes:
         devices: the GPUs of the machine, whether torch sees them or not.
         topology: by pair of indices, smaller first, how two GPUs are connected: NV18, PIX, PHB...
+        nics: by index and name of an RDMA NIC, how the GPU is connected to it: PIX, PXB, PHB, NODE, SYS, ever farther.
         links: NVLinks by index.
     """
 
     devices: tuple[Device, ...] = ()
     topology: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    nics: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     links: Mapping[int, Links] = field(default_factory=dict)
 
 
@@ -66,8 +70,10 @@ def ask() -> Report:
     devices = parse_devices(_output_of(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
     if not devices:
         return Report()
-    topology = parse_topology(_output_of("topo", "-m")) if len(devices) > 1 else {}
-    return Report(devices=devices, topology=topology, links=parse_links(_output_of("nvlink", "-s")))
+    topology, links = _output_of("topo", "-m"), _output_of("nvlink", "-s")
+    return Report(
+        devices=devices, topology=parse_topology(topology), nics=parse_nics(topology), links=parse_links(links)
+    )
 
 
 def parse_devices(text: str) -> tuple[Device, ...]:
@@ -93,20 +99,18 @@ def parse_devices(text: str) -> tuple[Device, ...]:
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
     """Pairs of GPUs in the matrix of `nvidia-smi topo -m`."""
-    connections: dict[tuple[int, int], str] = {}
-    columns: list[int] = []
-    for line in _STYLE.sub("", text).splitlines():
-        words = line.split()
-        if not words or not re.fullmatch(r"GPU\d+", words[0]):
-            continue
-        if not columns:
-            columns = [int(word[3:]) for word in words if re.fullmatch(r"GPU\d+", word)]
-            continue
-        row = int(words[0][3:])
-        for column, connection in zip(columns, words[1:], strict=False):  # NICs and affinities come after
-            if row < column:
-                connections[row, column] = connection
-    return connections
+    pairs = {(row, _gpu_of(column)): connection for (row, column), connection in _matrix(text).items()}
+    return {(row, column): connection for (row, column), connection in pairs.items() if row < column}
+
+
+def parse_nics(text: str) -> dict[int, dict[str, str]]:
+    """NICs of each GPU in the matrix of `nvidia-smi topo -m`, by the names that the legend below it gives them."""
+    names = dict(_NIC.findall(text))
+    nics: dict[int, dict[str, str]] = {}
+    for (row, column), connection in _matrix(text).items():
+        if _gpu_of(column) < 0 and connection in _PCIE:
+            nics.setdefault(row, {})[names.get(column, column)] = connection
+    return nics
 
 
 def parse_links(text: str) -> dict[int, Links]:
@@ -123,6 +127,26 @@ def parse_links(text: str) -> dict[int, Links]:
         up = [rate for rate in each if rate is not None]
         links[index] = Links(gbs=sum(up), num_up=len(up), num_down=len(each) - len(up))
     return links
+
+
+def _matrix(text: str) -> dict[tuple[int, str], str]:
+    """The rows of GPUs in the matrix of `nvidia-smi topo -m`: by the GPU's index and the name of the column."""
+    cells: dict[tuple[int, str], str] = {}
+    columns: list[str] = []
+    for line in _STYLE.sub("", text).splitlines():
+        words = line.split()
+        if not words or _gpu_of(words[0]) < 0:
+            continue
+        if not columns:
+            columns = words
+            continue
+        cells |= {(_gpu_of(words[0]), column): word for column, word in zip(columns, words[1:], strict=False)}
+    return cells
+
+
+def _gpu_of(name: str) -> int:
+    """The number in the name of a GPU; -1: it is none."""
+    return int(name[3:]) if re.fullmatch(r"GPU\d+", name) else -1
 
 
 def _output_of(*arguments: str) -> str:

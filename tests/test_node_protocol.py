@@ -1,0 +1,51 @@
+"""Every interleaving of the model of nodes: all ranks raise one error, nobody waits for ever, who is lost is named.
+
+Each rule is broken in turn, and some scenario has to find that.
+"""
+
+from __future__ import annotations
+
+import pytest
+from reliability.node_protocol import (
+    NODE_MUTANTS,
+    NodeModel,
+    NodeProtocol,
+    NodeScenario,
+    found_in_node_model,
+    more_node_scenarios,
+    node_scenarios,
+)
+
+QUICK, MORE = node_scenarios(), more_node_scenarios()
+
+
+@pytest.mark.parametrize(
+    "scenario", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)], ids=lambda each: each.name
+)
+def test_nothing_goes_wrong(scenario: NodeScenario):
+    verdict = NodeModel(scenario, NodeProtocol()).search()
+    assert verdict.violation is None
+    assert verdict.num_states > 100
+
+
+@pytest.mark.parametrize("mutant", NODE_MUTANTS)
+def test_a_mutant_is_found(mutant: str):
+    assert found_in_node_model(mutant)
+
+
+def test_what_the_parity_of_counts_is_for():
+    """The barrier that ends a plan keeps the next plan's counts away as well."""
+    plans = next(each for each in QUICK if each.name == "plans")
+    found = {
+        (ends, halves): NodeModel(plans, NodeProtocol(plan_ends_with_barrier=ends, table_halves=halves)).search()
+        for ends in (True, False)
+        for halves in (True, False)
+    }
+    assert [verdict.violation is None for verdict in found.values()] == [True, True, True, False]
+    assert "sends counts of plans" in found[False, False].violation
+
+
+def test_an_error_without_a_barrier_after_it_puts_ranks_out_of_step():
+    """What docs/nodes.md says of errors while nodes' sums are added: others raise in their next call."""
+    late = NodeScenario("late", ("combine", "plan"), fails=((0, 0, 4),))
+    assert NodeModel(late, NodeProtocol()).search().violation is not None

@@ -1,0 +1,215 @@
+"""Nodes that cannot connect when a heap is made: every rank raises an error that names who and where, within a bound;
+nothing is left behind, and the next try works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import left_in_shared_memory
+from limits import HANG_S, PROMPT_S
+from relay import _ADDRESS, _Publishing
+from test_nodes_faults import Ready
+from test_nodes_network import connections
+
+from symmoe import SymmetricHeap
+from symmoe.errors import BackendUnavailable
+from symmoe.nodes import reach
+from symmoe.nodes.nccl import NcclError
+from symmoe.nodes.nccl_start import connect_together
+from symmoe.nodes.rail import GlooRail
+from symmoe.nodes.reach import Endpoint
+from symmoe.symm_mem import rail_start
+
+START_S = 20.0  # start_timeout_s where gloo waits for half of it
+
+
+def open_nodes(start_timeout_s: float = HANG_S / 2) -> SymmetricHeap:
+    return SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=start_timeout_s)
+
+
+def what_is_there() -> Counter[str]:
+    """Connections, threads and mapped memory of heaps, of this process."""
+    maps, tasks = Path("/proc/self/maps").read_text(), [*Path("/proc/self/task").iterdir()]
+    return Counter(connections=connections(), threads=len(tasks), arenas=maps.count("memfd:symmoe"))
+
+
+# -- what goes wrong on one rank --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refuses() -> Iterator[None]:
+    """Nobody listens where this rank says that it does."""
+
+    def listen(self: reach.Listener) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.endpoint = Endpoint("lo", "127.0.0.1", listener.getsockname()[1])
+        self._socket = None
+
+    with patch.object(reach.Listener, "__init__", listen):
+        yield
+
+
+@contextlib.contextmanager
+def answers_not() -> Iterator[None]:
+    """The kernel drops who comes, as some firewalls do: there is no room in the queue of this listener."""
+
+    def listen(self: reach.Listener) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=0)
+        port = self._socket.getsockname()[1]
+        stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        self.endpoint = Endpoint("lo", "127.0.0.1", port)
+
+    with contextlib.ExitStack() as stack, patch.object(reach.Listener, "__init__", listen):
+        yield
+
+
+@contextlib.contextmanager
+def has_no_such_device() -> Iterator[None]:
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth-none"}):
+        yield
+
+
+@contextlib.contextmanager
+def refuses_gloo() -> Iterator[None]:
+    """The way was free when it was looked at; then nobody listens where this rank's gloo says that it does."""
+    stores = []  # torch does not keep them
+
+    def publish(value: bytes) -> bytes:
+        (found,) = _ADDRESS.finditer(value)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1].to_bytes(2, "big")
+        return value[: found.start(1)] + port + value[found.end(1) :]
+
+    def make(store: Any, name: str, **options: Any) -> GlooRail:
+        stores.append(_Publishing(store, publish))
+        return GlooRail(stores[-1], name, **options)
+
+    with patch.object(rail_start, "GlooRail", make):
+        yield
+
+
+def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str, Any]:
+    """What a rank raises, when, and what is left; then a heap works."""
+    with open_nodes() as first:  # what torch keeps from then on is none of it
+        Ready(first, rank).step()
+    before = what_is_there()
+    trouble = globals()[how] if rank == culprit else contextlib.nullcontext
+    start_timeout_s = START_S if how == "refuses_gloo" else HANG_S / 2
+    start, error = time.monotonic(), ""
+    with trouble(), patch.object(rail_start, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
+        try:
+            open_nodes(start_timeout_s)
+        except BackendUnavailable as raised:
+            error = str(raised)
+    seconds = time.monotonic() - start
+    deadline = time.monotonic() + PROMPT_S
+    while (left := what_is_there() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's threads end soon
+    dist.barrier()
+    with open_nodes() as second:
+        Ready(second, rank).step()
+    return {"error": error, "seconds": seconds, "left": left}
+
+
+TROUBLES = {
+    "refuses": (
+        2,
+        r"on rank 0: rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.0.1:\d+ \(lo\): Connection",
+    ),
+    "answers_not": (1, r"on rank 3: rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.* no answer within 1 s"),
+    "has_no_such_device": (3, r"on rank 3: GLOO_SOCKET_IFNAME=eth-none: this machine \(.*\) has no such .*: .*\blo\b"),
+    "refuses_gloo": (0, r"on rank [02]: rank [02] on node [01] does not connect to its rail, ranks \(0, 2\): Gloo"),
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how == "refuses_gloo" else ()) for how in TROUBLES]
+)
+def test_every_rank_says_who_cannot_connect(cluster, how: str, shared_memory_before):
+    culprit, text = TROUBLES[how]
+    found = cluster(4).run(fail_to_start, how, culprit)
+    for each in found:
+        assert each["error"] == found[0]["error"]
+        assert each["seconds"] < PROMPT_S
+        assert not each["left"], found
+    assert re.match(text, found[0]["error"]), found[0]["error"]
+    assert "GLOO_SOCKET_IFNAME" in found[0]["error"]
+    assert left_in_shared_memory(shared_memory_before) == set()
+
+
+def send_late(rank: int, num_ranks: int) -> int:
+    """What arrives later than a connection might."""
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
+    rail = GlooRail(store, "rail", node=rank, num_nodes=2, timeout_s=10.0)
+    sent, received = torch.full((4,), rank + 1), torch.zeros(4, dtype=torch.int64)
+    time.sleep(3.0 * rank)  # gloo's own bound is 2 s
+    rail.wait(rail.begin([[sent, sent]], [[received, received]], HANG_S), HANG_S)
+    rail.abort()
+    return int(received.sum())
+
+
+def test_messages_have_their_own_bounds(cluster):
+    assert cluster(2).run(send_late) == [8, 4]
+
+
+# -- NCCL, of which there is none -------------------------------------------------------------------------------------
+
+
+def connect_by(rank: int, num_ranks: int, how: str) -> dict[str, Any]:
+    """What a rank raises, when, and how often its NCCL has connected."""
+    found: dict[str, Any] = {"error": "", "connected": 0}
+
+    def make_id() -> bytes:
+        if how == "has no id":
+            raise NcclError("ncclGetUniqueId: no socket interface found")
+        return b"id"
+
+    def connect(unique_id: bytes, is_given_up: threading.Event) -> None:
+        if how == "fails" and rank == 1:
+            raise NcclError("ncclCommInitRank: connection refused")
+        if how in ("fails", "hangs"):  # as NCCL waits for a rank that has failed, but that it learns of the end
+            is_given_up.wait(HANG_S)
+        found["connected"] += unique_id == b"id" and not is_given_up.is_set()
+
+    store = dist.PrefixStore(f"nccl/{how}", dist.distributed_c10d._get_default_store())
+    timeout_s, start = 1.0 if how == "hangs" else HANG_S, time.monotonic()
+    try:
+        connect_together(make_id if rank == 0 else None, connect, store, node=rank, timeout_s=timeout_s)
+    except BackendUnavailable as error:
+        found["error"] = str(error)
+    found["seconds"] = time.monotonic() - start
+    for thread in threading.enumerate():
+        if thread.name == "symmoe-nccl":
+            thread.join(PROMPT_S)
+            assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("works", ""),
+        ("fails", "NCCL does not connect node 1 with the others: ncclCommInitRank: connection refused; NCCL_SOCKET"),
+        ("has no id", "NCCL does not connect node 0 with the others: ncclGetUniqueId: no socket interface found; NCCL"),
+        ("hangs", "NCCL has not connected the nodes within 1 s; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name"),
+    ],
+)
+def test_nccl_that_does_not_connect_a_node(cluster, how: str, text: str):
+    for each in cluster(2).run(connect_by, how):
+        assert each["error"].startswith(text), each
+        assert (each["error"] == "") == (text == ""), each
+        assert each["connected"] == (text == ""), each
+        assert each["seconds"] < PROMPT_S, each
