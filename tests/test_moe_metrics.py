@@ -37,11 +37,11 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return (torch.randn(6 + rank + number, H, generator=generator) + 0.3).requires_grad_()
 
 
-def check_records(rank: int, num_ranks: int, order: str) -> list[str]:
+def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | None = None) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}, {order}"
     logged: list[tuple[dict[str, float], int]] = []
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+    with SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node) as heap:
         model = Model(heap, order=order, capacity_factor=1.1)
         seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, layer in model.named_modules():
@@ -110,6 +110,12 @@ def check_records(rank: int, num_ranks: int, order: str) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_records_are_what_happened(cluster, num_ranks: int, order: str):
     assert cluster(num_ranks).findings(check_records, order) == []
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_records_on_several_nodes(cluster, num_ranks: int, ranks_per_node: int):
+    """Bytes are counted as on one node."""
+    assert cluster(num_ranks).findings(check_records, "slot", ranks_per_node) == []
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

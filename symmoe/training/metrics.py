@@ -38,7 +38,8 @@ class LayerRecord:
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
-            Backward moves as many rows again. Slots that a static capacity drops are counted in.
+            Backward moves as many rows again. Slots that a static capacity drops are counted in. Where the group spans
+            nodes, as if all ranks were on one; `symmoe plan --nodes` computes what crosses.
         heap_high_water_bytes: the most bytes ever leased of the heap.
         forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
             dispatch to combine, else the router is counted too (and in Megatron shared experts).

@@ -155,11 +155,11 @@ def reference_spec(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def opened_heap() -> Iterator[Any]:
+def opened_heap(ranks_per_node: int | None = None) -> Iterator[Any]:
     """A heap over this rank's EP group."""
     from symmoe.integrations.megatron import open_heap
 
-    with open_heap(HEAP_BYTES) as heap:
+    with open_heap(HEAP_BYTES, ranks_per_node=ranks_per_node) as heap:
         yield heap
 
 
@@ -232,6 +232,7 @@ def compare(
     options: dict[str, Any] | None = None,
     num_sequences: tuple[int, ...] | None = None,
     fault: str | None = None,
+    ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
     """One GPTModel in forms of its MoE layers, on the same ranks: Megatron's; our dispatcher and experts; either alone.
 
@@ -241,6 +242,7 @@ def compare(
         options: of dispatch; the order is "slot".
         num_sequences: of each rank; None: the same.
         fault: a mistake that `damage` makes in our layers.
+        ranks_per_node: of the heap.
 
     Returns:
         the differences of ours to Megatron's, and figures of the run with both.
@@ -249,7 +251,7 @@ def compare(
 
     use_groups(ep=ep)
     config = config_of(**fields)
-    with opened_heap() as heap:
+    with opened_heap(ranks_per_node) as heap:
         spec = reference_spec(config)
         forms = {**forms_of(spec, heap, **(options or {})), "experts alone": use_symmoe_experts(spec)}
         found, received = {}, []
@@ -277,6 +279,7 @@ def compare(
         "num_tensors": len(found["megatron"]),
         "num_nonzero": sum(bool(tensor.abs().sum() > 0) for tensor in found["megatron"].values()),
         "received": received,
+        "nodes": heap.topology.num_nodes,
         "staging_copies": staging_copies,
         "leased_bytes": left,
         "high_water_bytes": high_water,

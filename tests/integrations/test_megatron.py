@@ -106,6 +106,31 @@ def test_equals_alltoall_on_other_layouts(ranks: Callable[[int], Cluster], num_r
     assert_equal(ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name]))
 
 
+_NODES = {  # ranks, of a node, configuration, options
+    "2 x 1": (2, 1, "overlapped shared expert", {}),
+    "2 x 1, sums of nodes": (2, 1, "plain", {"order": "rank"}),
+    "2 x 1, recomputed": (2, 1, "recomputed MoE layers", {}),
+    "2 x 1, static": (2, 1, "aux loss, z loss", {"capacity": 150}),
+    "2 x 2, shared expert": (4, 2, "shared expert with gate", {}),
+    "2 x 2": (4, 2, "sigmoid, expert bias, groups", {}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if number == 0 else _SLOW) for number, name in enumerate(_NODES)]
+)
+def test_equals_alltoall_on_several_nodes(ranks: Callable[[int], Cluster], layout: str):
+    """On virtual nodes, with Megatron's own layers as on one: the order "slot" has the same bits."""
+    num_ranks, ranks_per_node, name, options = _NODES[layout]
+    given = {"fields": FIELDS[name], "options": options, "ranks_per_node": ranks_per_node}
+    results = ranks(num_ranks).run(compare, ep=num_ranks, **given)
+    assert_equal(results, exact="order" not in options)
+    for result in results:
+        assert result["nodes"] == 2
+        assert result["num_nonzero"] >= result["num_tensors"] - 4
+        assert any(map(sum, result["received"]))
+
+
 @pytest.mark.slow
 def test_tensor_and_sequence_parallel(ranks: Callable[[int], Cluster]):
     results = ranks(4).run(compare_layers, ep=4, tp=2)

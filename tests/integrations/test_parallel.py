@@ -87,13 +87,15 @@ def sharded(
     wrong_factor: bool = False,
     steps: int = STEPS,
     config: symmoe.MoEConfig = CONFIG,
+    ranks_per_node: int | None = None,
 ) -> tuple[Curve, dict[str, torch.Tensor]]:
     shares = shares or equal_shares(num_ranks)
     if len(layout) == 2:
         mesh = open_mesh(*layout)
     else:
         mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "efsdp", "ep"))
-    with open_heap(mesh) as heap:
+    with open_heap(mesh, ranks_per_node) as heap:
+        assert heap.spans_nodes == (ranks_per_node is not None)
         model = build(mesh, heap, wrap, config)
         if wrong_factor:  # what FSDP would do by itself: the mean over the replicas
             for module in model.modules():
@@ -148,6 +150,22 @@ def test_ddp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], al
     steps = STEPS if layout == "EP2" else 15
     for result in cluster(replicas * ep).run(sharded, (replicas, ep), wrap="ddp", steps=steps):
         assert_same_training(result, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "ranks_per_node"), [((1, 2), 1), ((2, 2), 1), ((1, 4), 2)], ids=str)
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_curves_on_several_nodes(cluster: Callable[..., Cluster], alone, layout, ranks_per_node: int, wrap: str):
+    """EP groups that span virtual nodes, and experts that are sharded or copied over other ranks."""
+    for found in cluster(layout[0] * layout[1]).run(sharded, layout, wrap, ranks_per_node=ranks_per_node):
+        assert_same_training(found, alone)
+
+
+def test_a_mesh_on_two_nodes(cluster: Callable[..., Cluster], alone):
+    """The beginning of the above."""
+    for found in cluster(2).run(sharded, LAYOUTS["EP2"], steps=5, ranks_per_node=1):
+        assert len(found[0]) == 5
+        assert_same_training(found, alone)
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])

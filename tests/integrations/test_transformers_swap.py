@@ -85,11 +85,11 @@ def errors_of(model: torch.nn.Module, gradients: dict, group: dist.ProcessGroup 
 # -- every family -------------------------------------------------------------------------------------------------
 
 
-def compare(rank: int, num_ranks: int, family: str) -> dict:
+def compare(rank: int, num_ranks: int, family: str, ranks_per_node: int | None = None) -> dict:
     """Errors of everything, before and after reduce_gradients."""
     reference = random_model(family)
     batches = [batch_of(r) for r in range(num_ranks)]
-    with open_heap("cpu") as heap:
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         model = swap_moe(copy.deepcopy(reference), heap)
         gradients, seen = mean_gradients(reference, batches)
         output = model(batches[rank], labels=batches[rank])
@@ -104,7 +104,7 @@ def compare(rank: int, num_ranks: int, family: str) -> dict:
         norm = symmoe.clip_grad_norm(model, 1e-3)
         wanted_norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
         errors["norm"] = error(norm, wanted_norm)
-        return {"errors": errors, "raw": raw}
+        return {"errors": errors, "raw": raw, "nodes": heap.topology.num_nodes}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -129,6 +129,22 @@ def test_outputs_and_all_gradients_equal_the_unmodified_model(cluster, family: s
 def test_four_ranks(cluster, family: str):
     for found in cluster(4).run(compare, family):
         assert max(found["errors"].values()) < BOUND
+
+
+_NODES = [(family, 2, 1) for family in FAMILIES] + [("qwen3_moe", 4, 2), ("deepseek_v3", 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "ranks_per_node"),
+    [pytest.param(*case, marks=pytest.mark.slow if number else ()) for number, case in enumerate(_NODES)],
+)
+def test_several_nodes(cluster, family: str, num_ranks: int, ranks_per_node: int):
+    """Virtual ones, against the same unmodified model as one node."""
+    for found in cluster(num_ranks).run(compare, family, ranks_per_node):
+        errors = found["errors"]
+        assert max(errors.values()) < BOUND, {k: v for k, v in errors.items() if v >= BOUND}
+        assert found["raw"]["model.embed_tokens.weight"] > WRONG
+        assert found["nodes"] == 2
 
 
 def replicated_experts(rank: int, num_ranks: int) -> float:

@@ -23,7 +23,11 @@ Spec = TypeVar("Spec")
 
 
 def open_heap(
-    num_bytes: int, *, pg_collection: ProcessGroupCollection | None = None, timeout_s: float = 30.0
+    num_bytes: int,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+    timeout_s: float = 30.0,
+    ranks_per_node: int | None = None,
 ) -> SymmetricHeap:
     """A symmetric heap over this rank's expert-parallel group. Collective over that group.
 
@@ -31,11 +35,13 @@ def open_heap(
         num_bytes: size of each rank's arena; docs/megatron.md says how much is needed.
         pg_collection: process groups; None: those of initialize_model_parallel.
         timeout_s: bound of every wait for a peer.
+        ranks_per_node: see SymmetricHeap.
 
     Raises:
         ArgumentError, BackendUnavailable, ConfigMismatch: see SymmetricHeap.
     """
-    return SymmetricHeap(process_groups(pg_collection).ep, num_bytes=num_bytes, timeout_s=timeout_s)
+    group = process_groups(pg_collection).ep
+    return SymmetricHeap(group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
 
 
 def use_symmoe(
