@@ -68,8 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Cases that `make test` leaves to `make test-all`: those of three and more ranks where there is one of fewer, and
-    in trainers and of kernels that are compiled, all but a usual and an odd one, the first and the last of a test."""
+    """Cases that `make test` leaves to `make test-all`: those of more than four ranks, those of three and four where
+    there is one of fewer, and in trainers and of kernels that are compiled, all but a usual and an odd one, the first
+    and the last of a test."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     of_few_ranks = {(item.path, item.originalname) for item in items if _parameters(item).get("num_ranks", 3) <= 2}
     for item in items:
@@ -77,6 +78,8 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
         if item.path.parent.name == "integrations" or item.path.stem.endswith("_compile"):
             groups.setdefault((item.path, item.originalname, kernel), []).append(item)
+        elif given.get("num_ranks", 0) > 4:
+            yield item
         elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
             if (item.path, item.originalname) in of_few_ranks:
                 yield item

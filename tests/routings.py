@@ -233,7 +233,8 @@ def half(second: bool) -> list[int]:
     return numbers if len(numbers) < len(CASES) else [n for n in numbers if n // len(STRATA) % 2 == second]
 
 
-# Ranks and cases that an oracle compares: on 2 and 4 ranks together, every case. The rest takes long.
+# Ranks and cases that an oracle compares: on 2 and 4 ranks together, every case. The rest takes long. On 8 ranks one
+# of each stratum: on CPUs their oracles take minutes.
 RANKS_AND_CASES = pytest.mark.parametrize(
     ("num_ranks", "device", "numbers"),
     [
@@ -244,6 +245,7 @@ RANKS_AND_CASES = pytest.mark.parametrize(
         pytest.param(3, "cpu", chosen(), id="3", marks=pytest.mark.slow),
         pytest.param(4, "cpu", half(True), id="4, second half"),
         pytest.param(4, "cpu", half(False), id="4", marks=pytest.mark.slow),
-        *(pytest.param(n, "cuda", chosen(), id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2, 4)),
+        pytest.param(8, "cpu", half(False)[: len(STRATA)], id="8"),
+        *(pytest.param(n, "cuda", chosen(), id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2, 4, 8)),
     ],
 )

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, RankFailure
+from cluster import Cluster, RankFailure, on_ranks
 from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
@@ -616,35 +616,36 @@ def check_offsets(rank: int, num_ranks: int) -> bool:
         return first and second and heap.leased_bytes == 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_ranks_may_lease_in_different_ways(cluster, num_ranks: int):
     assert cluster(num_ranks).run(check_offsets) == [True] * num_ranks
 
 
 def check_groups(rank: int, num_ranks: int, device: str) -> list[str]:
-    """Two interleaved groups at once, {0, 2} and {1, 3}; on CPUs also one over the world and those of one rank."""
+    """Two interleaved groups at once, even ranks and odd ones; on CPUs also the world and groups of one rank."""
     findings = Findings()
     findings.where = f"rank {rank}"
-    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], *([r] for r in range(num_ranks)))]
+    evens, odds = (list(range(first, num_ranks, 2)) for first in (0, 1))
+    groups = [dist.new_group(ranks) for ranks in (evens, odds, *([r] for r in range(num_ranks)))]
     with contextlib.ExitStack() as stack:
         kinds = (groups[rank % 2], None, groups[2 + rank])[: 1 if device == "cuda" else 3]  # NVSHMEM: one in a process
         heaps = [stack.enter_context(open_heap(device, group=group, num_bytes=NUM_BYTES)) for group in kinds]
-        wanted = [(rank // 2, 2), (rank, num_ranks), (0, 1)][: len(heaps)]
+        wanted = [(rank // 2, num_ranks // 2), (rank, num_ranks), (0, 1)][: len(heaps)]
         findings.equal("rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], wanted)
-        pair, *others = heaps
-        with poisoned_lease(pair, (64,), torch.uint8, name="untouched") as lease:
+        half, *others = heaps
+        with poisoned_lease(half, (64,), torch.uint8, name="untouched") as lease:
             for turn in range(30):
-                if turn % 3 == rank % 2:  # one pair is ahead of the other now and then
+                if turn % 3 == rank % 2:  # one half is ahead of the other now and then
                     time.sleep(0.001)
-                findings.check(round_trip(pair, 1000 * (rank % 2) + 10 * turn), f"pair, turn {turn}")
+                findings.check(round_trip(half, 1000 * (rank % 2) + 10 * turn), f"half, turn {turn}")
                 for heap in others if turn % 5 == 0 else others[1:]:
                     findings.check(round_trip(heap, 7 * turn), f"group of {heap.num_ranks}, turn {turn}")
             findings.check(is_poison(lease.tensor), "another group wrote into this heap")
-        # one pair fails, the other does not notice
-        bad = torch.full((1, 1), 99 if rank in (0, 2) else 0, device=pair.device)
-        kind, _ = outcome(make_plan, bad, num_experts=2, heap=pair)
-        findings.equal("error of the pair", kind, "ExpertIdError" if rank in (0, 2) else "")
-        findings.check(round_trip(pair), "pair, afterwards")
+        # one half fails, the other does not notice
+        bad = torch.full((1, 1), 0 if rank % 2 else 99, device=half.device)
+        kind, _ = outcome(make_plan, bad, num_experts=half.num_ranks, heap=half)
+        findings.equal("error of the half", kind, "" if rank % 2 else "ExpertIdError")
+        findings.check(round_trip(half), "half, afterwards")
     with open_heap(device, num_bytes=NUM_BYTES) as heap:  # and again, all together
         findings.check(round_trip(heap), "the world, afterwards")
     for group in groups:
@@ -653,13 +654,9 @@ def check_groups(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-def test_disjoint_groups_at_once(cluster):
-    assert cluster(4).run(check_groups, "cpu") == [[]] * 4
-
-
-@pytest.mark.gpu
-def test_disjoint_groups_at_once_on_gpus(cluster):
-    assert cluster(4, "cuda").run(check_groups, "cuda") == [[]] * 4
+@on_ranks(cpu=(4, 8), cuda=(4, 8))
+def test_disjoint_groups_at_once(cluster, num_ranks: int, device: str):
+    assert cluster(num_ranks, device).run(check_groups, device) == [[]] * num_ranks
 
 
 # -- a peer that does not come ----------------------------------------------------------------------------------------
@@ -749,7 +746,7 @@ def run_ahead(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_fault_stops_what_is_on_its_way(cluster, num_ranks: int):
     assert cluster(num_ranks).run(run_ahead) == [[]] * num_ranks
 

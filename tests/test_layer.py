@@ -265,13 +265,13 @@ LAYER_OPTIONS = (
     {},
     {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
     {"aux_loss_coef": 0.1, "z_loss_coef": 0.01},
-    {"capacity": 200, "max_tokens": 20},
-    {"capacity": 9, "max_tokens": 20, "overflow": "drop"},
+    {"capacity": 200, "max_tokens": 28},
+    {"capacity": 9, "max_tokens": 28, "overflow": "drop"},
 )
 
 
 @pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
-@on_ranks(cpu=(1, 2, 4), cuda=(1, 2))
+@on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
 def test_layer_is_the_oracle(cluster, num_ranks: int, device: str, options: dict):
     assert cluster(num_ranks, device).findings(check_layer, device, options) == []
 

@@ -25,8 +25,17 @@ SLICES = {
     "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
 }
 LONG = ("lifecycle", "soak")
-# One of each kind, at other phases and with other victims.
-FAULTS = (13, 69, 104)
+ON_EIGHT = {
+    "routings": range(14),
+    "gradients": range(2),
+    "determinism": (15, 16),
+    "stalls": range(20),
+    "fuzz": range(24),
+    "litmus": (*range(4), 400),
+    "model": range(2 * len(scenarios(8))),
+}
+# One of each kind, at other phases and with other victims; on eight ranks mostly of two at once.
+FAULTS = {3: (13, 9, 56), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
 TWIN_MUTANTS = (
     "no wait for rows to arrive",
@@ -57,19 +66,29 @@ def test_suite(launcher: Launcher, suite: str):
     assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
 
 
-@pytest.mark.parametrize("number", FAULTS)
-def test_fault(launcher: Launcher, number: int):
-    assert failures("faults", Run((number,), 3, patience=PATIENCE), launcher) == []
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ON_EIGHT)
+def test_suite_on_eight_ranks(launcher: Launcher, suite: str):
+    assert failures(suite, Run(tuple(ON_EIGHT[suite]), 8, patience=PATIENCE), launcher) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "num_ranks"), [(number, num_ranks) for num_ranks, numbers in FAULTS.items() for number in numbers]
+)
+def test_fault(launcher: Launcher, number: int, num_ranks: int):
+    assert failures("faults", Run((number,), num_ranks, patience=PATIENCE), launcher) == []
 
 
 def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
-    for num_ranks in (2, 3):
-        run = Run((), num_ranks)
-        found = [faults.fault_of(number, run) for number in range(sum(faults.CASES["cpu"]))]
-        assert [sum(fault.kind == kind for fault in found) for kind in faults.KINDS] == list(faults.CASES["cpu"])
+    all_victims = {2: {(0,), (1,)}, 3: {(0,), (1,), (2,), (0, 2)}, 8: {(0,), (4,), (7,), (0, 7)}}
+    for num_ranks, victims in all_victims.items():
+        found = [faults.fault_of(number, Run((), num_ranks)) for number in range(faults.NUM_GPU_CASES)]
         for kind in faults.KINDS:
-            combinations = {(fault.phase, fault.victim) for fault in found if fault.kind == kind}
-            assert combinations == {(phase, victim) for phase in faults.PHASES for victim in range(num_ranks)}
+            combinations = {(fault.phase, fault.victims) for fault in found if fault.kind == kind}
+            assert combinations == {(phase, chosen) for phase in faults.PHASES for chosen in victims}
+            few = [fault for fault in found[:24] if fault.kind == kind]
+            assert {fault.phase for fault in few} == set(faults.PHASES)
+            assert {fault.victims for fault in few} == victims
 
 
 @pytest.mark.parametrize("index", range(len(scenarios(2))))
@@ -81,6 +100,13 @@ def test_the_model_on_two_ranks(index: int):
 def test_a_mutant_of_the_model_is_found(mutant: str):
     """On two ranks, in seconds; a mutant that takes a third to show is searched for with three."""
     assert mutations.found_in_the_model(mutant, 2) or mutations.found_in_the_model(mutant, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", mutations.OF_THE_MODEL)
+def test_a_mutant_of_the_model_is_met_on_eight_ranks(mutant: str):
+    model = Protocol(**mutations.OF_THE_MODEL[mutant])
+    assert any(Model(scenario, model).walk(seed).violation for seed in range(4) for scenario in scenarios(8))
 
 
 @pytest.mark.slow

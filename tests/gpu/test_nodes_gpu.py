@@ -24,7 +24,7 @@ from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_pl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 
-LAYOUTS = [pytest.param(2, 1, id="2 x 1"), pytest.param(4, 2, id="2 x 2")]
+LAYOUTS = [pytest.param(n, size, id=f"{n // size} x {size}") for n, size in ((2, 1), (4, 2), (8, 4), (8, 2))]
 layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 STEP = 3 * (len(routings.STRATA) + 1)
 

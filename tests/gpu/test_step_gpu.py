@@ -344,6 +344,6 @@ def check_groups(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_disjoint_groups(cluster, num_ranks: int):
     assert cluster(num_ranks, "cuda").findings(check_groups) == []

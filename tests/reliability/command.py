@@ -61,13 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=case_numbers, help="this one alone, or those from A to B as A-B")
     parser.add_argument("--jobs", type=int, default=1, help="groups of ranks that share the cases, side by side")
     parser.add_argument("--seconds", type=float, default=math.inf, help="take no more results after that time")
+    parser.add_argument("--patience", type=float, default=1.0, help="times as long as on a machine that is not busy")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args(arguments)
     suite = suite_of(options.suite)
     full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
     count = full if options.cases is None else options.cases
     numbers = tuple(range(count)) if options.case is None else options.case
-    run = Run(numbers, options.ranks or suite.num_ranks, options.device, options.seed, options.jobs)
+    num_ranks = options.ranks or suite.num_ranks
+    run = Run(numbers, num_ranks, options.device, options.seed, options.jobs, options.patience)
     command = shlex.join(["python", "-m", "tests.reliability", *arguments])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # who stops a suite still gets the record
     with Launcher() as launcher:

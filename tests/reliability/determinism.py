@@ -34,7 +34,7 @@ def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
         "stash": ("all", "none")[step // 5 % 2],
     }
     if step % 3 == 0:
-        options |= {"capacity": 48, "overflow": "drop", "max_tokens": 40}
+        options |= {"capacity": 48, "overflow": "drop", "max_tokens": 17 + NUM_STEPS + 3 * heap.num_ranks}
     return hash_of_step(make_layer(heap, number, **options), tokens_of(heap, number, 17 + step + 3 * heap.rank))
 
 

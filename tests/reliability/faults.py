@@ -1,10 +1,10 @@
-"""Ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
+"""One or two ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
 
-A case is a job of its own. Its victim takes part in some steps and then, at the phase of the case, ends by SIGKILL,
-stops by SIGSTOP, or raises an exception that nobody catches. Every survivor has to raise a typed error that names the
+A case is a job of its own. Its victims take part in some steps and then, at the phase of the case, end by SIGKILL,
+stop by SIGSTOP, or raise an exception that nobody catches. Every survivor has to raise a typed error that names a
 victim within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a
-code other than 0. Then no process may be left, /dev/shm and the memory of the GPUs have to be as before, and a new job
-has to work at once.
+code other than 0. A victim that another one keeps from getting to its phase is a survivor. Then no process may be left,
+/dev/shm and the memory of the GPUs have to be as before, and a new job has to work at once.
 
 Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
 job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
@@ -14,7 +14,6 @@ ranks that end may keep a GPU from all others for a second, which is as long as 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import random
 import re
@@ -22,7 +21,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,9 +47,9 @@ FREE_AGAIN_S = 10.0
 GPU_SLACK_MIB = 64
 
 PHASES = ("before", "in dispatch", "between", "in combine", "in backward", "in close")
-VICTIMS = ("first", "middle", "last")
+VICTIMS = ("first", "middle", "last", "first and last")
 KINDS = ("kill", "stop", "raise")
-CASES = {"cpu": (60, 40, 40), "cuda": (24, 20, 20)}  # of each kind
+NUM_CASES, NUM_GPU_CASES = 144, 72  # the latter: every kind in every phase with all victims
 
 
 class UsersError(Exception):
@@ -62,29 +61,30 @@ class Fault:
     """One case.
 
     Attributes:
-        victim: its rank.
+        victims: their ranks.
         steps: that go well before.
         options: of the layer; None: the step is made of make_plan, dispatch_tokens and combine_tokens.
     """
 
     kind: str
     phase: str
-    victim: int
+    victims: tuple[int, ...]
     steps: int
     options: dict[str, Any] | None
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.kind} rank {self.victim} {self.phase}, after {self.steps} steps of {self.options or 'the parts'}"
+        ranks = " and ".join(map(str, self.victims))
+        return f"{self.kind} rank {ranks} {self.phase}, after {self.steps} steps of {self.options or 'the parts'}"
 
 
 def fault_of(number: int, run: Run) -> Fault:
-    """Case `number`: kinds one after the other, phases and victims in turn within a kind, the rest at random."""
-    index, kind = number, 0
-    counts = CASES[run.device]
-    while kind < len(KINDS) - 1 and index >= counts[kind]:
-        index, kind = index - counts[kind], kind + 1
-    phase, victim = list(itertools.product(PHASES, VICTIMS))[index % (len(PHASES) * len(VICTIMS))]
+    """Case `number`: kinds in turn, and so are phases and victims of a kind; the rest is random."""
+    index, kind = divmod(number, len(KINDS))
+    last = run.num_ranks - 1
+    named = {"first": (0,), "middle": (run.num_ranks // 2,), "last": (last,), "first and last": (0, last)}
+    if last == 1:  # somebody has to survive
+        named["first and last"] = (last,)
     generator = random.Random(f"{run.seed * SEED_STRIDE + number}")
     ways: tuple[dict[str, Any] | None, ...] = (
         None,
@@ -95,8 +95,8 @@ def fault_of(number: int, run: Run) -> Fault:
     )
     return Fault(
         KINDS[kind],
-        phase,
-        {"first": 0, "middle": run.num_ranks // 2, "last": run.num_ranks - 1}[victim],
+        PHASES[index % len(PHASES)],
+        named[VICTIMS[(index + index // len(PHASES)) % len(VICTIMS)]],
         generator.randrange(3),
         generator.choice(ways),
         generator.randrange(1000),
@@ -151,11 +151,11 @@ class Step:
 def take_part(
     rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields when the fault happens (the victim) or what was raised and when (the others), and then lets it through.
+    """Yields its pipe, in which a victim says when it strikes, and what was raised and when, and lets it through.
 
-    turns: a file that the victim locks before the steps that matter, until its process ends.
+    turns: a file that the first victim locks before the steps that matter, until its process ends.
     """
-    is_victim, turn, struck = rank == fault.victim, 0, False
+    is_victim, turn, struck = rank in fault.victims, 0, False
 
     def strike(phase: str) -> None:
         if phase == fault.phase and is_victim and turn == fault.steps:
@@ -183,7 +183,7 @@ def take_part(
         # As a user writes it: an exception leaves the heap on its way out.
         with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
             Step(heap, fault, lambda phase: None).run(0)
-            if turns is not None and is_victim:
+            if turns is not None and rank == fault.victims[0]:
                 fcntl.flock(os.open(turns, os.O_RDWR), fcntl.LOCK_EX)
             dist.barrier()  # kernels are compiled, from here on waits may be short
             heap.timeout_s = heap.start_timeout_s = TIMEOUT_S
@@ -264,33 +264,33 @@ def watch(
     pipes = {rank: next(stream, None) for rank, stream in streams.items()}
     if None in pipes.values():
         return [f"a rank did not start: {job.log(0)}"], facts
-    pid, file = pipes[fault.victim]["pipe"]
-    # Opened here while the victim lives: a pipe keeps what was written to it.
-    report = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_NONBLOCK)
-    survivors = [rank for rank in range(run.num_ranks) if rank != fault.victim]
+    # Opened here while the victims live: a pipe keeps what was written to it.
+    reports = {
+        victim: os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_NONBLOCK)
+        for victim, (pid, file) in ((victim, pipes[victim]["pipe"]) for victim in fault.victims)
+    }
     try:
         deadline = time.monotonic() + run.seconds(wait_s)
-        streams = {rank: job.received(rank, deadline=deadline) for rank in survivors}
-        found = {rank: next(stream, None) for rank, stream in streams.items()}
-        try:
-            struck = float(os.read(report, 64) or "nan")
-        except BlockingIOError:
-            struck = float("nan")
+        streams = {rank: job.received(rank, deadline=deadline) for rank in range(run.num_ranks)}
+        found = {rank: next(streams[rank], None) for rank in streams if rank not in fault.victims}
+        struck = {victim: at for victim, report in reports.items() if (at := _time_in(report)) is not None}
     finally:
-        os.close(report)
-    if struck != struck:
+        for report in reports.values():
+            os.close(report)
+    if not struck:
         job.dump_stacks()
-        return [f"the fault never happened; survivors have {found}; log of the victim: {job.log(fault.victim)}"], facts
-    for rank in survivors:
-        facts_of = found.get(rank)
+        logs = [job.log(victim) for victim in fault.victims]
+        return [f"the fault never happened; survivors have {found}; logs of the victims: {logs}"], facts
+    for rank in (rank for rank in streams if rank not in struck):
+        facts_of = found[rank] if rank in found else next(streams[rank], None)
         if facts_of is None:
             job.dump_stacks()
             problems.append(f"survivor {rank} raised nothing: {job.log(rank)}")
             continue
-        detect_s = facts_of["at"] - struck
+        detect_s = facts_of["at"] - min(struck.values())
         facts["detect_ms"].append(1e3 * detect_s)
         facts["errors"].append(facts_of["raised"])
-        problems += wrong_error(rank, facts_of, fault)
+        problems += wrong_error(rank, facts_of, fault.kind, struck)
         allowed_s = run.patience * TOLD_S
         if fault.kind != "raise":
             allowed_s = TIMEOUT_S + run.patience * SLACK_S
@@ -300,27 +300,36 @@ def watch(
         facts["exit_ms"].append(1e3 * (time.monotonic() - facts_of["at"]))
         if not code:
             problems.append(f"survivor {rank} " + ("still runs" if code is None else "ended with code 0"))
-    if fault.kind == "stop":
-        job.kill(fault.victim)
-    if fault.kind == "raise":
-        code = job.exit_code(fault.victim, deadline=time.monotonic() + run.patience * EXIT_S)
-        if not code:
-            problems.append(f"the victim ended with {code} after an exception")
-        if UsersError.__name__ not in job.log(fault.victim):
-            problems.append(f"the victim's own exception is lost: {job.log(fault.victim)}")
+    for victim in struck:
+        if fault.kind == "stop":
+            job.kill(victim)
+        if fault.kind == "raise":
+            code = job.exit_code(victim, deadline=time.monotonic() + run.patience * EXIT_S)
+            if not code:
+                problems.append(f"victim {victim} ended with {code} after an exception")
+            if UsersError.__name__ not in job.log(victim):
+                problems.append(f"the own exception of victim {victim} is lost: {job.log(victim)}")
     return problems, facts
 
 
-def wrong_error(rank: int, found: dict[str, Any], fault: Fault) -> list[str]:
-    """Nothing if a survivor's error is of the right class and names the victim."""
+def _time_in(report: int) -> float | None:
+    """When a victim has struck, as its pipe says; None if it has not."""
+    try:
+        return float(os.read(report, 64))
+    except (BlockingIOError, ValueError):  # the latter: it has ended without
+        return None
+
+
+def wrong_error(rank: int, found: dict[str, Any], kind: str, victims: Iterable[int]) -> list[str]:
+    """Nothing if a survivor's error is of the right class and names a victim."""
     shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
     # In the middle of a call the peers are told of an exception, elsewhere of a heap that is left.
     told = found["raised"] == "SymmoeError" and UsersError.__name__ in found["text"]
-    expected = found["raised"] == "PeerAborted" or told if fault.kind == "raise" else found["raised"] == "PeerTimeout"
+    expected = found["raised"] == "PeerAborted" or told if kind == "raise" else found["raised"] == "PeerTimeout"
     if not expected:
         return [shown]
-    named = found["rank"] == fault.victim or re.search(rf"rank {fault.victim}\b", found["text"]) is not None
-    return [] if named else [f"the victim is not named: {shown}"]
+    named = any(found["rank"] == victim or re.search(rf"rank {victim}\b", found["text"]) for victim in victims)
+    return [] if named else [f"no victim is named: {shown}"]
 
 
 def what_is_left(run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
@@ -379,4 +388,4 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     return {"timeout_ms": 1e3 * TIMEOUT_S, "kinds": by_kind}
 
 
-SUITE = Suite(run_cases, sum(CASES["cpu"]), sum(CASES["cuda"]), num_ranks=3, summarize=summarize)
+SUITE = Suite(run_cases, NUM_CASES, NUM_GPU_CASES, num_ranks=3, summarize=summarize)

@@ -79,7 +79,7 @@ FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
 # The last line of a traceback, and what gloo and the bootstrap over it raise on a rank whose peer has gone.
 _RAISED = re.compile(r"(symmoe\.errors\.\w+|[\w.]*Error)(:|$)")
 _OF_THE_TRANSPORT = re.compile(r"gloo|Connection (closed|reset) by peer|Dist(Network|Backend|Store)Error|PeerLost:")
-_FAULT = faults.Fault(kind="kill", phase="in dispatch", victim=1, steps=1, options=None, seed=3)
+_FAULT = faults.Fault(kind="kill", phase="in dispatch", victims=(1,), steps=1, options=None, seed=3)
 _FAULT_WAIT_S = 8.0
 _CASE_S = 10.0  # a case takes one or two; mutants that hang cost all of it
 _SOUND_CASE_S = 60.0
@@ -171,7 +171,7 @@ def found_in_the_model(name: str, num_ranks: int) -> str:
     """The first violation of a mutant; "" if there is none."""
     cases = scenarios(num_ranks)
     if name in _OF_GIVING_UP:
-        cases = [case for case in cases if (case.dies, case.late, case.raises) != (None, None, None)]
+        cases = [case for case in cases if (case.dies, case.late, case.raises) != ((), None, None)]
     for scenario in cases:
         verdict = Model(scenario, Protocol(**OF_THE_MODEL[name])).search()
         if verdict.violation is not None:

@@ -1,4 +1,4 @@
-"""A model of the barrier, epoch and signal protocol, and a search through all its interleavings.
+"""A model of the barrier, epoch and signal protocol, a search through all its interleavings, and walks through some.
 
 Written from docs/design.md ("Trips", "Barrier, epochs, faults", "Plan"), not from the code. Ranks run programs of small
 steps. A plain store waits in its rank's store buffer and becomes visible at any later time, in any order (as on GPUs;
@@ -11,9 +11,11 @@ A rank's own slots and rows play no part: no other rank is needed to get them ri
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Scenario:
     Attributes:
         calls: one after the other: "plan", "dispatch", "combine", "slot combine" or "overlapped dispatch".
         fails: (rank, call): whose arguments are wrong in which call.
-        dies: the rank that may die, at any moment; None: nobody.
+        dies: the ranks that may die, each at any moment.
         late: the rank that others may give up at any moment, although it comes; None: nobody.
         raises: the rank that may give up between two calls, because of an error of its own; None: nobody.
     """
@@ -86,7 +88,7 @@ class Scenario:
     calls: tuple[str, ...]
     num_ranks: int = 3
     fails: tuple[int, int] | None = None
-    dies: int | None = None
+    dies: tuple[int, ...] = ()
     late: int | None = None
     raises: int | None = None
 
@@ -96,7 +98,7 @@ class Verdict:
     """What the search has found.
 
     Attributes:
-        num_states: that can be reached, all of them if nothing is wrong.
+        num_states: that have been reached; by a search, all that can be if nothing is wrong.
         violation: the first thing that is wrong, None if nothing is.
     """
 
@@ -235,25 +237,25 @@ class Model:
     def _words(epoch: int, number: int) -> int:
         return 100 * epoch + number
 
-    def _next(self, state: tuple) -> Iterator[tuple | str]:
-        """States that can follow, or what has gone wrong, as text."""
+    def _next(self, state: tuple, rank: int) -> Iterator[tuple | str]:
+        """States that can follow when this rank does something, or what has gone wrong, as text."""
         ranks, memory = state
-        for rank, own in enumerate(ranks):
-            position, epoch, failed, buffer, status, _ = own
-            for cell, value in buffer:
-                if any(c == cell and v < value for c, v in buffer):
-                    continue  # stores of one rank to one place keep their order
-                changed = (position, epoch, failed, buffer - {(cell, value)}, status, own[5])
-                yield self._with(ranks, rank, changed), self._stored(memory, cell, value)
-            if status >= _TELLS:
-                yield self._told(ranks, memory, rank)
-            if status != _RUNS:
-                continue
-            if rank == self._scenario.raises and position in self._between[rank]:
-                yield self._giving_up(ranks, rank, -1), memory
-            if rank == self._scenario.dies:
-                yield self._with(ranks, rank, (*own[:4], _DEAD, -1)), memory
-            yield from self._step(ranks, memory, rank)
+        own = ranks[rank]
+        position, epoch, failed, buffer, status, _ = own
+        for cell, value in buffer:
+            if any(c == cell and v < value for c, v in buffer):
+                continue  # stores of one rank to one place keep their order
+            changed = (position, epoch, failed, buffer - {(cell, value)}, status, own[5])
+            yield self._with(ranks, rank, changed), self._stored(memory, cell, value)
+        if status >= _TELLS:
+            yield self._told(ranks, memory, rank)
+        if status != _RUNS:
+            return
+        if rank == self._scenario.raises and position in self._between[rank]:
+            yield self._giving_up(ranks, rank, -1), memory
+        if rank in self._scenario.dies:
+            yield self._with(ranks, rank, (*own[:4], _DEAD, -1)), memory
+        yield from self._step(ranks, memory, rank)
 
     def _step(self, ranks: tuple, memory: tuple, rank: int) -> Iterator[tuple | str]:
         position, epoch, failed, buffer, status, named = ranks[rank]
@@ -289,8 +291,7 @@ class Model:
                     yield f"rank {who} had come in epoch {epoch} when it gave up, and does not count"
                     return
                 yield self._learned(ranks, rank, who), memory
-            elif rules.times_out and (ranks[peer][4] in (_DEAD, _GAVE_UP) or peer == self._scenario.late):
-                # All others who live come in time. A rank that tells does so long before anybody's time is up.
+            elif rules.times_out and self._may_miss(ranks, peer):
                 if not rules.abort_is_final:
                     yield moved()
                     return
@@ -325,6 +326,13 @@ class Model:
         else:
             raise AssertionError(kind)
 
+    def _may_miss(self, ranks: tuple, peer: int) -> bool:
+        """Whether a wait for a peer may come to its bound. All who live come in time, but for the late one and those
+        that have given up; of these it is known in time: a rank that tells does so long before anybody's time is up."""
+        if ranks[peer][4] == _DEAD or peer == self._scenario.late:
+            return True
+        return ranks[peer][4] == _GAVE_UP and all(own[4] < _TELLS for own in ranks)
+
     def _giving_up(self, ranks: tuple, rank: int, missing: int) -> tuple:
         """A rank gives up because of another one, or (-1) of an error of its own."""
         status = _TELLS if self._protocol.tells else _GAVE_UP
@@ -351,12 +359,12 @@ class Model:
         return self._with(ranks, rank, (*own[:4], status, own[5])), memory
 
     def _misnamed(self, ranks: tuple) -> str | None:
-        """At the end: whoever has given up names the rank that is the reason."""
+        """At the end: whoever has given up names a rank that is a reason."""
         scenario = self._scenario
-        reason = next(rank for rank in (scenario.dies, scenario.late, scenario.raises, -1) if rank is not None)
+        reasons = {*scenario.dies, scenario.late, scenario.raises} - {None}
         for rank, own in enumerate(ranks):
-            if own[4] == _GAVE_UP and rank != reason and own[5] != reason:
-                return f"rank {rank} names rank {own[5]}, but the reason is rank {reason}"
+            if own[4] == _GAVE_UP and rank not in (scenario.late, scenario.raises) and own[5] not in reasons - {rank}:
+                return f"rank {rank} names rank {own[5]}, but the reasons are ranks {sorted(reasons)}"
         return None
 
     def _sees_fault(self, memory: tuple, rank: int, half: int, epoch: int, number: int) -> bool:
@@ -382,7 +390,7 @@ class Model:
     def _stored(memory: tuple, cell: int, value: int) -> tuple:
         return (*memory[:cell], value, *memory[cell + 1 :])
 
-    # -- search -------------------------------------------------------------------------------------------------------
+    # -- search and walks ---------------------------------------------------------------------------------------------
 
     def search(self, most_states: int = 3_000_000) -> Verdict:
         """Breadth first through every state that can be reached."""
@@ -390,21 +398,45 @@ class Model:
         seen, queue = {start}, deque([start])
         while queue:
             state = queue.popleft()
-            followers = list(self._next(state))
+            followers = [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)]
             for follower in followers:
                 if isinstance(follower, str):
                     return Verdict(len(seen), follower)
                 if follower not in seen:
                     seen.add(follower)
                     queue.append(follower)
-            statuses = [own[4] for own in state[0]]
-            if not followers and _RUNS in statuses:
-                return Verdict(len(seen), f"deadlock: {self._where(state)}")
-            if not followers and (problem := self._misnamed(state[0])):
+            if not followers and (problem := self._wrong_end(state)):
                 return Verdict(len(seen), problem)
             if len(seen) > most_states:
                 raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
         return Verdict(len(seen), None)
+
+    def walk(self, seed: int) -> Verdict:
+        """One way from the start to an end, at random, for more ranks than a search can take.
+
+        Some ranks are much slower than others, and ranks that may die do so early in some walks and late in others.
+        """
+        generator, state, num_states = random.Random(seed), self._start(), 1
+        speeds = [10 ** generator.uniform(-2, 0) for _ in range(self._num_ranks)]
+        frailty = 10 ** generator.uniform(-3, 0)
+        while True:
+            for rank in sorted(range(self._num_ranks), key=lambda rank: generator.expovariate(speeds[rank])):
+                followers = list(self._next(state, rank))
+                if followers:
+                    break
+            else:
+                return Verdict(num_states, self._wrong_end(state))
+            follower = generator.choice(followers)
+            if isinstance(follower, str):
+                return Verdict(num_states, follower)
+            if follower[0][rank][4] != _DEAD or state[0][rank][4] == _DEAD or generator.random() < frailty:
+                state, num_states = follower, num_states + 1
+
+    def _wrong_end(self, state: tuple) -> str | None:
+        """What is wrong with a state that none can follow."""
+        if _RUNS in [own[4] for own in state[0]]:
+            return f"deadlock: {self._where(state)}"
+        return self._misnamed(state[0])
 
     def _where(self, state: tuple) -> list[str]:
         where = []
@@ -416,7 +448,7 @@ class Model:
 
 
 def scenarios(num_ranks: int = 3) -> list[Scenario]:
-    """What is searched: every rank as the one that fails, dies, is late or raises."""
+    """What is searched: every rank as the one that fails, dies, is late or raises, and on three and more every two."""
     quiet = [
         Scenario("plans", ("plan",) * 3),
         Scenario("dispatches", ("dispatch", "dispatch")),
@@ -432,11 +464,13 @@ def scenarios(num_ranks: int = 3) -> list[Scenario]:
             name = f"rank {rank} fails call {call}"
             troubled.append(Scenario(name, ("dispatch", "combine", "plan"), fails=(rank, call)))
         troubled.append(Scenario(f"rank {rank} fails a plan", ("plan", "plan", "dispatch"), fails=(rank, 1)))
-        troubled.append(Scenario(f"rank {rank} dies in a step", ("plan", "dispatch"), dies=rank))
-        troubled.append(Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=rank))
+        troubled.append(Scenario(f"rank {rank} dies in a step", ("plan", "dispatch"), dies=(rank,)))
+        troubled.append(Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=(rank,)))
         overlapped = ("overlapped dispatch", "overlapped dispatch", "plan")
-        troubled.append(Scenario(f"rank {rank} dies while rows travel", overlapped, dies=rank))
+        troubled.append(Scenario(f"rank {rank} dies while rows travel", overlapped, dies=(rank,)))
         troubled.append(Scenario(f"rank {rank} is late", ("plan", "combine"), late=rank))
         troubled.append(Scenario(f"rank {rank} is late with its rows", ("overlapped dispatch", "plan"), late=rank))
         troubled.append(Scenario(f"rank {rank} raises", ("plan", "dispatch", "plan"), raises=rank))
+    for pair in combinations(range(num_ranks), 2) if num_ranks > 2 else ():
+        troubled.append(Scenario(f"ranks {pair[0]} and {pair[1]} die in a step", ("plan", "dispatch"), dies=pair))
     return [replace(scenario, num_ranks=num_ranks) for scenario in (*quiet, *troubled)]

@@ -20,7 +20,7 @@ def examine(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def examine_and_try(environment: Mapping[str, str]) -> list[Finding]:
-    """Looks at this machine and runs the self-test: on up to 4 GPUs, one process each, else on 2 CPU processes."""
+    """Looks at this machine and runs the self-test: on up to 8 GPUs, one process each, else on 2 CPU processes."""
     found, gpus, smi = _examine(environment)
     num_gpus = min(len(gpus.gpus), MAX_GPUS)
     trial = run_trial(num_gpus or 2, environment)

@@ -14,7 +14,7 @@ from symmoe.tools.doctor.flight import diagnose, read_record
 
 _DESCRIPTION = """\
 Says on one screen whether this machine can run symmoe and how well: GPUs, links, versions, limits, environment, and a
-self-test of heap, dispatch and combine on every GPU (at most 4) or on 2 CPU processes. What stands behind -> helps.
+self-test of heap, dispatch and combine on every GPU (at most 8) or on 2 CPU processes. What stands behind -> helps.
 Under torchrun the first process of each node does all that, the others say nothing. With --nodes all processes that
 torchrun has started, on several machines or with --ranks-per-node on one, look at what is between them. The exit status
 is 1 if there is a problem. docs/doctor.md has all that it looks for.

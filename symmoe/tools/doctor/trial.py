@@ -17,7 +17,7 @@ from pathlib import Path
 from symmoe.tools.doctor.findings import Finding
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
-MAX_GPUS = 4
+MAX_GPUS = 8
 _RANK = (sys.executable, "-m", "symmoe.tools.doctor.self_test")
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the other ranks, once one has failed
