@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from symmoe.grouped.mlp import GroupedMLP
     from symmoe.grouped.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
     from symmoe.grouped.sequential import Sequential
+    from symmoe.kernels.activation import Activation
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
     from symmoe.moe.expert_bias import balance_after, balance_step
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
 _HOME = {
+    "Activation": "symmoe.kernels.activation",
     "CapturedStep": "symmoe.training.captured_step",
     "GroupedLinear": "symmoe.grouped.linear",
     "GroupedMLP": "symmoe.grouped.mlp",
@@ -87,6 +89,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Activation",
     "CapturedStep",
     "GroupedLinear",
     "GroupedMLP",
