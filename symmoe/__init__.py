@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from symmoe.training.gradients import clip_grad_norm, reduce_gradients
     from symmoe.training.lora import add_lora, merge_lora, unmerge_lora
     from symmoe.training.memory_plan import MemoryPlan, plan_memory
-    from symmoe.training.metrics import LayerRecord, MetricsLogger
+    from symmoe.training.metrics import LayerRecord, MetricsLogger, tensorboard_sink
     from symmoe.training.precision_choice import choose_precision
     from symmoe.training.replay import balanced_routing, record_routing, replay_routing
 
@@ -85,6 +85,7 @@ _HOME = {
     "record_routing": "symmoe.training.replay",
     "reduce_gradients": "symmoe.training.gradients",
     "replay_routing": "symmoe.training.replay",
+    "tensorboard_sink": "symmoe.training.metrics",
     "unmerge_lora": "symmoe.training.lora",
 }
 
@@ -130,6 +131,7 @@ __all__ = [
     "record_routing",
     "reduce_gradients",
     "replay_routing",
+    "tensorboard_sink",
     "unmerge_lora",
 ]
 
