@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from symmoe.grouped.mlp import GroupedMLP
     from symmoe.grouped.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
     from symmoe.grouped.sequential import Sequential
+    from symmoe.kernels.activation import Activation
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
     from symmoe.moe.expert_bias import balance_after, balance_step
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
     from symmoe.training.gradients import clip_grad_norm, reduce_gradients
     from symmoe.training.lora import add_lora, merge_lora, unmerge_lora
     from symmoe.training.memory_plan import MemoryPlan, plan_memory
-    from symmoe.training.metrics import LayerRecord, MetricsLogger
+    from symmoe.training.metrics import LayerRecord, MetricsLogger, tensorboard_sink
     from symmoe.training.precision_choice import choose_precision
     from symmoe.training.replay import balanced_routing, record_routing, replay_routing
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
 _HOME = {
+    "Activation": "symmoe.kernels.activation",
     "CapturedStep": "symmoe.training.captured_step",
     "GroupedLinear": "symmoe.grouped.linear",
     "GroupedMLP": "symmoe.grouped.mlp",
@@ -83,10 +85,12 @@ _HOME = {
     "record_routing": "symmoe.training.replay",
     "reduce_gradients": "symmoe.training.gradients",
     "replay_routing": "symmoe.training.replay",
+    "tensorboard_sink": "symmoe.training.metrics",
     "unmerge_lora": "symmoe.training.lora",
 }
 
 __all__ = [
+    "Activation",
     "CapturedStep",
     "GroupedLinear",
     "GroupedMLP",
@@ -127,6 +131,7 @@ __all__ = [
     "record_routing",
     "reduce_gradients",
     "replay_routing",
+    "tensorboard_sink",
     "unmerge_lora",
 ]
 

@@ -50,6 +50,8 @@ CASES = [  # activation, FFN width, format
     ("interleaved", 80, "float8_block"),
     ("interleaved 32", 96, "mxfp8"),
     ("srelu", 144, "float8_block"),
+    ("geglu", 128, "mxfp8"),
+    ("tanh gelu", 128, "float8_block"),
 ]
 
 

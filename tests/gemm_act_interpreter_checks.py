@@ -24,9 +24,13 @@ CASES = [
     ((64, 0, 0), torch.float16, Activation(interleave=8), (False, 2, 2), True),
     ((5, 30, 4), torch.float32, Activation(interleave=1, limit=1.0), (True, 2, 1), True),
     ((0, 0), torch.float32, Activation(interleave=4), (False, 2, 2), False),
-    ((33, 1, 9), torch.float16, Activation(kind="srelu"), (False, 2, 1), False),
-    ((33, 1, 9), torch.float32, Activation(kind="srelu"), (True, 1, 0), True),
+    ((33, 1, 9), torch.float16, Activation(function="relu2", is_gated=False), (False, 2, 1), False),
+    ((33, 1, 9), torch.float32, Activation(function="relu2", is_gated=False), (True, 1, 0), True),
     ((20, 17), torch.float16, Activation(interleave=2), (False, 1, 0), False),
+    ((20, 17), torch.float32, Activation(function="gelu"), (False, 1, 0), False),
+    ((20, 17), torch.float16, Activation(function="gelu", is_gated=False), (True, 2, 1), False),
+    ((20, 17), torch.float32, Activation(function="gelu_tanh", limit=1.0, offset=1.0), (True, 1, 0), False),
+    ((20, 17), torch.float16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
 ]
 
 kernels = triton_kernels()

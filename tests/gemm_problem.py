@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -267,12 +268,18 @@ def gate_columns(ffn, activation, device="cpu"):
 
 def formula(h, activation):
     """act(h) of float64 h, with autograd."""
-    if activation.kind == "srelu":
-        return torch.relu(h) ** 2
+    function = {
+        "silu": lambda x: x * torch.sigmoid(activation.alpha * x),
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+        "relu2": lambda x: torch.relu(x) ** 2,
+    }[activation.function]
+    if not activation.is_gated:
+        return function(h)
     gate, up = gate_columns(h.shape[1] // 2, activation, h.device)
     g = h[:, gate].clamp(max=activation.limit)
     u = h[:, up].clamp(min=-activation.limit, max=activation.limit)
-    return (u + activation.offset) * g * torch.sigmoid(activation.alpha * g)
+    return (u + activation.offset) * function(g)
 
 
 class ActProblem(Problem):

@@ -17,6 +17,7 @@ from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledActivation, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
+from symmoe.kernels.activation import Activation
 
 SENTINEL = -77.0
 MAIN_GRAD_START = 0.5  # what a main_grad holds before the first accumulation
@@ -498,6 +499,21 @@ def clamped_swiglu(h: torch.Tensor, *, alpha: float, limit: float, offset: float
 def srelu(h: torch.Tensor) -> torch.Tensor:
     """[I] of one row [I]."""
     return torch.relu(h) ** 2
+
+
+def tanh_gelu(h: torch.Tensor) -> torch.Tensor:
+    """[I] of one row [I]."""
+    return torch.nn.functional.gelu(h, approximate="tanh")
+
+
+def gating(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """function(gate) * up, [I] of one row [2I], gate first."""
+    return lambda h: function(h[: len(h) // 2]) * h[len(h) // 2 :]
+
+
+def scaled(function: str, **fields: object) -> ScaledActivation:
+    """With this function of kernels/activation.py."""
+    return ScaledActivation(Activation(function=function, **fields))
 
 
 def interleaved_order(width: int, block: int) -> list[int]:

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 
 from ahead_of_time import VERSION  # noqa: E402
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches, meta  # noqa: E402
-from test_act_quantize_compile import buffers  # noqa: E402
+from test_act_quantize_compile import buffers, flushing  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from symmoe.kernels import select  # noqa: E402
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
-from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.activation import GELU, Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
 from symmoe.kernels.hopper import launchers  # noqa: E402
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
@@ -36,6 +36,8 @@ CASES = {  # activation, FFN width, dtype, format, most spilled bytes without db
     "powers": (Activation(), 768, BF16, POWERS, ({"3.6": 16, "3.7": 44}[VERSION], 120)),
     "fp16": (Activation(), 768, FP16, FLOAT8_BLOCK, (0, 4)),
     "limited": (LIMITED, 2944, BF16, FLOAT8_BLOCK, (16, 16)),
+    "geglu": (Activation(function="gelu"), 2048, BF16, FLOAT8_BLOCK, (84, 84)),
+    "tanh geglu": (Activation(function="gelu_tanh"), 2048, BF16, FLOAT8_BLOCK, (16, 16)),
 }
 
 
@@ -70,8 +72,9 @@ def test_every_number_is_computed_once(monkeypatch, case, with_dbias):
     assert programs * code.registers * 32 * hopper_dact_quantize.NUM_WARPS <= REGISTERS
     assert code.spilled <= most_spilled[with_dbias]
     numbers = hopper_dact_quantize.TILE.value**2 // (32 * hopper_dact_quantize.NUM_WARPS)  # of a thread and a matrix
-    assert ptx.count("ex2.approx.ftz.f32") == numbers
-    assert set(re.findall(r"\S+\.ftz\S*", ptx)) == {"ex2.approx.ftz.f32"}  # of the sigmoid
+    exponentials = 2 if activation.function == GELU else 1  # of erf and the density, or of the sigmoid
+    assert ptx.count("ex2.approx.ftz.f32") == exponentials * numbers
+    assert set(re.findall(r"\S+\.ftz\S*", ptx)) == flushing(activation)
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 5 * numbers // 2  # dh in both ways, a in one
     assert ("div.rn.f32" in ptx) == (block_format.scale == "fp32")  # powers of two need no division
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10, %r\d+;", ptx)

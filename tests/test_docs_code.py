@@ -122,6 +122,9 @@ def sharded_training(scope: Scope) -> None:
 
 
 def sharded_results(scope: Scope) -> None:
+    assert scope["flops"] > 0
+    assert "symmoe.moe_backward" in map(str, scope["counter"].get_flop_counts()["Global"])
+    scope["x"].grad = None
     scope["y"].sum().backward()
     assert scope["x"].grad.abs().sum() > 0
     assert Path("dcp", ".metadata").is_file()
@@ -150,17 +153,22 @@ def megatron_results(scope: Scope) -> None:
     parallel_state.destroy_model_parallel()
 
 
+def make_checkpoint(folder: str, write: Callable[[str], object]) -> int:
+    """The rank. Returns when rank 0 has written the folder."""
+    rank, deadline_s = int(os.environ["RANK"]), time.monotonic() + 60
+    if rank == 0:
+        write("unfinished")
+        os.rename("unfinished", folder)
+    while not Path(folder).is_dir():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return rank
+
+
 def published_checkpoint(scope: Scope) -> None:
     from hf_cases import batch_of, random_model
 
-    rank, folder = int(os.environ["RANK"]), Path("Qwen3-30B-A3B")
-    if rank == 0:
-        random_model("qwen3_moe").save_pretrained("unfinished")
-        os.rename("unfinished", folder)
-    deadline_s = time.monotonic() + 60
-    while not folder.is_dir():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    rank = make_checkpoint("Qwen3-30B-A3B", random_model("qwen3_moe").save_pretrained)
     scope["my_share_of_the_data"] = [batch_of(rank), batch_of(rank + 4)]
 
 
@@ -171,6 +179,34 @@ def tuned_model(scope: Scope) -> None:
     batch = scope["batch"]
     assert scope["model"](batch, labels=batch).loss.isfinite()
     close_heap(scope)
+
+
+def downloaded_checkpoint(scope: Scope) -> None:
+    from hf_cases import VOCABULARY, random_model
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [f"word{number}" for number in range(VOCABULARY)]
+
+    def write(folder: str) -> None:
+        random_model("olmoe", pad_token_id=None, eos_token_id=None).save_pretrained(folder)
+        tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+        Path("my.txt").write_text(" ".join(words[number % 7] for number in range(400)), encoding="utf-8")
+
+    make_checkpoint("OLMoE-1B-7B", write)
+
+
+def finetuned(scope: Scope) -> None:
+    """It has learned to count to seven, and the plain model has it."""
+    assert scope["loss"].item() < 1.0
+    if scope["rank"] == 0:
+        batch, answer = scope["batch"], scope["answer"][0].tolist()
+        with torch.no_grad():
+            loss = scope["plain"](batch, labels=batch).loss
+        assert loss.item() == pytest.approx(scope["loss"].item(), abs=0.5)
+        assert answer == [(answer[0] + number) % 7 for number in range(12)]
 
 
 def quantised_rows(scope: Scope) -> None:
@@ -190,7 +226,7 @@ def loggers(scope: Scope) -> None:
 def recorded(scope: Scope) -> None:
     assert all(Path(name).stat().st_size for name in ("step.json", "step.png", "step.txt", "load.jsonl"))
     scope["sink"]({"moe/drops": 0.0}, 3)
-    assert scope["run"].mock_calls == [call.log({"moe/drops": 0.0}, step=3)]
+    assert sys.modules["wandb"].init.return_value.mock_calls == [call.log({"moe/drops": 0.0}, 3)]
     assert sys.modules["torch.utils.tensorboard"].SummaryWriter.mock_calls[0] == call("runs/moe")
     del sys.modules["torch.utils.tensorboard"], sys.modules["wandb"]
 
@@ -210,6 +246,13 @@ PAGES = {
     ),
     "docs/transformers.md": Page(
         4, published_checkpoint, check=tuned_model, needs=("transformers>=5.23", "accelerate", "safetensors")
+    ),
+    "docs/finetune.md": Page(
+        2,
+        downloaded_checkpoint,
+        replaced=(('"OLMoE-1B-7B", 512, 4', '"OLMoE-1B-7B", 16, 4'), ("lr=1e-5", "lr=1e-2"), ("(1, 101)", "(1, 31)")),
+        check=finetuned,
+        needs=("transformers>=5.17", "safetensors"),
     ),
     "docs/precision.md": Page(1, quantised_rows, check=near_the_rows),
     "docs/timeline.md": Page(1, loggers, check=recorded, needs=("matplotlib",)),

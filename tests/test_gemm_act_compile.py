@@ -30,7 +30,10 @@ ACTIVATIONS = {
     "swiglu": Activation(),
     "gpt-oss": Activation(alpha=1.702, limit=7.0, offset=1.0),
     "interleave": Activation(interleave=32),
-    "srelu": Activation(kind="srelu"),
+    "srelu": Activation(function="relu2", is_gated=False),
+    "gelu": Activation(function="gelu", is_gated=False),
+    "geglu": Activation(function="gelu"),
+    "tanh geglu": Activation(function="gelu_tanh"),
 }
 # Bytes, of dact with limits or sums of dbias, which need more registers than there are beside an epilogue in eight
 # parts; and with addresses of rows or weights for every thread.

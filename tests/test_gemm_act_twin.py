@@ -26,7 +26,11 @@ ACTIVATIONS = {
     "limits": Activation(alpha=1.702, limit=0.75, offset=1.0),
     "interleave": Activation(interleave=4),
     "interleaved limits": Activation(alpha=1.702, limit=0.75, offset=1.0, interleave=1),
-    "srelu": Activation(kind="srelu"),
+    "srelu": Activation(function="relu2", is_gated=False),
+    "silu": Activation(is_gated=False),
+    "gelu": Activation(function="gelu", is_gated=False),
+    "interleaved geglu": Activation(function="gelu", interleave=4),
+    "tanh geglu, limits": Activation(function="gelu_tanh", limit=0.75, offset=1.0),
 }
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,7 +23,7 @@ from symmoe.kernels.activation import Activation
 ACTIVATIONS = {
     "swiglu": Activation(),
     "limits": Activation(alpha=1.702, limit=0.75, offset=1.0, interleave=4),
-    "srelu": Activation(kind="srelu"),
+    "srelu": Activation(function="relu2", is_gated=False),
 }
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

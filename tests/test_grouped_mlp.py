@@ -25,6 +25,7 @@ from grouped_cases import (
     check_without_gradients,
     clamped_swiglu,
     fill,
+    gating,
     interleaved_order,
     make_inputs,
     make_linear,
@@ -32,8 +33,10 @@ from grouped_cases import (
     mlp_oracle,
     refused,
     run_experts,
+    scaled,
     srelu,
     swiglu,
+    tanh_gelu,
     used,
 )
 
@@ -84,6 +87,8 @@ ACTIVATIONS = {
         None,
     ),
     "srelu": (ScaledSReLU(), srelu, None),
+    "gelu": (scaled("gelu", is_gated=False), torch.nn.functional.gelu, None),
+    "tanh geglu": (scaled("gelu_tanh"), gating(tanh_gelu), None),
     "interleaved by 1": (ScaledClampedSwiGLU(interleave=1), None, 1),
     "interleaved by 4": (ScaledSwiGLU(interleave=4), None, 4),
 }

@@ -24,6 +24,7 @@ SHAPES = {  # G, H, I, N
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SWIGLU, LIMITED = Activation(), Activation(alpha=1.702, limit=7.0, offset=1.0)
+GEGLU, TANH_GELU = Activation(function="gelu"), Activation(function="gelu_tanh", is_gated=False)
 VARIANTS = {"separate": act.SEPARATE, "two": act.TWO_WARPS, "alternate": act.ALTERNATE, "gathered": act.GATHERED}
 MAX_SPILLED = 64  # bytes, of a separate epilogue with limits or with masks of columns
 
@@ -58,6 +59,8 @@ def test_products(launches, k_first, dtype, shape):
         "bf16": (SWIGLU, torch.bfloat16),
         "fp16": (SWIGLU, torch.float16),
         "limits": (LIMITED, torch.bfloat16),
+        "geglu": (GEGLU, torch.bfloat16),
+        "tanh gelu": (TANH_GELU, torch.bfloat16),
     },
     variant=list(VARIANTS),
     shape=list(SHAPES),
@@ -66,7 +69,7 @@ def test_dact(launches, numbers, variant, shape):
     activation, dtype = numbers
     G, H, I, N = SHAPES[shape]
     row_range, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
-    h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
+    h, a = meta(N, activation.hidden_width(I), dtype=dtype), meta(N, I, dtype=dtype)
     gathered = variant == "gathered"
     act.launch_dact(
         meta(N // 2 if gathered else N, H, dtype=dtype),
@@ -90,14 +93,17 @@ def test_dact(launches, numbers, variant, shape):
 
 
 @every_combination(
-    dtype=DTYPES, variant=["separate", "alternate"], shape=["qwen3-30b", "mixtral-8x7b", "deepseek-like"]
+    dtype=DTYPES,
+    variant=["separate", "alternate"],
+    shape=["qwen3-30b", "mixtral-8x7b", "deepseek-like"],
+    activation={"swiglu": SWIGLU, "geglu": GEGLU},
 )
-def test_act(launches, dtype, variant, shape):
+def test_act(launches, dtype, variant, shape, activation):
     G, H, I, N = SHAPES[shape]
     row_range, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
     rows, weight = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype)
-    act.launch_act(rows, weight, row_range, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
+    act.launch_act(rows, weight, row_range, scale, h, a, activation, variant=VARIANTS[variant], num_sms=132)
     assert compiled(launches).spilled == 0
 
 
@@ -145,7 +151,7 @@ def test_devices_and_calls_that_they_do_not_take():
     assert not select.takes_act(1000, 712, SWIGLU)
     assert not select.takes_act(2**30 + 1, 768, SWIGLU)
     assert not select.takes_act(1000, 768, Activation(interleave=8))
-    assert not select.takes_act(1000, 768, Activation(kind="srelu"))
+    assert not select.takes_act(1000, 768, Activation(function="relu2", is_gated=False))
 
 
 @pytest.mark.parametrize(

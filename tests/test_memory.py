@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def test_rows_and_totals():
     assert many.heap_bytes > one.heap_bytes + 4 * one.lease_bytes_per_call
     static = plan_memory(MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, capacity=350), num_ranks=4, num_tokens=100)
     assert (static.num_rows, static.num_packed_rows) == (350, 350)
-    narrow = plan_memory(config, num_ranks=4, num_tokens=100, activation=Activation(kind="srelu"))
+    plain = dataclasses.replace(config, activation=Activation(function="relu2", is_gated=False))
+    narrow = plan_memory(plain, num_ranks=4, num_tokens=100)
     assert one.activation_bytes_per_call - narrow.activation_bytes_per_call == 384 * I * 2  # room for 300 rows
 
 

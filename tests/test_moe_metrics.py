@@ -97,6 +97,9 @@ def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | N
         findings.equal("max over layers", numbers["moe/max_violation/max"], max(violations))
         findings.equal("mean over layers", numbers["moe/max_violation/mean"], sum(violations) / 2)
         findings.equal("of a layer", numbers["moe/layers.1/num_calls"], 3.0)
+        for name, record in records.items():
+            loads = [numbers[f"moe/{name}/tokens_per_expert/{expert}"] for expert in range(EXPERTS)]
+            findings.equal("of an expert", loads, list(record.tokens_per_expert))
         findings.equal("the next step", [r.num_calls for r in logger.step(18)], [0, 0])
         heap.trip_timer = logger._timers["layers.0"].trip  # as after a forward that has raised
         logger.close()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, cli
+from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, cli, tensorboard_sink
 from symmoe.errors import ArgumentError
 from symmoe.tools import picture
 from symmoe.tools.bench.records import load
@@ -275,6 +275,68 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
         bench.draw_benchmarks(committed("layer-h200-ep2"), str(tmp_path))
 
 
+# -- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def log_steps(folder: Path, jsonl: Path) -> None:
+    """Three steps of two layers in both kinds of log."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    torch.manual_seed(0)
+    config = MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=12, max_tokens=9, overflow="drop")
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap, SummaryWriter(str(folder)) as writer:
+        model = torch.nn.ModuleDict({"first": MoELayer(config, heap), "second": MoELayer(config, heap)})
+        logger = MetricsLogger(model, tensorboard_sink(writer), times_forward=True)
+        for step in (10, 20, 30):
+            for layer in model.values():
+                layer(torch.randn(9, 16))
+            append_records(jsonl, step, logger.step(step))
+
+
+def test_event_files_hold_what_json_lines_hold(tmp_path: Path, figures: dict[str, Any]):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder, jsonl = tmp_path / "runs", tmp_path / "load.jsonl"
+    log_steps(folder, jsonl)
+    loads = read_loads(folder)
+    assert loads == read_loads(jsonl)
+    assert [load.name for load in loads] == ["first", "second"]
+    assert all(dropped == 18 - 12 for load in loads for dropped in load.num_dropped)
+    for log in (folder, jsonl):
+        assert cli.main(["plot", "load", str(log), "--png", str(tmp_path / f"{log.name}.png")]) == 0
+    assert (tmp_path / "runs.png").read_bytes() == (tmp_path / "load.jsonl.png").read_bytes()
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    for field in ("max_violation", "num_dropped", "dispatch_s", "combine_s"):
+        for place in ("first/{}", "{}/max"):
+            values = events.Scalars(f"moe/{place.format(field)}")
+            assert [value.step for value in values] == [10, 20, 30]
+            assert all(value.value > 0 for value in values), field
+
+
+def test_a_step_that_is_cut_off_is_left_out_of_event_files(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in (1, 2):
+            for expert in range(4 if step == 1 else 3):
+                writer.add_scalar(f"moe/layer/tokens_per_expert/{expert}", 7 + expert, step)
+            writer.add_scalar("moe/layer/num_dropped", 0, step)
+    (load,) = read_loads(tmp_path)
+    assert (load.steps, load.tokens_per_expert) == ((1,), ((7, 8, 9, 10),))
+
+
+def test_folders_that_are_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = "tensorboard.backend.event_processing.event_accumulator"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, package, None)
+        with pytest.raises(ArgumentError, match=r"pip install 'symmoe\[tensorboard\]'"):
+            read_loads(tmp_path)
+    pytest.importorskip(package)
+    with pytest.raises(ArgumentError, match="holds no event files"):
+        read_loads(tmp_path)
+
+
 # -- docs -------------------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +349,7 @@ class Recorder:
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.scalars.append((name, value, step))
 
-    def log(self, numbers: dict[str, float], step: int) -> None:
+    def log(self, numbers: dict[str, float], step: int | None = None) -> None:
         self.scalars += [(name, value, step) for name, value in numbers.items()]
 
 

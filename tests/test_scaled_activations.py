@@ -11,10 +11,13 @@ from grouped_cases import (
     assert_near,
     assert_same_bits,
     clamped_swiglu,
+    gating,
     interleaved_order,
     refused,
+    scaled,
     srelu,
     swiglu,
+    tanh_gelu,
 )
 
 from symmoe import (
@@ -44,6 +47,13 @@ ACTIVATIONS = {
     "gpt-oss": (ScaledClampedSwiGLU(), gpt_oss),
     "clamped": (ScaledClampedSwiGLU(alpha=0.5, limit=0.75, offset=-0.5), tight),
     "srelu": (ScaledSReLU(), srelu),
+    "silu": (scaled("silu", is_gated=False), torch.nn.functional.silu),
+    "quick gelu": (scaled("silu", is_gated=False, alpha=1.702), lambda h: h * torch.sigmoid(1.702 * h)),
+    "gelu": (scaled("gelu", is_gated=False), torch.nn.functional.gelu),
+    "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu),
+    "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu)),
+    "tanh geglu": (scaled("gelu_tanh"), gating(tanh_gelu)),
+    "gated srelu": (scaled("relu2"), gating(srelu)),
 }
 
 
@@ -234,12 +244,15 @@ def test_wrong_arguments(activation, h, scale, parts):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Activation(kind="gelu"), r"kind \('gelu'\) must be 'swiglu' or 'srelu'"),
+        (lambda: Activation(function="tanh"), r"function \('tanh'\) must be one of 'silu', 'gelu', 'gelu_tanh', 're"),
+        (lambda: Activation(function="gelu", alpha=1.702), r"alpha \(1.702\) needs function 'silu', not 'gelu'"),
+        (lambda: Activation(is_gated=False, limit=7.0), r"limit \(7.0\) and offset \(0.0\) need a gated activation"),
+        (lambda: Activation(is_gated=False, offset=1.0), r"offset \(1.0\) need a gated activation"),
         (lambda: ScaledClampedSwiGLU(limit=0.0), r"limit \(0.0\) must be greater than 0"),
         (lambda: ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
         (lambda: ScaledClampedSwiGLU(limit=math.nan), r"limit \(nan\)"),
         (lambda: ScaledSwiGLU(interleave=0), r"interleave \(0\)"),
-        (lambda: Activation(kind="srelu", interleave=2), r"interleave \(2\)"),
+        (lambda: Activation(is_gated=False, interleave=2), r"interleave \(2\)"),
     ],
 )
 def test_wrong_constructors(make, text):

@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -374,17 +375,20 @@ def test_experts_must_fit_the_config():
             (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
             (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
             (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
+            (GroupedMLP(4, H, I, activation=ScaledSReLU()), "experts.activation (Activation(function='relu2'"),
         ):
             with pytest.raises(ArgumentError) as caught:
                 MoELayer(config, heap, experts=wrong)
             assert text in str(caught.value)
+        config = replace(config, activation=ScaledSReLU().activation)
+        assert MoELayer(config, heap).experts.activation.activation == config.activation
 
 
 def check_other_experts(rank: int, num_ranks: int) -> list[str]:
     """Experts with another activation and biases, against a plain loop over tokens and slots."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
-    config = config_for(num_ranks, "cpu")
+    config = replace(config_for(num_ranks, "cpu"), activation=ScaledSReLU().activation)
     with open_heap("cpu") as heap:
         local = config.num_experts // num_ranks
         torch.manual_seed(31)

@@ -20,7 +20,7 @@ from symmoe.checks.arguments import RowsLike, check_gradient, scale_problem
 from symmoe.checks.buffers import memory_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
-from symmoe.kernels.activation import SRELU, Activation
+from symmoe.kernels.activation import RELU2, Activation
 
 
 class ScaledActivation(nn.Module):
@@ -101,7 +101,7 @@ class ScaledSReLU(ScaledActivation):
     """relu(h)^2 * scale (So et al. 2021); not gated."""
 
     def __init__(self) -> None:
-        super().__init__(Activation(kind=SRELU))
+        super().__init__(Activation(function=RELU2, is_gated=False))
 
 
 def interleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:

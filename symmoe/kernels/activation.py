@@ -15,45 +15,53 @@ from dataclasses import dataclass
 
 from symmoe.errors import ArgumentError
 
-SWIGLU = "swiglu"
-SRELU = "srelu"
+SILU, GELU, GELU_TANH, RELU2 = FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # of GELU by tanh, in sigmoid(x * (GELU_LINEAR + GELU_CUBIC * x^2))
+GELU_CUBIC = 0.044715 * GELU_LINEAR
 SUM_COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """The activation function between the two GEMMs.
+    """The activation between the two GEMMs of an expert: f(h), or gated (u + offset) * f(g) with [g, u] of h.
 
-    kind "swiglu": with h = [x1, x2], g = min(x1, limit), u = clamp(x2, -limit, limit): (u + offset) * g *
-    sigmoid(alpha * g). The defaults are plain SwiGLU (Shazeer 2020); gpt-oss has alpha 1.702, limit 7, offset 1.
-    kind "srelu": relu(h)^2 (So et al. 2021), not gated: W = I; the other fields have no meaning.
-
-    interleave: the gate and the up features of h alternate in blocks of this many columns; None: the first half of h
-    is the gate, the second half up.
+    Attributes:
+        function: f. "silu": x * sigmoid(alpha * x); "gelu": x * Phi(x), with erf; "gelu_tanh": its approximation by
+            tanh (both Hendrycks and Gimpel 2016); "relu2": relu(x)^2 (So et al. 2021).
+        is_gated: h holds gate features g and up features u (Shazeer 2020): W = 2I, else W = I. With "silu": SwiGLU,
+            with "gelu": GEGLU.
+        alpha: of "silu"; 1.702 approximates GELU ("quick GELU").
+        limit, offset: of gated activations: g = min(gate, limit), u = clamp(up, -limit, limit). gpt-oss has 7 and 1,
+            and alpha 1.702.
+        interleave: the gate and the up features of h alternate in blocks of this many columns; None: the first half
+            of h is the gate, the second half up.
     """
 
-    kind: str = SWIGLU
+    function: str = SILU
+    is_gated: bool = True
     alpha: float = 1.0
     limit: float = math.inf
     offset: float = 0.0
     interleave: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (SWIGLU, SRELU):
-            raise ArgumentError(f"kind ({self.kind!r}) must be {SWIGLU!r} or {SRELU!r}")
+        if self.function not in FUNCTIONS:
+            raise ArgumentError(f"function ({self.function!r}) must be one of {', '.join(map(repr, FUNCTIONS))}")
         if not self.limit > 0:
             raise ArgumentError(f"limit ({self.limit}) must be greater than 0")
         if self.interleave is not None and (self.interleave < 1 or not self.is_gated):
             raise ArgumentError(f"interleave ({self.interleave}) must be at least 1, and the activation gated")
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether h holds gate and up features."""
-        return self.kind == SWIGLU
+        if self.alpha != 1 and self.function != SILU:
+            raise ArgumentError(f"alpha ({self.alpha}) needs function {SILU!r}, not {self.function!r}")
+        if not self.is_gated and (self.limit, self.offset) != (math.inf, 0.0):
+            raise ArgumentError(f"limit ({self.limit}) and offset ({self.offset}) need a gated activation")
 
     def hidden_width(self, ffn: int) -> int:
         """W, columns of h for `ffn` columns of the result."""
         return 2 * ffn if self.is_gated else ffn
+
+
+SWIGLU = Activation()
 
 
 def num_scale_sums(ffn: int) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract import Kernels
+from symmoe.kernels.flops import CountedKernels
 from symmoe.tape.recorder import RecordedModule, recorder
 from symmoe.tape.tape import Tape
 
@@ -26,10 +27,14 @@ MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The kernels for tensors on `device`: Triton on CUDA, empty ones on "meta", the PyTorch twins elsewhere."""
+    """The kernels for tensors on `device`: Triton on CUDA, empty ones on "meta", the PyTorch twins elsewhere.
+
+    While a dispatch mode looks on, it sees their products (kernels/flops.py)."""
     found = _for_type(device.type)
-    if recorder() is not None and device.type == "cpu":
-        return cast(Kernels, RecordedModule(cast(ModuleType, found)))
+    if recorder() is not None:  # which is a mode, too
+        return cast(Kernels, RecordedModule(cast(ModuleType, found))) if device.type == "cpu" else found
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return cast(Kernels, CountedKernels(found))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from symmoe.checks import choices
 from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
@@ -39,6 +40,7 @@ class MoEConfig:
         ffn: I, width of one expert's feed-forward layer.
         num_experts: E, experts in all; a multiple of the number of EP ranks (checked by the layer).
         top_k: K, experts per token.
+        activation: between the two layers of an expert.
         capacity: rows a rank can receive in one call. None is exact: nothing is dropped, and the host reads the plan of
             a call once everything is launched.
         max_room: with exact capacity, the most rows that a call gets room for before its routing is known. A call
@@ -95,6 +97,7 @@ class MoEConfig:
     ffn: int
     num_experts: int
     top_k: int
+    activation: Activation = SWIGLU
     capacity: int | None = None
     max_room: int | None = None
     overflow: choices.Overflow = "raise"
@@ -147,6 +150,8 @@ class MoEConfig:
         raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
         bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens", "rail_capacity")}
         raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
+        if not isinstance(self.activation, Activation):
+            raise ArgumentError(f"activation ({self.activation!r}) must be an Activation")
         raise_for(choices.words_problem(**{name: getattr(self, name) for name in choices.CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):

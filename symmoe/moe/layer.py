@@ -13,6 +13,7 @@ from torch import nn
 from symmoe.checks.arguments import width_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
@@ -41,8 +42,7 @@ class MoELayer(ExpertParallelModule):
     Args:
         config: the same on all ranks.
         heap: the EP group's symmetric heap; several layers share one.
-        experts: this rank's E / R experts, e.g. with another activation or with biases; None makes a GroupedMLP with
-            SwiGLU.
+        experts: this rank's E / R experts, e.g. with biases; None makes a GroupedMLP.
         shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
             experts'. On GPUs it runs on a separate stream, while tokens travel and experts compute, forward and
             backward. It is replicated, so its gradients are data-parallel.
@@ -82,7 +82,13 @@ class MoELayer(ExpertParallelModule):
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
             experts = GroupedMLP(
-                num_local, config.hidden, config.ffn, precision=config.precision, dtype=dtype, device=device
+                num_local,
+                config.hidden,
+                config.ffn,
+                activation=ScaledActivation(config.activation),
+                precision=config.precision,
+                dtype=dtype,
+                device=device,
             )
         self.set_experts(experts)
         self.shared_expert = shared_expert
@@ -99,11 +105,11 @@ class MoELayer(ExpertParallelModule):
         wanted = {"num_groups": num_local} | {
             name: getattr(self.config, name) for name in ("hidden", "ffn", "precision")
         }
+        found = {name: getattr(experts, name) for name in wanted}
+        wanted["activation"], found["activation"] = self.config.activation, experts.activation.activation
         for name, value in wanted.items():
-            if getattr(experts, name) != value:
-                raise ArgumentError(
-                    f"experts.{name} ({getattr(experts, name)}) must be {value} with this config and heap"
-                )
+            if found[name] != value:
+                raise ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
         self.experts = experts
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils import _pytree as pytree
 
 from symmoe.moe import balance
 
@@ -12,6 +13,8 @@ from symmoe.moe import balance
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEMetrics:
     """Load, drops and losses of one call. Tensors on the device; only reading them synchronises the host.
+
+    A pytree of its tensors: torch.export and what else flattens a module's output see them.
 
     Attributes:
         aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0, or if the
@@ -47,3 +50,6 @@ class MoEMetrics:
     def num_dead_experts(self) -> torch.Tensor:
         """int64 scalar, experts that no token of the group went to; computed when it is asked for."""
         return (self.expert_load == 0).sum()
+
+
+pytree.register_dataclass(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")

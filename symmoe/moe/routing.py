@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
@@ -294,3 +295,21 @@ def _backward(
 
 
 _route.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.symmoe.route)
+def _(x: Sequence[int], weight: Sequence[int], *_: object, out_shape: object) -> int:
+    return 2 * x[0] * weight[0] * weight[1]
+
+
+@register_flop_formula(torch.ops.symmoe.route_gradients)
+def _(
+    d_logits: object,
+    d_probs: object,
+    d_scores: object,
+    x: Sequence[int],
+    weight: Sequence[int],
+    *_: object,
+    out_shape: object,
+) -> int:
+    return 2 * 2 * x[0] * weight[0] * weight[1]

@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified
 from symmoe.checks.arguments import width_problem
@@ -33,6 +34,7 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
+from symmoe.moe.flops import backward_flops, forward_flops, num_rows
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
@@ -140,6 +142,11 @@ class _State:
     arguments: _Arguments
     inputs: list[torch.Tensor]
     output: GradientEdge | torch.Tensor
+    expert_load: torch.Tensor
+
+
+def _kept(state: torch.Tensor) -> _State | None:
+    return getattr(state.untyped_storage(), "_symmoe_state", None)
 
 
 def _end_of(y: torch.Tensor) -> GradientEdge | torch.Tensor:
@@ -191,7 +198,7 @@ def _moe_forward(
         y, expert_load, num_dropped = eager.run(leaves[0], leaves[1], topk_idx, experts)
     arguments.tensors = ()
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
-    kept = _State(arguments, inputs, _end_of(y))
+    kept = _State(arguments, inputs, _end_of(y), expert_load)
     state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: the plan is kept for backward, and writes into the results must not change it.
     return y.detach(), expert_load.clone(), num_dropped.clone(), state
@@ -224,10 +231,11 @@ def _moe_backward(
     biases: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
+    step: int,
     trains_weights: bool,
     gradients: int,
 ) -> list[torch.Tensor]:
-    kept: _State | None = getattr(state.untyped_storage(), "_symmoe_state", None)
+    kept = _kept(state)
     if kept is None:
         raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
     kept.arguments.tensors = [x, probs, *biases, *weights, *adapters]
@@ -247,6 +255,7 @@ def _(
     biases: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
+    step: int,
     trains_weights: bool,
     gradients: int,
 ) -> list[torch.Tensor]:
@@ -258,12 +267,12 @@ def _(
 class _OperatorContext(Context, Protocol):
     num_biases: int
     num_weights: int
-    trains_weights: bool
-    gradients: int
+    options: tuple[int, bool, int]
 
 
 def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, probs, _, biases, weights, adapters, _, _, ctx.trains_weights, ctx.gradients = inputs
+    x, probs, _topk_idx, biases, weights, adapters, step, _trains, *options = inputs
+    ctx.options = step, *options
     ctx.num_biases, ctx.num_weights = len(biases), len(weights)
     ctx.save_for_backward(output[3], x, probs, *biases, *weights, *adapters)
 
@@ -273,13 +282,57 @@ def _backward(ctx: _OperatorContext, dy: torch.Tensor, *_: object) -> tuple[Any,
     first_adapter = ctx.num_biases + ctx.num_weights
     biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases : first_adapter]
     adapters = rest[first_adapter:]
+    trains_weights, gradients = ctx.options[1:]
     d_rest: list[torch.Tensor | None]
-    d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, ctx.trains_weights, ctx.gradients)
-    dx, d_probs = (d_rest.pop(0) if is_trained else None for is_trained in _trained_inputs(ctx.gradients))
-    if not ctx.trains_weights:
+    d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, *ctx.options)
+    dx, d_probs = (d_rest.pop(0) if is_trained else None for is_trained in _trained_inputs(gradients))
+    if not trains_weights:
         d_rest = [*itertools.repeat(None, first_adapter), *d_rest]
     d_parts = d_rest[: ctx.num_biases], d_rest[ctx.num_biases : first_adapter], d_rest[first_adapter:]
     return dx, d_probs, None, *d_parts, None, None, None, None
 
 
 _moe_forward.register_autograd(_backward, setup_context=_keep)
+
+
+# For torch.utils.flop_counter. Raw: numbers of rows are not in the shapes.
+
+
+@register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
+def _(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
+    step: int,
+    *_: object,
+    out_val: tuple[torch.Tensor, ...],
+) -> int:
+    eager = BY_NUMBER[step]
+    rows = num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, out_val[1])
+    return rows * forward_flops(eager.meta_experts, adapters)
+
+
+@register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)
+def _(
+    dy: torch.Tensor,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
+    step: int,
+    trains_weights: bool,
+    gradients: int,
+    *,
+    out_val: object,
+) -> int:
+    eager, kept = BY_NUMBER[step], _kept(state)
+    load = None if kept is None else kept.expert_load
+    rows = num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, load)
+    needs_x, _ = _trained_inputs(gradients)
+    stash = eager.config.stash
+    return rows * backward_flops(eager.meta_experts, adapters, stash, needs_x=needs_x, trains_weights=trains_weights)

@@ -18,7 +18,6 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.local_experts import kind_of
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.kernels.activation import Activation
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.overlap import chance_of_part
@@ -66,7 +65,6 @@ def plan_memory(
     num_layers: int = 1,
     num_in_flight: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    activation: Activation | None = None,
     routing: Literal["uniform", "worst"] = "uniform",
 ) -> MemoryPlan:
     """Bytes that a rank needs to train `num_layers` layers that share one heap. Local; allocates nothing.
@@ -79,7 +77,6 @@ def plan_memory(
         num_ranks: R.
         num_tokens: T of a call, the largest of any rank.
         dtype: the dtype of the rows.
-        activation: the activation of the experts; None is SwiGLU.
         routing: with exact capacity, the rows to count with. "uniform": K distinct experts for every token, all
             equally likely; the mean, real routing needs more. "worst": every token of every rank chooses this rank.
             A static capacity is what it is.
@@ -105,7 +102,7 @@ def plan_memory(
     if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
-    call = _dry_call(config, heap, num_tokens, dtype, activation or Activation())
+    call = _dry_call(config, heap, num_tokens, dtype)
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
     kept = _bytes_after(call.forward)[-1]
     num_rows, num_packed_rows = call.plan.needed_rows
@@ -138,7 +135,7 @@ class _Call(NamedTuple):
     activation_bytes: int
 
 
-def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype, activation: Activation) -> _Call:
+def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype) -> _Call:
     """Forward and backward of a layer's experts, on tensors without memory."""
 
     def of_tokens(width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -149,7 +146,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
             config.num_experts // heap.num_ranks,
             config.hidden,
             config.ffn,
-            activation=ScaledActivation(activation),
+            activation=ScaledActivation(config.activation),
             precision=config.precision,
             dtype=dtype,
             device=heap.device,

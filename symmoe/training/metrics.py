@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,24 @@ from symmoe.moe import balance
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners, listeners_of
 
 Sink = Callable[[dict[str, float], int], object]
+
+
+class ScalarWriter(Protocol):
+    """A torch.utils.tensorboard.SummaryWriter, or what is used like one."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Notes one number of a step."""
+
+
+def tensorboard_sink(writer: ScalarWriter) -> Sink:
+    """A sink for :class:`MetricsLogger` that gives each number to `writer`."""
+
+    def sink(numbers: dict[str, float], step: int) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    return sink
+
 
 # What a layer adds up in addition to the load of its experts.
 _NUM_CALLS, _AUX_LOSS, _DROPPED, _OVER_CAPACITY, _DISPATCH, _COMBINE = range(6)
@@ -74,8 +92,8 @@ class MetricsLogger:
     Args:
         model: its MoELayers are watched, and the layers of symmoe's integrations in transformers and Megatron models.
             Layers in eval mode are not counted.
-        sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a function that calls
-            SummaryWriter.add_scalar. None: there are only the records.
+        sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a :func:`tensorboard_sink`. None:
+            there are only the records.
         times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
             in CUDA graphs, nor of what is compiled.
 
@@ -105,7 +123,8 @@ class MetricsLogger:
         """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
 
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
-        and "moe/{field}/max" over the layers. What is about tokens_per_expert, and num_dropped, is the same on all
+        and "moe/{field}/max" over the layers; for tokens_per_expert and tokens_per_rank "moe/{layer}/{field}/{i}" of
+        each expert and rank. What is about tokens_per_expert, and num_dropped, is the same on all
         ranks of an EP group; the rest is this rank's.
 
         Args:
@@ -278,6 +297,9 @@ def _numbers(records: list[LayerRecord]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for field in LayerRecord.__dataclass_fields__:
         values = {record.name: getattr(record, field) for record in records}
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                numbers |= {f"moe/{name}/{field}/{i}": float(number) for i, number in enumerate(value)}
         if not all(isinstance(value, (int, float)) for value in values.values()):
             continue
         for name, value in values.items():

@@ -33,6 +33,8 @@ CASES = [  # activation, FFN width: whole tiles and parts of them
     ("interleaved", 720),
     ("interleaved 32", 288),
     ("srelu", 720),
+    ("geglu", 384),
+    ("tanh gelu", 288),
 ]
 MIXED = [("swiglu", 288), ("clamped", 2880)]  # a block of 128 would have both halves of h
 

@@ -39,7 +39,9 @@ ACTIVATIONS = {
     "swiglu": Activation(),
     "gpt-oss": Activation(alpha=1.702, limit=1.0, offset=1.0, interleave=1),
     "blocks": Activation(interleave=8),
-    "srelu": Activation(kind="srelu"),
+    "srelu": Activation(function="relu2", is_gated=False),
+    "geglu": Activation(function="gelu"),
+    "tanh gelu": Activation(function="gelu_tanh", is_gated=False),
 }
 
 kernels = gemm_problem.triton_kernels()

@@ -27,6 +27,7 @@ from grouped_cases import (
     check_case,
     check_discrete_weights,
     clamped_swiglu,
+    gating,
     linear_inputs,
     linear_oracle,
     make_inputs,
@@ -35,7 +36,9 @@ from grouped_cases import (
     mlp_oracle,
     run,
     run_experts,
+    scaled,
     srelu,
+    tanh_gelu,
     used,
 )
 
@@ -108,6 +111,8 @@ ACTIVATIONS = {
         lambda h: clamped_swiglu(h, alpha=2.0, limit=0.5, offset=0.25),
     ),
     "srelu": (ScaledSReLU(), srelu),
+    "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu)),
+    "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu),
     "interleaved by 1": (ScaledSwiGLU(interleave=1), None),
     "interleaved by 8": (ScaledClampedSwiGLU(interleave=8), None),
 }

@@ -27,7 +27,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]
 
 EXACT, ODD = (1024, 768), (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
-SWIGLU, LIMITED, SRELU = Activation(), Activation(alpha=1.702, limit=1.0, offset=1.0), Activation(kind="srelu")
+SWIGLU, LIMITED, SRELU, GEGLU, TANH_GEGLU = (
+    Activation(),
+    Activation(alpha=1.702, limit=1.0, offset=1.0),
+    Activation(function="relu2", is_gated=False),
+    Activation(function="gelu"),
+    Activation(function="gelu_tanh"),
+)
 DACT_CASES = {
     "two warps": (act.TWO_WARPS, SWIGLU, BF16, ODD),
     "alternate": (act.ALTERNATE, SWIGLU, BF16, ODD),
@@ -40,6 +46,8 @@ DACT_CASES = {
     "gathered limited": (act.GATHERED, LIMITED, BF16, ODD),
     "two warps srelu": (act.TWO_WARPS, SRELU, BF16, ODD),
     "alternate srelu": (act.ALTERNATE, SRELU, BF16, EXACT),
+    "alternate geglu": (act.ALTERNATE, GEGLU, BF16, ODD),
+    "gathered tanh geglu": (act.GATHERED, TANH_GEGLU, BF16, EXACT),
     "two warps fp16": (act.TWO_WARPS, SWIGLU, FP16, ODD),
     "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, EXACT),
     "gathered fp16": (act.GATHERED, SWIGLU, FP16, ODD),
@@ -50,6 +58,8 @@ ACT_CASES = {
     "separate exact": (act.SEPARATE, SWIGLU, BF16, EXACT),
     "alternate limited": (act.ALTERNATE, LIMITED, BF16, (1032, 384)),
     "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, (1032, 384)),
+    "alternate geglu": (act.ALTERNATE, GEGLU, BF16, (1032, 384)),
+    "separate tanh geglu": (act.SEPARATE, TANH_GEGLU, BF16, EXACT),
 }
 
 

@@ -61,7 +61,9 @@ def test_rows_that_are_quantised(dtype):
     assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("activation", [Activation(), Activation(limit=7.0), Activation(kind="srelu")], ids=str)
+@pytest.mark.parametrize(
+    "activation", [Activation(), Activation(limit=7.0), Activation(function="relu2", is_gated=False)], ids=str
+)
 def test_activations_that_are_quantised(activation):
     """Of rows of h that are there: the others are NaN."""
     h = torch.randn(CAPACITY, activation.hidden_width(FFN), device="cuda").to(BF16)

@@ -86,7 +86,7 @@ def activation_function(name: str) -> Any:
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-    return {"quick_gelu": quick_gelu, "squared_relu": squared_relu}[name]
+    return {"gelu": F.gelu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}[name]
 
 
 def model_of(config: Any, spec: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -15,6 +16,7 @@ from cluster import Cluster
 from small_model import Block, assert_same, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from worker import Watching, without_semaphores
 
@@ -234,14 +236,12 @@ def test_copied_state_is_refused(heap):
     layer = symmoe.MoELayer(config(**STATIC), heap)
     x, probs = torch.ones(3, HIDDEN), torch.ones(3, 2)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    weights = [p.detach() for p in layer.experts.parameters()]
-    _, _, _, state = torch.ops.symmoe.moe_forward(
-        x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3
-    )
+    weights, step = [p.detach() for p in layer.experts.parameters()], layer._routed_experts.number
+    _, _, _, state = torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, [], step, True, True, 3)
     dy = torch.ones(3, HIDDEN)
-    assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, [], weights, [], True, 3)) == 4
+    assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, [], weights, [], step, True, 3)) == 4
     with pytest.raises(StalePlan, match="copy"):
-        torch.ops.symmoe.moe_backward(dy, state.clone(), x, probs, [], weights, [], True, 3)
+        torch.ops.symmoe.moe_backward(dy, state.clone(), x, probs, [], weights, [], step, True, 3)
 
 
 def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
@@ -249,44 +249,57 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     layer = symmoe.MoELayer(config(stash="none", **STATIC), heap)
     x, probs = torch.randn(3, HIDDEN), torch.rand(3, 2)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    weights = [p.detach().clone() for p in layer.experts.parameters()]
+    weights, step = [p.detach().clone() for p in layer.experts.parameters()], layer._routed_experts.number
     dy = torch.randn(3, HIDDEN)
     arguments = [x, probs, *weights]
     kept = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
-        return torch.ops.symmoe.moe_forward(
-            x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3
-        )[3]
+        return torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, [], step, True, True, 3)[3]
 
-    expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, [], weights, [], True, 3)
+    expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, [], weights, [], step, True, 3)
     state = forward()
     for tensor in arguments:
         tensor.fill_(torch.nan)
-    found = torch.ops.symmoe.moe_backward(dy, state, kept[0], kept[1], [], kept[2:], [], True, 3)
+    found = torch.ops.symmoe.moe_backward(dy, state, kept[0], kept[1], [], kept[2:], [], step, True, 3)
     assert all(map(torch.equal, found, expected))
 
 
-def test_operators_pass_torchs_own_checks(heap):
+def test_operators_pass_torchs_own_checks(heap, monkeypatch):
+    checked = set()
+
+    def check(operator: torch._ops.OpOverload, arguments: tuple) -> None:
+        checked.add(operator.name())
+        torch.library.opcheck(operator, arguments)
+
     layer = symmoe.MoELayer(config(**STATIC), heap)
     weights = [p.detach().requires_grad_() for p in layer.experts.parameters()]
     x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     arguments = (x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3)
-    torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments)
+    check(torch.ops.symmoe.moe_forward.default, arguments)
+    state = torch.ops.symmoe.moe_forward(*arguments)[3]
+    kept = torch_operators._kept(state)
+    monkeypatch.setattr(torch_operators, "_kept", lambda state: kept)  # the checks copy what they give to an operator
+    tensors = [tensor.detach() for tensor in (x, probs, *weights)]
+    backward = (torch.randn(3, HIDDEN), state, *tensors[:2], [], tensors[2:], [], arguments[6], True, 3)
+    check(torch.ops.symmoe.moe_backward.default, backward)
     rule = ("sigmoid", True, 2, 1, 1.5, heap.number)
     router, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
     for dtype in (torch.bfloat16, torch.float32):
         rows = torch.randn(5, HIDDEN).to(dtype).requires_grad_()
         for given in (None, chosen):
-            torch.library.opcheck(torch.ops.symmoe.route.default, (rows, router, bias, given, 2, *rule))
+            check(torch.ops.symmoe.route.default, (rows, router, bias, given, 2, *rule))
         detached = rows.detach(), router.detach(), chosen.relu(), scores
         gradient = (torch.rand(5, 4), torch.rand(5, 2), None, *detached, "softmax", True, 1.0, heap.number)
-        torch.library.opcheck(torch.ops.symmoe.route_gradients.default, gradient)
+        check(torch.ops.symmoe.route_gradients.default, gradient)
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.symmoe.load_so_far.default, (step_load, load))
-    torch.library.opcheck(torch.ops.symmoe.add_load.default, (step_load, load))
+    check(torch.ops.symmoe.load_so_far.default, (step_load, load))
+    check(torch.ops.symmoe.add_load.default, (step_load, load))
+    check(torch.ops.symmoe.product.default, (torch.tensor([[0, 3], [3, 5]]), 0, 7))
+    check(torch.ops.symmoe.product.default, (None, 5, 7))
+    assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("symmoe::")}
 
 
 def test_a_copy_works_when_the_original_is_gone(heap):
@@ -310,6 +323,21 @@ def test_a_copy_works_when_the_original_is_gone(heap):
         assert torch.equal(y, want)
         assert all(torch.equal(p.grad, g) for p, g in zip(copied.parameters(), gradients, strict=True))
     assert copy.deepcopy(copied)._routed_experts is copied._routed_experts
+
+
+def test_an_exported_model_gives_the_eager_results(heap):
+    """Metrics come out as metrics, as they are a pytree."""
+    layer = symmoe.MoELayer(config(capacity_factor=1.0), heap)
+    model, x = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer), torch.randn(5, HIDDEN)
+    y, metrics = torch.export.export(model, (x,)).module()(x)
+    want, wanted = model(x)
+    torch.testing.assert_close(y, want)
+    assert isinstance(metrics, symmoe.MoEMetrics)
+    for field in dataclasses.fields(wanted):
+        torch.testing.assert_close(getattr(metrics, field.name), getattr(wanted, field.name))
+    leaves, spec = tree_flatten(dataclasses.replace(wanted, num_over_capacity=None))
+    assert len(leaves) == 4
+    assert tree_unflatten(leaves, spec).num_over_capacity is None
 
 
 def test_pickling_says_what_to_do_instead(heap):

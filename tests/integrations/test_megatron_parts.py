@@ -14,6 +14,8 @@ from limits import HANG_S
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.activations import fast_gelu, squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -186,11 +188,29 @@ def test_offloaded_experts_are_refused(config: TransformerConfig):
     assert experts_problem(config) is None
 
 
-@pytest.mark.parametrize(("function", "gated"), [(F.gelu, True), (F.silu, False), (F.relu, False)])
-def test_activation_without_a_kernel_is_refused(config: TransformerConfig, function: Any, gated: bool):
-    config.activation_func, config.gated_linear_unit = function, gated
-    with pytest.raises(ArgumentError, match=rf"activation_func \({function.__name__}\) .* \({gated}\)"):
+def test_padded_capacity_of_many_experts_is_refused(config: TransformerConfig):
+    config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
+    assert layer_problem(config) is None
+    config.num_moe_experts = 64
+    assert "num_moe_experts (64) must be at most 32" in str(layer_problem(config))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_activation_without_a_kernel_is_refused(config: TransformerConfig, gated: bool):
+    config.activation_func, config.gated_linear_unit = F.relu, gated
+    with pytest.raises(ArgumentError, match=r"activation_func \(relu\) must be one of silu, quick_gelu, gelu"):
         activation_of(config)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("function", [F.silu, quick_gelu, F.gelu, fast_gelu, squared_relu])
+def test_activations_are_megatrons(config: TransformerConfig, function: Any, gated: bool):
+    config.activation_func, config.gated_linear_unit = function, gated
+    h, scale = torch.randn(5, 12), torch.rand(5)
+    gate, up = h.chunk(2, dim=-1) if gated else (h, 1.0)
+    with torch.compiler.set_stance("force_eager"):  # Megatron compiles them
+        want = function(gate) * up * scale[:, None]
+    torch.testing.assert_close(activation_of(config)(h, scale), want, rtol=1e-5, atol=1e-6)
 
 
 # -- imports ----------------------------------------------------------------------------------------------------------

@@ -56,9 +56,20 @@ _EXPERT_LIMITS = (
 )
 
 
+def slots_per_token(config: TransformerConfig) -> int:
+    """K, the most experts of a token. Padded capacity fills experts up with tokens, of prob 0, that are not theirs."""
+    top_k: int = config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
+    return top_k
+
+
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:
     """What in the configuration the layer and its dispatcher do not support, or None."""
-    if config.moe_router_topk > MAX_TOP_K:
+    if slots_per_token(config) > MAX_TOP_K:
+        if config.moe_pad_expert_input_to_capacity:
+            return ArgumentError(
+                "moe_pad_expert_input_to_capacity (True) may send a token to all experts: num_moe_experts "
+                f"({config.num_moe_experts}) must be at most {MAX_TOP_K}"
+            )
         return ArgumentError(f"moe_router_topk ({config.moe_router_topk}) must be at most {MAX_TOP_K}")
     captured = {getattr(scope, "name", str(scope)) for scope in _graph_scopes(config)}
     if config.cuda_graph_impl != "none" and (not captured or any(name != "attn" for name in captured)):

@@ -1,6 +1,6 @@
 """Megatron's token dispatcher over the symmetric heap.
 
-T tokens on this rank, E experts, K = moe_router_topk, N rows received, H hidden.
+T tokens on this rank, E experts, K = slots_per_token (compat.py), N rows received, H hidden.
 
 torch.compile does not look into the two trips: it cannot trace plans, leases and signals.
 """
@@ -20,6 +20,7 @@ from symmoe.checks.choices import Order, Overflow
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.errors import StalePlan
+from symmoe.integrations.megatron.compat import slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -78,11 +79,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """Tokens [T, H] and their probs fp32 [T, K], from [S / TP, B, H], bool [T, E] and dense [T, E]. Local."""
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if self.config.moe_pad_expert_input_to_capacity:
-            # Padding has probs of 0 and changes no bit of the result: it fills buffers of a fixed size, which these are
-            # not. A chosen expert whose prob has become 0 is treated the same: its gradient is 0 too.
-            routing_map = routing_map & (probs != 0)
-        self.topk_idx, topk_probs = select_slots(routing_map, probs, top_k=self.config.moe_router_topk)
+        self.topk_idx, topk_probs = select_slots(routing_map, probs, top_k=slots_per_token(self.config))
         if self.shared_experts is not None:
             # A view of the tokens, as in Megatron's dispatchers: gradients then add up in the same order.
             self.shared_experts.pre_forward_comm(tokens.view(self.hidden_shape))

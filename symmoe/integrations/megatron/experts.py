@@ -9,11 +9,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
+from megatron.core import activations
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,12 +24,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSReLU
+from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
 from symmoe.integrations.megatron.compat import experts_problem, process_groups
+from symmoe.kernels.activation import Activation
 
-_QUICK_GELU_ALPHA = 1.702
+_QUICK_GELU = Activation(alpha=1.702)
+_ACTIVATIONS: dict[Callable[..., torch.Tensor], Activation] = {
+    F.silu: Activation(),
+    quick_gelu: _QUICK_GELU,
+    activations.quick_gelu: _QUICK_GELU,
+    F.gelu: Activation(function="gelu"),
+    activations.fast_gelu: Activation(function="gelu_tanh"),
+    activations.squared_relu: Activation(function="relu2"),
+}
 
 
 class SymmExperts(MegatronModule):
@@ -249,21 +259,16 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
     Raises:
         ArgumentError: there is no kernel for it.
     """
-    function, gated = config.activation_func, config.gated_linear_unit
-    if gated and function in (F.silu, quick_gelu):
-        clamp = config.activation_func_clamp_value
-        return ScaledClampedSwiGLU(
-            alpha=1.0 if function is F.silu else _QUICK_GELU_ALPHA,
-            limit=math.inf if clamp is None else clamp,
-            offset=config.glu_linear_offset,
-        )
-    if not gated and function is squared_relu:
-        return ScaledSReLU()
-    name = getattr(function, "__name__", repr(function))
-    raise ArgumentError(
-        f"activation_func ({name}) with gated_linear_unit ({gated}) must be silu or quick_gelu with True, "
-        "or squared_relu with False"
-    )
+    activation = _ACTIVATIONS.get(config.activation_func)
+    if activation is None:
+        names = ", ".join(dict.fromkeys(function.__name__ for function in _ACTIVATIONS))
+        name = getattr(config.activation_func, "__name__", repr(config.activation_func))
+        raise ArgumentError(f"activation_func ({name}) must be one of {names}")
+    if not config.gated_linear_unit:  # the other fields mean nothing then
+        return ScaledActivation(replace(activation, is_gated=False))
+    clamp = config.activation_func_clamp_value
+    limit = math.inf if clamp is None else clamp
+    return ScaledActivation(replace(activation, limit=limit, offset=config.glu_linear_offset))
 
 
 def _leave_as_it_is(weight: torch.Tensor) -> None:

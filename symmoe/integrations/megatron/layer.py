@@ -8,7 +8,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups
+from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
 from symmoe.integrations.megatron.dispatcher import DispatchOptions, FusedTokenDispatcher, SymmTokenDispatcher, begun
 from symmoe.integrations.megatron.experts import SymmExperts
 from symmoe.moe.config import MoEConfig
@@ -101,7 +101,8 @@ def _settings(config: TransformerConfig, experts: SymmExperts, options: Dispatch
         hidden=experts.hidden,
         ffn=experts.ffn,
         num_experts=config.num_moe_experts,
-        top_k=config.moe_router_topk,
+        top_k=slots_per_token(config),
+        activation=experts.activation.activation,
         router="none",
         order=options.order,
         capacity=options.capacity,

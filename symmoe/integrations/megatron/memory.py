@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from symmoe.integrations.megatron.compat import slots_per_token
 from symmoe.integrations.megatron.experts import activation_of
 from symmoe.moe.config import MoEConfig
 from symmoe.symm_mem.room_for_rows import RowHistory
@@ -18,14 +19,15 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
         num_tokens: the most tokens that a rank has in a micro-batch.
         num_layers: MoE layers whose rows are kept for backward at one time: those of a pipeline stage times the
             micro-batches in flight, or 1 if MoE layers or whole layers are recomputed.
-        load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk. None: all that any routing
+        load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk
+            (with padded capacity: num_moe_experts). None: all that any routing
             can send to one rank; trained routers stay below 2.
 
     Returns:
         bytes per rank.
     """
     num_ranks: int = config.expert_model_parallel_size
-    top_k: int = config.moe_router_topk
+    top_k = slots_per_token(config)
     tokens = num_tokens * num_ranks
     rows: int = tokens * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
@@ -39,6 +41,7 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
         ffn=config.moe_ffn_hidden_size,
         num_experts=config.num_moe_experts,
         top_k=top_k,
+        activation=activation_of(config).activation,
         router="none",
         capacity=room.rows,
         layout="expert-major",  # the larger one
@@ -49,5 +52,4 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
         num_tokens=num_tokens,
         num_layers=num_layers,
         dtype=config.params_dtype,
-        activation=activation_of(config).activation,
     ).heap_bytes

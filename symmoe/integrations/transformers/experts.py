@@ -64,7 +64,14 @@ class ExpertParallelExperts(ExpertParallelModule):
         self.heap, self.replicas = heap, Replicas(None)
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
         # Every call brings its own K, and none of what this is for asks the configuration for it.
-        self.config = MoEConfig(hidden=mlp.hidden, ffn=mlp.ffn, num_experts=self.num_experts, top_k=1, **asdict(step))
+        self.config = MoEConfig(
+            hidden=mlp.hidden,
+            ffn=mlp.ffn,
+            num_experts=self.num_experts,
+            top_k=1,
+            activation=mlp.activation.activation,
+            **asdict(step),
+        )
         self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order)
         self.set_experts(mlp)
 

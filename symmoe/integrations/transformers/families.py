@@ -13,12 +13,26 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU
+from symmoe.kernels.activation import Activation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BLOCK = "mlp"  # every family's name of its MoE block in memory
+
+# By transformers' names of the function of the gate. Those of GELU differ in how they write the same formula.
+ACTIVATIONS = {
+    "silu": Activation(),
+    "swish": Activation(),
+    "quick_gelu": Activation(alpha=1.702),
+    "gelu": Activation(function="gelu"),
+    "gelu_python": Activation(function="gelu"),
+    "gelu_pytorch_tanh": Activation(function="gelu_tanh"),
+    "gelu_new": Activation(function="gelu_tanh"),
+    "gelu_fast": Activation(function="gelu_tanh"),
+    "relu2": Activation(function="relu2"),
+}
 
 
 class StockExperts(Protocol):
@@ -59,9 +73,10 @@ class Family:
         if self.clamped:
             return ScaledClampedSwiGLU(alpha=experts.alpha, limit=experts.limit, interleave=1)
         hidden_act = experts.config.hidden_act
-        if hidden_act not in ("silu", "swish"):
-            raise ArgumentError(f"hidden_act ({hidden_act!r}) of the model's config must be 'silu'")
-        return ScaledSwiGLU()
+        if hidden_act not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ArgumentError(f"hidden_act ({hidden_act!r}) of the model's config must be one of {known}")
+        return ScaledActivation(ACTIVATIONS[hidden_act])
 
 
 # Keyed by `config.model_type`.

@@ -7,6 +7,7 @@ Every kernel takes the activation as a constant: parts that it does not have (li
 Entry kernels take its fields as a tuple, which launches can compare without hashing a dataclass.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -22,7 +23,14 @@ from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.tiles import tile_mask
 
+SILU = tl.constexpr(definition.SILU)
+GELU = tl.constexpr(definition.GELU)
+GELU_TANH = tl.constexpr(definition.GELU_TANH)
+GELU_LINEAR = tl.constexpr(definition.GELU_LINEAR)
+GELU_CUBIC = tl.constexpr(definition.GELU_CUBIC)
 LOG2_E = tl.constexpr(math.log2(math.e))
+SQRT_HALF = tl.constexpr(math.sqrt(0.5))
+DENSITY_AT_0 = tl.constexpr(1 / math.sqrt(2 * math.pi))
 NO_LIMIT = tl.constexpr(math.inf)
 ANY_POLICY = tl.constexpr("")  # eviction from L2: the hardware decides
 SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
@@ -42,14 +50,16 @@ def activation_fields(activation: Activation, ffn: int) -> tuple[Any, ...]:
             raise ArgumentError(f"interleave ({block}) must be a power of two up to {MAX_INTERLEAVE} on GPUs")
         if ffn % block:
             raise ArgumentError(f"interleave ({block}) must divide the FFN width ({ffn})")
-    return activation.kind, activation.alpha, activation.limit, activation.offset, block
+    return dataclasses.astuple(activation)
 
 
 @triton.constexpr_function
 def activation_of(fields):
     """The activation of which activation_fields made `fields`."""
-    kind, alpha, limit, offset, interleave = fields
-    return Activation(kind=kind, alpha=alpha, limit=limit, offset=offset, interleave=interleave)
+    function, is_gated, alpha, limit, offset, interleave = fields
+    return Activation(
+        function=function, is_gated=is_gated, alpha=alpha, limit=limit, offset=offset, interleave=interleave
+    )
 
 
 @triton.constexpr_function
@@ -65,27 +75,53 @@ def up_distance(activation, ffn):
 
 
 @triton.jit
-def gated_terms(gate, up, ACTIVATION: tl.constexpr):
-    """sigmoid(alpha * g), g, u + offset of a gated activation, in fp32; comparisons let NaN through."""
+def function_and_slope(x, ACTIVATION: tl.constexpr):
+    """f(x) and f'(x) of the activation's function, in fp32.
+
+    With explicit fmas: the compiler has no sum of products left that it could fuse in one kernel and not in another.
+    """
+    if ACTIVATION.function == SILU:
+        sigmoid = 1.0 / (1.0 + tl.exp2(x * (-ACTIVATION.alpha * LOG2_E)))
+        value = x * sigmoid
+        slope = sigmoid * tl.fma(x * ACTIVATION.alpha, 1.0 - sigmoid, 1.0)
+    elif ACTIVATION.function == GELU:
+        cdf = 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
+        density = tl.exp2(x * x * (-0.5 * LOG2_E)) * DENSITY_AT_0
+        value = x * cdf
+        slope = tl.fma(x, density, cdf)
+    elif ACTIVATION.function == GELU_TANH:
+        square = x * x
+        sigmoid = 1.0 / (1.0 + tl.exp2(x * tl.fma(square, -GELU_CUBIC * LOG2_E, -GELU_LINEAR * LOG2_E)))
+        value = x * sigmoid
+        slope = sigmoid * tl.fma(x * (1.0 - sigmoid), tl.fma(square, 3 * GELU_CUBIC, GELU_LINEAR), 1.0)
+    else:  # "relu2"
+        positive = tl.where(x < 0.0, 0.0, x)
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope
+
+
+@triton.jit
+def clamped(gate, up, ACTIVATION: tl.constexpr):
+    """g and u + offset of a gated activation, in fp32; comparisons let NaN through."""
     if ACTIVATION.limit < NO_LIMIT:
         gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
         up = tl.where(up > ACTIVATION.limit, ACTIVATION.limit, up)
         up = tl.where(up < -ACTIVATION.limit, -ACTIVATION.limit, up)
     if ACTIVATION.offset != 0:
         up = up + ACTIVATION.offset
-    sigmoid = 1.0 / (1.0 + tl.exp2(gate * (-ACTIVATION.alpha * LOG2_E)))
-    return sigmoid, gate, up
+    return gate, up
 
 
 @triton.jit
 def act_value(gate, up, ACTIVATION: tl.constexpr):
     """act(h) in fp32 from the gate and the up features in fp32; not gated: only from gate."""
     if ACTIVATION.is_gated:
-        sigmoid, g, u = gated_terms(gate, up, ACTIVATION)
-        value = u * (g * sigmoid)
+        g, u = clamped(gate, up, ACTIVATION)
+        value, _ = function_and_slope(g, ACTIVATION)
+        value = u * value
     else:
-        positive = tl.where(gate < 0.0, 0.0, gate)
-        value = positive * positive
+        value, _ = function_and_slope(gate, ACTIVATION)
     return value
 
 
@@ -93,16 +129,14 @@ def act_value(gate, up, ACTIVATION: tl.constexpr):
 def act_slopes(gate, up, ACTIVATION: tl.constexpr):
     """Derivatives of act_value by gate and by up in fp32; not gated: only the first is valid."""
     if ACTIVATION.is_gated:
-        sigmoid, g, u = gated_terms(gate, up, ACTIVATION)
-        # An explicit fma, only here: the compiler has no other sum of products that it could fuse.
-        by_gate = u * (sigmoid * tl.fma(g * ACTIVATION.alpha, 1.0 - sigmoid, 1.0))
-        by_up = g * sigmoid
+        g, u = clamped(gate, up, ACTIVATION)
+        by_up, slope = function_and_slope(g, ACTIVATION)
+        by_gate = u * slope
         if ACTIVATION.limit < NO_LIMIT:
             by_gate = tl.where(gate > ACTIVATION.limit, 0.0, by_gate)
             by_up = tl.where(tl.abs(up) > ACTIVATION.limit, 0.0, by_up)
     else:
-        by_gate = 2.0 * tl.where(gate < 0.0, 0.0, gate)
-        by_up = by_gate
+        by_up, by_gate = function_and_slope(gate, ACTIVATION)
     return by_gate, by_up
 
 

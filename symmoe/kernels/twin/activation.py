@@ -1,11 +1,12 @@
 """Twins of the activation of contract/activation.py. The order of the sum is that of kernels/activation.py."""
 
 import math
+from functools import partial
 
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.activation import SRELU, SUM_COLUMNS, Activation
+from symmoe.kernels.activation import GELU, GELU_CUBIC, GELU_LINEAR, GELU_TANH, RELU2, SILU, SUM_COLUMNS, Activation
 
 
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
@@ -76,11 +77,11 @@ def _value_and_slopes(
     h: torch.Tensor, activation: Activation, *, need_slopes: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), same shape."""
-    if activation.kind == SRELU:
-        x = h.float()
-        positive = torch.where(x < 0, 0.0, x)
-        return positive * positive, [2 * positive] if need_slopes else []
-    limit, alpha, offset = activation.limit, activation.alpha, activation.offset
+    function = partial(_FUNCTIONS[activation.function], alpha=activation.alpha, need_slope=need_slopes)
+    if not activation.is_gated:
+        value, slope = function(h.float())
+        return value, [] if slope is None else [slope]
+    limit, offset = activation.limit, activation.offset
     gate, up = (part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation))
     has_limit = math.isfinite(limit)
     if has_limit:
@@ -89,14 +90,50 @@ def _value_and_slopes(
         gate = torch.where(gate_above, limit, gate)
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     shifted = up + offset if offset else up
-    # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
-    sigmoid = torch.mul(gate, -alpha).exp_().add_(1).reciprocal_()
-    if not need_slopes:
-        return sigmoid.mul_(gate).mul_(shifted), []
-    # by_gate = shifted * (sigmoid * (1 + alpha * gate * (1 - sigmoid)))
-    by_gate = torch.rsub(sigmoid, 1).mul_(gate if alpha == 1 else alpha * gate).add_(1).mul_(sigmoid).mul_(shifted)
-    swish = sigmoid.mul_(gate)
-    value = shifted * swish
+    value, slope = function(gate)
+    if slope is None:
+        return value.mul_(shifted), []
+    by_gate, by_up = slope.mul_(shifted), value
     if has_limit:
-        by_gate, swish = by_gate.masked_fill(gate_above, 0), swish.masked_fill(up_outside, 0)
-    return value, [by_gate, swish]
+        by_gate, by_up = by_gate.masked_fill(gate_above, 0), by_up.masked_fill(up_outside, 0)
+    return shifted * value, [by_gate, by_up]
+
+
+# What a function returns: f(x) and f'(x), new tensors, fp32 like x. Without need_slope: f(x), None.
+ValueAndSlope = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _silu(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+    # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
+    sigmoid = torch.mul(x, -alpha).exp_().add_(1).reciprocal_()
+    if not need_slope:
+        return sigmoid.mul_(x), None
+    # sigmoid * (1 + alpha * x * (1 - sigmoid))
+    slope = torch.rsub(sigmoid, 1).mul_(x if alpha == 1 else alpha * x).add_(1).mul_(sigmoid)
+    return sigmoid.mul_(x), slope
+
+
+def _gelu(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+    cdf = torch.mul(x, math.sqrt(0.5)).erf_().add_(1).mul_(0.5)
+    if not need_slope:
+        return cdf.mul_(x), None
+    density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    return x * cdf, density.mul_(x).add_(cdf)
+
+
+def _gelu_tanh(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+    """(1 + tanh(z)) / 2 is sigmoid(2 z), and 2 z is x * (GELU_LINEAR + GELU_CUBIC * x^2)."""
+    square = torch.square(x)
+    sigmoid = torch.mul(square, -GELU_CUBIC).sub_(GELU_LINEAR).mul_(x).exp_().add_(1).reciprocal_()
+    if not need_slope:
+        return sigmoid.mul_(x), None
+    slope = torch.rsub(sigmoid, 1).mul_(x).mul_(square.mul_(3 * GELU_CUBIC).add_(GELU_LINEAR)).add_(1).mul_(sigmoid)
+    return sigmoid.mul_(x), slope
+
+
+def _relu2(x: torch.Tensor, *, alpha: float, need_slope: bool) -> ValueAndSlope:
+    positive = torch.where(x < 0, 0.0, x)
+    return positive * positive, 2 * positive if need_slope else None
+
+
+_FUNCTIONS = {SILU: _silu, GELU: _gelu, GELU_TANH: _gelu_tanh, RELU2: _relu2}

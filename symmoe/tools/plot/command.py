@@ -15,7 +15,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     load = kinds.add_parser("load", help="tokens per expert over time, imbalance, drops")
     load.add_argument(
-        "log", metavar="FILE.jsonl", help="of symmoe.tools.plot.load_log.append_records, or of the example job"
+        "log",
+        metavar="LOG",
+        help="FILE.jsonl of symmoe.tools.plot.load_log.append_records or of the example job; or TensorBoard's folder",
     )
     load.add_argument("--layer", action="append", metavar="NAME", help="only this layer; may be given several times")
     load.add_argument("--png", required=True, metavar="OUT.png", help="the picture")

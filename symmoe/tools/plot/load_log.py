@@ -1,9 +1,11 @@
-"""What a MetricsLogger has seen, as JSON lines: one per step, with a record for each layer."""
+"""What a MetricsLogger has seen: JSON lines, one per step with a record of each layer, or TensorBoard's event files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +45,15 @@ def read_loads(path: str | Path) -> list[LayerLoad]:
     """The layers of a log, in its order.
 
     Takes lines of :func:`append_records`, and lines with "step" and "expert_load", [layers][E], as examples/train_lm.py
-    writes them. If a step occurs twice (a run that continued from a checkpoint), the last line counts. A last line that
-    is cut off is left out: a process may have ended while it wrote.
+    writes them; or a folder of event files that a :func:`tensorboard_sink` has filled. If a step occurs twice (a run
+    that continued from a checkpoint), the last one counts. A last line or step that is cut off is left out: a process
+    may have ended while it wrote.
 
     Raises:
-        ArgumentError: the file cannot be read, or holds something else.
+        ArgumentError: the file cannot be read, or holds something else; or it takes a package that is not installed.
     """
+    if Path(path).is_dir():
+        return _loads_of_events(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,3 +88,38 @@ def _layer_load(over_steps: list[dict[str, Any]], steps: list[int]) -> LayerLoad
         num_dropped=tuple(layer["num_dropped"] for layer in over_steps) if "num_dropped" in first else None,
         num_ranks=len(first["tokens_per_rank"]) if "tokens_per_rank" in first else None,
     )
+
+
+_LOAD_TAG = re.compile(r"moe/(.*)/tokens_per_expert/(\d+)")
+
+
+def _loads_of_events(folder: str | Path) -> list[LayerLoad]:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise ArgumentError(f"event files in {folder} need TensorBoard: pip install 'symmoe[tensorboard]'") from error
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    num_experts = Counter(match[1] for match in map(_LOAD_TAG.fullmatch, tags) if match)
+    if not num_experts:
+        raise ArgumentError(f"{folder} holds no event files with moe/../tokens_per_expert/..")
+
+    def series(tag: str) -> dict[int, int]:
+        return {event.step: round(event.value) for event in events.Scalars(tag)}
+
+    loads = []
+    for name, count in num_experts.items():
+        columns = [series(f"moe/{name}/tokens_per_expert/{expert}") for expert in range(count)]
+        dropped = series(f"moe/{name}/num_dropped")
+        steps = sorted(set(dropped).intersection(*columns))  # the last one may be incomplete
+        loads.append(
+            LayerLoad(
+                name=name,
+                steps=tuple(steps),
+                tokens_per_expert=tuple(tuple(column[step] for column in columns) for step in steps),
+                num_dropped=tuple(dropped[step] for step in steps),
+                num_ranks=sum(tag.startswith(f"moe/{name}/tokens_per_rank/") for tag in tags),
+            )
+        )
+    return loads

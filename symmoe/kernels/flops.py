@@ -1,0 +1,76 @@
+"""What products multiply, for those who count FLOPs: torch.utils.flop_counter, and the tools that use it.
+
+A kernel is no operator of torch, so a dispatch mode does not see it; and a twin's own products, which it would see, are
+larger than the kernel's. So while a mode looks on, every product says what it multiplies in an operator that does
+nothing, and then runs unseen.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import register_flop_formula
+
+from symmoe.kernels.contract import Kernels
+
+# The argument with the features that a row of a grouped product is multiplied by, of shape [G, features, features].
+_GROUPED = {
+    "grouped_gemm": "weight",
+    "grouped_gemm_dgrad": "weight",
+    "grouped_gemm_wgrad": "out",
+    "grouped_gemm_act": "weight",
+    "grouped_gemm_dact": "weight",
+    "grouped_gemm_fp8": "weight",
+    "grouped_gemm_wgrad_fp8": "out",
+    "grouped_gemm_scaled": "weight",
+    "grouped_gemm_wgrad_scaled": "out",
+}
+_ROUTER = {"router_gemm": ("logits",), "router_gemm_grads": ("dx", "d_weight")}  # a product for each result
+
+
+class CountedKernels:
+    """Kernels whose products a dispatch mode sees as symmoe::product."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self._kernels, name)
+        return functools.partial(_counted, name, function) if name in _GROUPED or name in _ROUTER else function
+
+
+def _counted(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
+    if name in _GROUPED:
+        matrices = arguments[_GROUPED[name]]
+        _, out_features, in_features = matrices.shape
+        numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
+        _product(arguments["row_range"], 0, out_features * in_features * numbers_per_byte)
+    else:
+        num_products = sum(arguments[result] is not None for result in _ROUTER[name])
+        _product(None, arguments["x"].shape[0], num_products * arguments["weight"].numel())
+    with _disable_current_modes():
+        return function(*args, **kwargs)
+
+
+@torch.library.custom_op("symmoe::product", mutates_args=())
+def _product(row_range: torch.Tensor | None, num_rows: int, features: int) -> None:
+    """Does nothing. A row meets `features` numbers. Rows: those of row_range int32 [2, G]; if it is None, num_rows."""
+
+
+@_product.register_fake
+def _(row_range: torch.Tensor | None, num_rows: int, features: int) -> None:
+    pass
+
+
+@register_flop_formula(torch.ops.symmoe.product, get_raw=True)
+def _(row_range: torch.Tensor | None, num_rows: int, features: int, *, out_val: None) -> int:
+    """Waits for the device, to see how many rows there are."""
+    if row_range is not None:
+        num_rows = int((row_range[1] - row_range[0]).clamp(min=0).sum())
+    return 2 * num_rows * features

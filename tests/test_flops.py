@@ -1,0 +1,223 @@
+"""FLOPs that torch.utils.flop_counter counts, against what the kernels were given to multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import symmoe
+from symmoe.kernels import twin
+from symmoe.precision import MXFP8, NVFP4, Float8Block
+
+HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 32, 64, 4, 2, 13
+ROUTER = 2 * TOKENS * HIDDEN * EXPERTS
+EXPERT = 2 * 3 * HIDDEN * FFN  # of a row in forward: gate, up and FC2
+
+# Positions of two arguments whose widths are what a row of one is multiplied to become a row of the other, or for
+# weight gradients the widths of the product; and of the rows of groups.
+PRODUCTS = {
+    "grouped_gemm": (0, 3, 2),
+    "grouped_gemm_dgrad": (0, 3, 2),
+    "grouped_gemm_wgrad": (0, 1, 2),
+    "grouped_gemm_act": (0, 4, 2),
+    "grouped_gemm_dact": (0, 6, 2),
+}
+
+
+@contextmanager
+def multiplied() -> Iterator[list[int]]:
+    """FLOPs of each grouped product that the twins compute: an oracle that looks at rows, not at weights."""
+    found: list[int] = []
+    originals = {name: getattr(twin, name) for name in PRODUCTS}
+
+    def spy(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left, right, ranges = (args[place] for place in PRODUCTS[name])
+            rows = sum(max(0, end - begin) for begin, end in ranges.t().tolist())
+            found.append(2 * rows * left.shape[1] * right.shape[1])
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in PRODUCTS:
+        setattr(twin, name, spy(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(twin, name, original)
+
+
+def counted(call: Callable[[], object]) -> dict[str, int]:
+    """FLOPs that torch counts, by operator."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return {str(operator): flops for operator, flops in counter.get_flop_counts().get("Global", {}).items()}
+
+
+def train(layer: nn.Module, x: torch.Tensor, *inputs: Any, **kwargs: Any) -> None:
+    y = layer(x, *inputs, **kwargs)
+    (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+
+
+@pytest.fixture
+def heap():
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+
+
+def make(heap: symmoe.SymmetricHeap, *, bias: bool = False, **fields: Any) -> symmoe.MoELayer:
+    torch.manual_seed(heap.rank)
+    config = symmoe.MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=TOP_K, **fields)
+    experts = symmoe.GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, bias=bias)
+    return symmoe.MoELayer(config, heap, experts=experts)
+
+
+def test_a_layer_by_hand(heap):
+    """Three products each way and one of the router, which torch's own formulas count; tokens need no gradient."""
+    layer = make(heap)
+    counts = counted(lambda: train(layer, torch.randn(TOKENS, HIDDEN)))
+    rows = TOKENS * TOP_K
+    fc1, fc2 = 2 * rows * HIDDEN * 2 * FFN, 2 * rows * FFN * HIDDEN
+    assert counts == {
+        "aten.mm": 2 * ROUTER,
+        "symmoe.moe_forward": fc1 + fc2,
+        "symmoe.moe_backward": 2 * fc2 + fc1,
+    }
+
+
+def frozen(layer: symmoe.MoELayer) -> None:
+    layer.experts.requires_grad_(False)
+
+
+def adapted(layer: symmoe.MoELayer) -> None:
+    symmoe.add_lora(layer, rank=3, alpha=1.0)
+
+
+def adapted_in_full(layer: symmoe.MoELayer) -> None:
+    adapted(layer)
+    layer.experts.fc1.weight.requires_grad_(True)
+
+
+def later(layer: symmoe.MoELayer) -> None:
+    """Such experts are not called as an operator."""
+    for linear in (layer.experts.fc1, layer.experts.fc2):
+        linear.delay_wgrad = True
+
+
+CASES: dict[str, tuple[dict, Callable[[symmoe.MoELayer], object]]] = {
+    "plain": ({}, id),
+    "bias, expert-major": ({"bias": True, "layout": "expert-major"}, id),
+    "dropped by a capacity": ({"capacity": 17, "max_tokens": 64, "overflow": "drop"}, id),
+    "dropped by a factor": ({"capacity_factor": 0.5}, id),
+    "stash rows": ({"stash": "rows"}, id),
+    "stash none": ({"stash": "none"}, id),
+    "frozen": ({}, frozen),
+    "adapters": ({}, adapted),
+    "adapters, weights": ({"stash": "hidden"}, adapted_in_full),
+    "adapters, stash rows": ({"stash": "rows"}, adapted),
+    "delayed": ({}, later),
+}
+
+
+@pytest.mark.parametrize("needs_x", [True, False], ids=["", "tokens without gradient"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
+    fields, change = CASES[name]
+    layer = make(heap, **fields)
+    change(layer)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=needs_x)
+    mask = torch.arange(TOKENS) < TOKENS - 2
+    with multiplied() as found:
+        counts = counted(lambda: train(layer, x, mask))
+    assert sum(counts.values()) - counts["aten.mm"] == sum(found) > 0
+    assert ("symmoe.product" in counts) == (name == "delayed")
+
+
+def ranks(rank: int, num_ranks: int, fields: dict) -> None:
+    """Each rank counts the rows of its own experts; other numbers of tokens come from each."""
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        layer = make(heap, **fields)
+        x = torch.randn(TOKENS + 20 * rank, HIDDEN, requires_grad=True)
+        with multiplied() as found:
+            counts = counted(lambda: train(layer, x))
+        assert counts["symmoe.moe_forward"] + counts["symmoe.moe_backward"] == sum(found) > 0
+        rows = torch.tensor(counts["symmoe.moe_forward"] // EXPERT)
+        torch.distributed.all_reduce(rows)
+        assert rows == (2 * TOKENS + 20) * TOP_K or fields
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"capacity": 20, "max_tokens": 64, "overflow": "drop"}], ids=["exact", "dropped by a capacity"]
+)
+def test_two_ranks(cluster: Callable[..., Cluster], fields: dict):
+    cluster(2).run(ranks, fields)
+
+
+def test_a_checkpoint_counts_twice(heap):
+    layer, x = make(heap), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    plain = counted(lambda: train(layer, x))
+    again = counted(lambda: train(lambda x: checkpoint(layer, x, use_reentrant=False), x))
+    assert again["symmoe.moe_forward"] == 2 * plain["symmoe.moe_forward"]
+    assert again["symmoe.moe_backward"] == plain["symmoe.moe_backward"]
+
+
+def test_an_exported_layer_counts_the_same(heap):
+    """There the router is an operator as well."""
+    layer, x = make(heap), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    exported = torch.export.export(layer, (x,)).module()
+    counts = counted(lambda: train(exported, x))
+    assert (counts["symmoe.route"], counts["symmoe.route_gradients"]) == (ROUTER, 2 * ROUTER)
+    assert sum(counts.values()) == 3 * (ROUTER + TOKENS * TOP_K * EXPERT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_data_every_slot_counts(heap, dtype: torch.dtype):
+    """Nobody knows the routing of fake tensors; the router's product in bf16 is a kernel."""
+    layer = make(heap)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True, dtype=dtype)
+        counts = counted(lambda: train(layer, x))
+    assert ("symmoe.product" in counts) == (dtype is torch.bfloat16)
+    assert sum(counts.values()) == 3 * (ROUTER + TOKENS * TOP_K * EXPERT)
+
+
+SPLITS = torch.tensor([3, 0, 5, 2])  # of 13 rows: the tail is not multiplied
+
+
+@pytest.mark.parametrize("splits", [SPLITS, SPLITS.tolist()], ids=["tensor", "list"])
+def test_grouped_layers(splits):
+    rows, scale = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)
+    mlp, linear = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN), symmoe.GroupedLinear(EXPERTS, HIDDEN, FFN)
+    assert counted(lambda: train(mlp, rows, splits, scale)) == {"symmoe.product": 3 * 10 * EXPERT}
+    assert counted(lambda: train(linear, rows, splits)) == {"symmoe.product": 3 * 10 * 2 * HIDDEN * FFN}
+    with torch.no_grad():
+        assert counted(lambda: mlp(rows, splits, scale)) == {"symmoe.product": 10 * EXPERT}
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
+def test_numbers_of_few_bits_count_like_others(recipe):
+    mlp = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, precision=recipe)
+    rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    assert counted(lambda: train(mlp, rows, SPLITS, torch.rand(TOKENS))) == {"symmoe.product": 3 * 10 * EXPERT}
+
+
+def test_what_a_mode_sees_has_the_same_bits():
+    """A product that a mode looks at runs unseen, and gives what it gives without a mode."""
+    mlp, scale = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN), torch.rand(TOKENS)
+    found = []
+    for run in (lambda call: call(), counted):
+        rows = torch.ones(TOKENS, HIDDEN).cumsum(0).requires_grad_()
+        mlp.zero_grad()
+        run(lambda rows=rows: train(mlp, rows, SPLITS, scale))
+        found.append([rows.grad, *(parameter.grad.clone() for parameter in mlp.parameters())])
+    assert all(map(torch.equal, *found))
