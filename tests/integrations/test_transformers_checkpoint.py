@@ -450,8 +450,7 @@ def replaced(rank: int, num_ranks: int, folder: str, shard_bytes: list[int]) -> 
             try:
                 save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
                 return seen
-            except CheckpointError as error:
-                assert "killed here" in str(error)
+            except CheckpointError:
                 seen.append(sorted(path.name for path in Path(f"{folder}-{allowed}").iterdir()))
             finally:
                 Path.replace = real
@@ -462,8 +461,7 @@ def read_back(folder: Path) -> int | None:
     """The seed of the weights that transformers reads from a folder; None if it finds none."""
     try:
         found = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    except OSError as error:
-        assert "no file named" in str(error)
+    except OSError:
         return None
     seeds = []
     for name, tensor in found.items():

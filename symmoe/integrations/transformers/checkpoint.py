@@ -72,10 +72,12 @@ def save_checkpoint(
 
     Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time: no rank ever
     holds another's. Collective over the heap's process group; where several EP groups train together, one of them
-    calls it. The files go into `folder` + ".partial"; when they are complete and on disk, it is renamed. If `folder`
-    has files already, those of a checkpoint are replaced as a whole, its config included, and others stay, as with
-    `save_pretrained`. A kill at any moment leaves the old weights or the new; or, if both are shards of the same names, perhaps
-    none that transformers finds. Never a mixture.
+    calls it.
+
+    The files go into `folder` + ".partial"; when they are complete and on disk, it is renamed. If `folder` has files
+    already, those of a checkpoint are replaced as a whole, its config included, and others stay, as with
+    `save_pretrained`. A kill at any moment leaves the old weights or the new, and never a mixture; if both are shards
+    of the same names, perhaps none that transformers finds.
 
     Args:
         model: swapped; every rank the same, after the same number of steps.
