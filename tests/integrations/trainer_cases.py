@@ -19,7 +19,7 @@ MAX_NORM = 0.3  # below all norms of these models, so that clipping counts
 class Sequences(Dataset):
     """Sequences of LENGTH tokens, some of which are not predicted: another number in each."""
 
-    def __init__(self, number: int, *, seed: int) -> None:
+    def __init__(self, number: int, *, seed: int, all_labels: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self._ids = torch.randint(0, VOCABULARY, (number, LENGTH), generator=generator)
         self._ids = (
@@ -27,7 +27,7 @@ class Sequences(Dataset):
         ) % VOCABULARY  # can be learnt
         self._labels = self._ids.clone()
         for row, labels in enumerate(self._labels):
-            labels[: row % 5] = -100
+            labels[: 0 if all_labels else row % 5] = -100
 
     def __len__(self) -> int:
         return len(self._ids)

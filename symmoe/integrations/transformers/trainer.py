@@ -22,7 +22,7 @@ from symmoe.checkpoint.peers import Peers
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.transformers.swap import heap_of
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
+from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.moe.ownership import named_parameters
 from symmoe.training.gradients import clip_grad_norm
 
@@ -62,14 +62,10 @@ class Trainer(transformers.Trainer):
         return super()._wrap_model(model, training, dataloader)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self._norm_of_all(self.args.max_grad_norm)
+        return clip_grad_norm(self.model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return self._norm_of_all(float("inf")) if grad_norm is None else grad_norm
-
-    def _norm_of_all(self, max_norm: float) -> torch.Tensor:
-        layer = next(module for module in self.model.modules() if isinstance(module, ExpertParallelModule))
-        return clip_grad_norm(self.model, max_norm, expert_group=layer.replicas.gradient_group)
+        return clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = str(self.args.output_dir if output_dir is None else output_dir)
