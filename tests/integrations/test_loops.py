@@ -51,6 +51,7 @@ class Job:
         rank, num_ranks: where it runs.
         accumulate: micro-batches of a step.
         bf16: autocast to it.
+        lora: train adapters of peft alone.
         folder: where it saves after half of the steps; "": nowhere.
         resumes: go on from there.
     """
@@ -59,6 +60,7 @@ class Job:
     num_ranks: int = 1
     accumulate: int = 1
     bf16: bool = False
+    lora: bool = False
     folder: str = ""
     resumes: bool = False
 
@@ -271,7 +273,12 @@ LOOPS: dict[str, Callable[[nn.Module, Job], Run]] = {
     "Fabric": with_fabric,
     "Lightning": with_lightning,
 }
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "bf16": {"bf16": True}, "accumulate": {"accumulate": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"bf16": True},
+    "accumulate": {"accumulate": 2},
+    "LoRA": {"lora": True},
+}
 
 
 def needs(loop: str) -> None:
@@ -282,18 +289,42 @@ def needs(loop: str) -> None:
 
 @functools.cache
 def reference(options: str) -> Run:
-    return with_torch(small_model(), Job(**OPTIONS[options]))
+    job, model = Job(**OPTIONS[options]), small_model()
+    if job.lora:
+        import peft
+
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, adapters())
+    return with_torch(model, job)
+
+
+def adapters() -> Any:
+    import peft
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.LoraConfig(r=4, lora_alpha=64, target_parameters=names, target_modules=["q_proj"])
+
+
+def swapped(heap: symmoe.SymmetricHeap, job: Job, *, seed: int = 0) -> Any:
+    model = swap_moe(small_model(seed=seed), heap)
+    if job.lora:
+        from symmoe.integrations.peft import get_peft_model
+
+        torch.manual_seed(7 + seed)
+        return get_peft_model(model, adapters())
+    return model
 
 
 def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str) -> tuple[Run, Run]:
     """A run that saves, and one of another model that goes on where that saved."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         job = Job(rank, num_ranks, folder=f"{folder}/half", **options)
-        model = swap_moe(small_model(), heap)
+        model = swapped(heap, job)
         whole = LOOPS[loop](model, job)
-        save_checkpoint(model, f"{folder}/tuned")
+        if not job.lora:
+            save_checkpoint(model, f"{folder}/tuned")
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        rest = LOOPS[loop](swap_moe(small_model(seed=9), heap), Job(**{**vars(job), "resumes": True}))
+        rest = LOOPS[loop](swapped(heap, job, seed=9), Job(**{**vars(job), "resumes": True}))
         return whole, rest
 
 
@@ -309,19 +340,24 @@ def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path,
     """Losses, norms and evaluation; a run that goes on from a checkpoint has the bits of one that never ended; and
     what is saved for transformers is what was trained."""
     needs(function)
+    if options == "LoRA":
+        pytest.importorskip("peft", minversion="0.21")
     expected = reference(options)
     rounded = options == "bf16"
     for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
         assert len(run.losses) == STEPS
         assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)
-        norms = [min(norm, MAX_NORM) for norm in expected.norms] if function == "Lightning" else expected.norms
+        clipped = [norm * min(1, MAX_NORM / (norm + 1e-6)) for norm in expected.norms]  # what Lightning leaves
+        norms = clipped if function == "Lightning" else expected.norms
         assert run.norms == pytest.approx(norms, rel=8e-2 if rounded else 2 * BOUND)
         assert run.heldout == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
         if (function, options) != ("Lightning", "accumulate"):  # Lightning itself steps after one micro-batch there
             assert rest.losses == run.losses[HALF:]
             assert rest.norms == run.norms[HALF:]
     assert expected.losses[-1] < 0.95 * expected.losses[0]
-    assert min(expected.norms) > MAX_NORM
+    assert max(expected.norms) > MAX_NORM
+    if options == "LoRA":
+        return  # tests/integrations/test_peft.py
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert Job().heldout(tuned) == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
 

@@ -56,8 +56,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             raise problem
         return layout, pieces
 
-    layout, pieces = _together(heap.agree, plan)
-    _together(heap.agree, lambda: _read(folder, layout, pieces))
+    layout, pieces = together(heap.agree, plan)
+    together(heap.agree, lambda: _read(folder, layout, pieces))
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def save_checkpoint(
             raise problem
         return layout, pieces
 
-    layout, pieces = _together(heap.agree, plan)
+    layout, pieces = together(heap.agree, plan)
 
     def lay_out() -> None:
         if heap.rank == 0:
@@ -124,15 +124,15 @@ def save_checkpoint(
 
     try:
         for step in (lay_out, write):
-            _together(heap.agree, step)
+            together(heap.agree, step)
     except SymmoeError:
         if heap.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    _together(heap.agree, finish)  # what fails here leaves the files that have no name in `folder` yet
+    together(heap.agree, finish)  # what fails here leaves the files that have no name in `folder` yet
 
 
-def _together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
+def together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
     """What `work` returns; if it fails on any rank, its error on every rank."""
     problem: SymmoeError | None = None
     try:

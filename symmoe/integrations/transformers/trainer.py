@@ -9,6 +9,7 @@ Trainer nor its accelerator, and `save_pretrained` is called on rank 0 alone. So
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Trainer(transformers.Trainer):
 
         def save() -> None:
             if 0 in heap_of(self.model).global_ranks:  # of several EP groups, one
-                save_checkpoint(self.model, folder)
+                _save_or_load_by(self.model)[0](self.model, folder)
 
         with Peers(None) as peers:
             peers.together(save, is_last=True)
@@ -85,10 +86,10 @@ class Trainer(transformers.Trainer):
                 own["save_pretrained"] = refused
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_checkpoint(self.model, resume_from_checkpoint)
+        _save_or_load_by(self.model)[1](self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        load_checkpoint(self.model, str(self.state.best_model_checkpoint))
+        _save_or_load_by(self.model)[1](self.model, str(self.state.best_model_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         training_checkpoint.save_checkpoint(
@@ -110,6 +111,15 @@ class Trainer(transformers.Trainer):
         )
         with warnings.catch_warnings(record=True):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
+
+
+def _save_or_load_by(model: nn.Module) -> tuple[Callable[[Any, str], None], Callable[[Any, str], None]]:
+    """What saves, and what loads, all of a model; of a PeftModel, the adapters."""
+    if not hasattr(model, "peft_type"):
+        return save_checkpoint, load_checkpoint
+    from symmoe.integrations.peft import load_adapters, save_adapters  # of a package that need not be installed
+
+    return save_adapters, load_adapters
 
 
 def _trained(model: nn.Module) -> dict[str, torch.Tensor | ExpertShard]:
