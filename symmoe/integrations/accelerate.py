@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
+from accelerate import Accelerator as _Accelerator
 from torch import nn
 
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
@@ -24,7 +24,7 @@ from symmoe.training.gradients import clip_grad_norm
 STATE_FOLDER = "model_and_optimizer"
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(_Accelerator):
     """Same as accelerate.Accelerator; the model has MoELayers, or is one, or comes from `swap_moe`.
 
     Of `save_state` and `load_state`, model and optimizer are in symmoe's format (`symmoe.checkpoint`, in the folder
