@@ -25,17 +25,28 @@ def rows(head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_behind_every_number_is_a_test():
-    if find_spec("transformers") is None or find_spec("peft") is None:
-        pytest.skip("needs transformers and peft, which are not installed")
-    named = {number: test.strip("`") for number, test in rows("| | in `tests/integrations` |")}
-    table = rows("| trainer | " + " | ".join(FEATURES) + " |")
+def named_tests() -> dict[str, str]:
+    """Path and name of each test, by its number."""
+    return {number: test.strip("`") for number, test in rows("| | in `tests/integrations` |")}
+
+
+def test_every_number_of_the_table_has_a_test_of_its_own():
+    named, table = named_tests(), rows("| trainer | " + " | ".join(FEATURES) + " |")
     assert len(table) == 5
     assert all(len(cells) == 1 + len(FEATURES) for cells in table)
-    used = {number for cells in table for number in cells[1:]}
-    assert used == named.keys()
+    assert {number for cells in table for number in cells[1:]} == named.keys()
     assert len(set(named.values())) == len(named)
-    files = sorted({test.partition("::")[0] for test in named.values()})
+    for test in named.values():
+        file, name = re.fullmatch(r"(\w+\.py)::(\w+)(?:\[.*\])?", test).groups()
+        assert f"def {name}(" in (ROOT / "tests" / "integrations" / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_pytest_finds_the_tests_of_the_table():
+    """With their cases."""
+    if find_spec("transformers") is None or find_spec("peft") is None:
+        pytest.skip("needs transformers and peft, which are not installed")
+    files = sorted({test.partition("::")[0] for test in named_tests().values()})
     command = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         [sys.executable, *command],
@@ -46,7 +57,7 @@ def test_behind_every_number_is_a_test():
         timeout=HANG_S,
     )
     there = {line.removeprefix("tests/integrations/") for line in done.stdout.splitlines()}
-    assert set(named.values()) <= there, done.stdout[-3000:] + done.stderr
+    assert set(named_tests().values()) <= there, done.stdout[-3000:] + done.stderr
 
 
 @pytest.mark.parametrize("page", OWN_PAGES)

@@ -328,8 +328,9 @@ def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], fold
         return whole, rest
 
 
+FAST = [("accelerate", "accumulate"), ("Lightning", "accumulate")]
 CASES = [
-    pytest.param(loop, options, marks=[] if options == "accumulate" else pytest.mark.slow, id=f"{loop}-{options}")
+    pytest.param(loop, options, marks=[] if (loop, options) in FAST else pytest.mark.slow, id=f"{loop}-{options}")
     for options in OPTIONS
     for loop in LOOPS
 ]

@@ -31,8 +31,8 @@ from symmoe.integrations.transformers import Trainer, swap_moe
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "target_parameters": {"target_parameters": EXPERTS, "target_modules": ["q_proj"]},
-    "experts, gaussian": {"target_parameters": EXPERTS, "init_lora_weights": "gaussian", "use_rslora": True},
     "all-linear": {"target_modules": "all-linear"},
+    "experts, gaussian": {"target_parameters": EXPERTS, "init_lora_weights": "gaussian", "use_rslora": True},
 }
 BOUND = 1e-6
 
@@ -168,7 +168,8 @@ def in_a_trainer(rank: int, num_ranks: int, folder: str, order: str) -> tuple[li
         return logs.losses, losses, names
 
 
-@pytest.mark.parametrize("order", ["swap first", pytest.param("wrap first", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
 def test_trainer(cluster: Callable[..., Cluster], tmp_path: Path, order: str):
     plain = wrapped_by_peft(small_model(), config_of("target_parameters"))
     _, logs = trained(transformers.Trainer, plain, str(tmp_path / "one"), 1, max_grad_norm=0.02)

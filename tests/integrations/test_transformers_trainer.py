@@ -192,6 +192,7 @@ def without_optimizer(rank: int, num_ranks: int, folder: str) -> str:
         return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
     for text in cluster(2).run(without_optimizer, str(tmp_path)):
         assert re.search(r"rank-00001-0000.safetensors has \d+ bytes; manifest.json says \d+", text)
