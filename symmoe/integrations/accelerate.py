@@ -1,6 +1,6 @@
 """accelerate's Accelerator for models whose experts are spread over ranks.
 
-`prepare` wraps a model in DDP, which has to leave experts alone; `clip_grad_norm_` is handed parameters, and would take
+`prepare` wraps a model in DDP, which must not touch experts; `clip_grad_norm_` is handed parameters, and would take
 the norm over this rank's; `save_state` writes rank 0's weights and optimizer for all. These are methods of the
 Accelerator, so there is a subclass.
 """
@@ -32,7 +32,7 @@ class Accelerator(_Accelerator):
     accelerate saves them. Both are collective, and all ranks see the same folder.
 
     Raises:
-        ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks alone; or
+        ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or
             DeepSpeed, FSDP or Megatron-LM, which would mix experts.
     """
 
@@ -49,7 +49,7 @@ class Accelerator(_Accelerator):
             raise ArgumentError(f"distributed_type ({kind}) must be that of DDP with experts on several ranks")
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Same as in accelerate, with a DDP that leaves the experts alone."""
+        """Same as in accelerate, with a DDP that does not touch the experts."""
         if _has_experts(model):
             prepare_for_ddp(model)
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
@@ -79,7 +79,7 @@ class Accelerator(_Accelerator):
         """
         if _has_experts(model):
             raise ArgumentError(
-                f"a state dict of model ({type(model).__name__}) has this rank's experts alone: save with save_state, "
+                f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
                 "symmoe.checkpoint.save_checkpoint or symmoe.integrations.transformers.save_checkpoint"
             )
         return super().get_state_dict(model, unwrap)

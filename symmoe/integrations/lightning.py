@@ -1,6 +1,6 @@
 """Lightning's DDP for models whose experts are spread over ranks: for Fabric, and for Lightning's Trainer.
 
-A strategy wraps the model in DDP, which has to leave experts alone, saves what rank 0 has, and (Fabric's) clips by the
+A strategy wraps the model in DDP, which must not touch experts, saves what rank 0 has, and (Fabric's) clips by the
 norm over this rank's parameters; so these are strategies. A checkpoint is a folder: model and optimizer as
 `symmoe.checkpoint` writes them, which any number of ranks loads, and the rest in a file of Lightning's.
 """
@@ -34,11 +34,11 @@ class FabricStrategy(_FabricDDP):
 
     Raises:
         ArgumentError: in `setup`: the model has no MoELayer and has not been swapped, or the precision is
-            "16-mixed", whose gradient scaler would skip steps on some ranks alone.
+            "16-mixed", whose gradient scaler would skip steps on some ranks only.
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Same as in Lightning, with a DDP that leaves the experts alone."""
+        """Same as in Lightning, with a DDP that does not touch the experts."""
         _check_precision(self.precision.precision)
         prepare_for_ddp(module)
         wrapped: DistributedDataParallel = super().setup_module(module)

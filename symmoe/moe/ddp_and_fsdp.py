@@ -262,7 +262,7 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     return ArgumentError(
         "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
         "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm (transformers: take "
-        "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts this rank's experts alone"
+        "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts"
     )
 
 

@@ -51,7 +51,7 @@ class Job:
         rank, num_ranks: where it runs.
         accumulate: micro-batches of a step.
         bf16: autocast to it.
-        lora: train adapters of peft alone.
+        lora: train only adapters of peft.
         folder: where it saves after half of the steps; "": nowhere.
         resumes: go on from there.
     """
@@ -434,8 +434,8 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
         for what, why in (
             (lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0), "all of a prepared model"),
             (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1), r"norm_type .1. must be 2"),
-            (lambda: accelerator.get_state_dict(model), "this rank's experts alone"),
-            (lambda: accelerator.save_model(model, folder), "this rank's experts alone"),
+            (lambda: accelerator.get_state_dict(model), "only this rank's experts"),
+            (lambda: accelerator.save_model(model, folder), "only this rank's experts"),
             (lambda: accelerator.load_state(), r"input_dir .None. must be"),
         ):
             with pytest.raises(ArgumentError, match=why):

@@ -286,6 +286,11 @@ def test_clipping(cluster: Callable[..., Cluster]):
 # -- what cannot be made right ----------------------------------------------------------------------------------------
 
 
+def layer_by_hand(model: nn.Module) -> nn.Module:
+    fully_shard(model.blocks[0].moe)
+    return model
+
+
 def by_hand(model: nn.Module) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
@@ -299,6 +304,7 @@ WRONG = {
     "adapters in DDP": (lambda model: DistributedDataParallel(adapted(model)), "overwritten experts"),
     "fully_shard": (fully_shard, "FSDP has taken experts.*parallelize.*fully_shard"),
     "fully_shard of blocks": (by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
+    "fully_shard of a layer": (layer_by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
     "fully_shard of compiled": (lambda model: fully_shard(compiled(model)), "FSDP has taken experts"),
     "FSDP1": (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FSDP has taken experts.*parallelize"),
     "FSDP1, original parameters": (

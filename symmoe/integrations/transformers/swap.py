@@ -64,7 +64,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         raise ArgumentError(f"{type(model).__name__} has no experts to replace; is it swapped already?")
     is_wrapped = hasattr(model, "peft_type")
     if not is_wrapped and "peft_config" in vars(model):
-        raise ArgumentError(f"model ({type(model).__name__}) is inside a PeftModel; pass that one")
+        raise ArgumentError(f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one")
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
         _, wrappers = unwrapped(model.get_submodule(path))
@@ -90,7 +90,7 @@ def adopt_adapters(share: ExpertParallelExperts, wrappers: list[nn.Module]) -> N
         ArgumentError: see adapters.adapt.
     """
     first = share.heap.rank * share.mlp.num_groups
-    transposed = isinstance(share.mlp.activation, ScaledClampedSwiGLU)  # gpt-oss alone
+    transposed = isinstance(share.mlp.activation, ScaledClampedSwiGLU)  # only gpt-oss
     share.peft_names = adapt(share.mlp, wrappers, first=first, transposed=transposed)
     share.set_experts(share.mlp)
 

@@ -3,7 +3,7 @@
 What a Trainer does to a model in several processes is done by methods of its own, and four of them are wrong where
 experts differ from rank to rank: clipping takes the norm over this rank's parameters, rank 0 saves its weights and its
 optimizer's state for all, and what it has saved is loaded by all. A callback comes after clipping and sees neither the
-Trainer nor its accelerator, and `save_pretrained` is called on rank 0 alone. So there is a subclass, and no less.
+Trainer nor its accelerator, and `save_pretrained` is called on rank 0 only. So there is a subclass, and no less.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Trainer(transformers.Trainer):
 
     Raises:
         ArgumentError: the model has not been swapped; or `fp16`, `fsdp` or `deepspeed`: fp16's gradient scaler would
-            skip steps on some ranks alone, and the others would mix experts.
+            skip steps on some ranks only, and the others would mix experts.
     """
 
     # They are None at times.
