@@ -209,6 +209,90 @@ def finetuned(scope: Scope) -> None:
         assert answer == [(answer[0] + number) % 7 for number in range(12)]
 
 
+def tuning_data(scope: Scope) -> None:
+    """A checkpoint, and data of the Trainer's kind."""
+    published_checkpoint(scope)
+    from trainer_cases import Sequences
+
+    rank = int(os.environ["RANK"])
+    scope.update(train_data=Sequences(16, seed=1), eval_data=Sequences(4, seed=2))
+    scope["prompts"] = Sequences(2, seed=3)[rank]["input_ids"][None, : 3 + rank]
+
+
+def tuned_by_trainer(scope: Scope) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert scope["trainer"].state.global_step == 4
+    assert scope["tokens"].shape[1] <= scope["prompts"].shape[1] + 4
+    for folder in ("tuned", "runs/tuning/checkpoint-2", "runs/tuning/checkpoint-4"):
+        assert Path(folder, "model.safetensors").is_file()
+    assert Path("runs/tuning/checkpoint-4/optimizer/latest").is_file()
+
+
+def own_loop(scope: Scope) -> None:
+    from small_model import FEATURES, Model
+    from torch.utils.data import DataLoader
+
+    def build_model(heap: symmoe.SymmetricHeap) -> torch.nn.Module:
+        model = Model(heap)
+        for name, parameter in model.named_parameters():
+            if ".experts." not in name:
+                dist.broadcast(parameter.data, src=0)
+        return model
+
+    data = [(torch.randn(FEATURES), torch.randn(FEATURES)) for _ in range(32)]
+    scope.update(build_model=build_model, loader=DataLoader(data, batch_size=4))
+
+
+def accelerated_loop(scope: Scope) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert Path("runs/half/model_and_optimizer/latest").is_file()
+    assert scope["optimizer"].optimizer.state
+
+
+def ddp_loop(scope: Scope) -> None:
+    assert Path("runs/ddp/latest").is_file()
+    assert len(scope["optimizer"].state) == len(list(scope["model"].parameters()))
+
+
+def lightning_program(scope: Scope) -> None:
+    import lightning
+    from lightning.fabric import Fabric
+
+    own_loop(scope)
+
+    class Module(lightning.LightningModule):
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
+            return (self.model(batch[0])[0] - batch[1]).square().mean()
+
+        validation_step = training_step
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    class Made(Module):
+        """Lightning makes its module where the page says so: when there is a heap."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = scope["build_model"](scope["heap"])
+
+    scope.update(lightning=lightning, Fabric=Fabric, Made=Made)
+
+
+def lightning_results(scope: Scope) -> None:
+    assert Path("runs/fabric.ckpt/latest").is_file()
+    assert Path("runs/module.ckpt/latest").is_file()
+    assert scope["trainer"].global_step == 2
+
+
+def saved_adapters(scope: Scope) -> None:
+    assert {path.name for path in Path("adapters").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
 def quantised_rows(scope: Scope) -> None:
     scope["rows"], scope["row_start"] = torch.randn(48, 64), torch.tensor([0, 20, 48], dtype=torch.int32)
     scope["weight"] = torch.randn(2, 96, 64)
@@ -253,6 +337,37 @@ PAGES = {
         replaced=(('"OLMoE-1B-7B", 512, 4', '"OLMoE-1B-7B", 16, 4'), ("lr=1e-5", "lr=1e-2"), ("(1, 101)", "(1, 31)")),
         check=finetuned,
         needs=("transformers>=5.17", "safetensors"),
+    ),
+    "docs/hf_trainer.md": Page(
+        2,
+        tuning_data,
+        replaced=(
+            ('    "runs/tuning",', '    "runs/tuning",\n    use_cpu=True,\n    report_to=[],\n    disable_tqdm=True,'),
+        ),
+        check=tuned_by_trainer,
+        needs=("transformers>=5.23", "accelerate", "safetensors"),
+    ),
+    "docs/accelerate.md": Page(
+        2,
+        own_loop,
+        replaced=(("Accelerator(mixed", "Accelerator(cpu=True, mixed"),),
+        check=accelerated_loop,
+        needs=("accelerate", "safetensors"),
+    ),
+    "docs/ddp.md": Page(2, own_loop, check=ddp_loop, needs=("safetensors",)),
+    "docs/lightning.md": Page(
+        2,
+        lightning_program,
+        replaced=(
+            ('accelerator="auto"', 'accelerator="cpu"'),
+            ("    strategy=TrainerStrategy(),", '    accelerator="cpu",\n    strategy=TrainerStrategy(),'),
+            ("trainer.fit(module", "module = Made()\ntrainer.fit(module"),
+        ),
+        check=lightning_results,
+        needs=("lightning>=2.6", "safetensors"),
+    ),
+    "docs/peft.md": Page(
+        2, published_checkpoint, check=saved_adapters, needs=("transformers>=5.23", "peft>=0.21", "safetensors")
     ),
     "docs/precision.md": Page(1, quantised_rows, check=near_the_rows),
     "docs/timeline.md": Page(1, loggers, check=recorded, needs=("matplotlib",)),

@@ -261,8 +261,8 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
         return None
     return ArgumentError(
         "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
-        "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ (in a Trainer: "
-        "max_grad_norm, to be 0) counts this rank's experts alone"
+        "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm (transformers: take "
+        "symmoe.integrations.transformers.Trainer): torch's clip_grad_norm_ counts only this rank's experts"
     )
 
 

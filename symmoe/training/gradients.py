@@ -88,10 +88,10 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales the reduced gradients down to a norm of at most `max_norm`. Collective over `group`.
 
-    Call it after :func:`reduce_gradients`, with the same groups, or with gradients that are DTensors (FSDP has reduced
-    them; their meshes say where each part lives). Every dense parameter counts once and every expert once, wherever it
-    lives, so the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all
-    ranks scale by the same bits. No host synchronisation.
+    Call it after :func:`reduce_gradients`, with the same groups, or after a backward that reduces gradients: under
+    FSDP, whose DTensors say where each part lives, or in a DDP, whose layers know `expert_group`. Every dense parameter
+    counts once and every expert once, wherever it lives, so the norm does not depend on the number of ranks or on how
+    parameters are sharded (up to rounding), and all ranks scale by the same bits. No host synchronisation.
 
     Returns:
         [] fp32, the norm before clipping, on the device of the parameters.
@@ -101,6 +101,7 @@ def clip_grad_norm(
     """
     group = group or _default_group()
     num_ranks = _size(group)
+    expert_group = expert_group or _group_under_ddp(model)
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=_size(expert_group))
     device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
     everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
@@ -162,6 +163,12 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
+
+
+def _group_under_ddp(model: nn.Module) -> dist.ProcessGroup | None:
+    """The replicas over which a DDP averages gradients of the experts in `model`; None: no replicas, or no DDP."""
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
+    return next((layer.replicas.gradient_group for layer in layers if layer.replicas.ddp is not None), None)
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -395,7 +395,7 @@ def failed_save(rank: int, num_ranks: int, source: str, parent: str) -> list[tup
 
     with open_heap("cpu") as heap:
         model = swap_moe(random_model("olmoe"), heap)
-        attempt(source)
+        attempt(f"{source}/config.json")
         attempt(f"{parent}/target", like=f"{parent}/mixtral")
         checkpoint.os.fsync = disk_full
         try:
@@ -418,12 +418,86 @@ def test_failed_save_leaves_nothing(cluster, saved, tmp_path: Path):
     assert first[:3] == second
     (kind0, text0), (kind1, text1), (kind2, text2) = second
     assert kind0 == kind1 == kind2 == "CheckpointError"
-    assert "new or empty" in text0
+    assert "config.json is a file; a checkpoint is written to a folder" in text0
     assert "is missing" in text1
     assert text2 == "on rank 1: OSError: [Errno 28] No space left on device"
     assert first[3] == ["mixtral"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "target"]
     assert digests(tmp_path / "target") == digests(saved("olmoe"))
+
+
+def replaced(rank: int, num_ranks: int, folder: str, shard_bytes: list[int]) -> list[list[str]]:
+    """Saves models of other seeds into one folder, one after the other, cut off by an error at each rename of the last
+    of them first. The files after each attempt, in words: which seed's weights transformers reads."""
+    seen = []
+    real = Path.replace
+    with open_heap("cpu") as heap:
+        models = [swap_moe(random_model("olmoe", seed=seed), heap) for seed in range(len(shard_bytes))]
+        for model, max_shard_bytes in zip(models[:-1], shard_bytes, strict=False):
+            save_checkpoint(model, folder, max_shard_bytes=max_shard_bytes)
+        for allowed in range(100):
+            left = [allowed]
+
+            def replace(path: Path, target: Path, left: list[int] = left) -> Path:
+                if not left[0]:
+                    raise OSError(errno.EIO, "killed here")
+                left[0] -= 1
+                return real(path, target)
+
+            shutil.copytree(folder, f"{folder}-{allowed}") if rank == 0 else None
+            heap.agree(None)
+            Path.replace = replace
+            try:
+                save_checkpoint(models[-1], f"{folder}-{allowed}", max_shard_bytes=shard_bytes[-1])
+                return seen
+            except CheckpointError:
+                seen.append(sorted(path.name for path in Path(f"{folder}-{allowed}").iterdir()))
+            finally:
+                Path.replace = real
+    raise AssertionError("no attempt got through")
+
+
+def read_back(folder: Path) -> int | None:
+    """The seed of the weights that transformers reads from a folder; None if it finds none."""
+    try:
+        found = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    except OSError:
+        return None
+    seeds = []
+    for name, tensor in found.items():
+        seeds += [seed for seed in range(3) if torch.equal(random_model("olmoe", seed=seed).state_dict()[name], tensor)]
+    assert len(set(seeds)) == 1
+    assert len(seeds) == len(found)
+    return seeds[0]
+
+
+@pytest.mark.parametrize("shard_bytes", [(10**9, SHARD), (SHARD, 10**9), (SHARD, 2 * SHARD), (SHARD, SHARD)], ids=str)
+def test_a_checkpoint_is_replaced_whole(cluster, tmp_path: Path, shard_bytes: tuple[int, int]):
+    """By files of other numbers and names; what is cut off leaves the old weights, none or the new, and no mixture."""
+    folder = tmp_path / "target"
+    (folder / "checkpoint-7").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    attempts, _ = cluster(2).run(replaced, str(folder), list(shard_bytes))
+    assert len(attempts) >= 3
+    states = [read_back(tmp_path / f"target-{number}") for number in range(len(attempts) + 1)]
+    assert set(states[:-1]) <= {0, None}
+    assert states[-1] == 1
+    assert (None in states) == (shard_bytes[0] == shard_bytes[1])
+    done = tmp_path / f"target-{len(attempts)}"
+    assert (done / "notes.txt").read_text() == "mine"
+    names = {path.name for path in done.glob("model*")}
+    weights = {"model.safetensors"}
+    if shard_bytes[1] != 10**9:
+        index = "model.safetensors.index.json"
+        weights = {index, *json.loads((done / index).read_text())["weight_map"].values()}
+    assert names == weights
+    assert {path.name for path in done.iterdir()} - names == {
+        "checkpoint-7",
+        "config.json",
+        "generation_config.json",
+        "notes.txt",
+    }
+    assert not Path(f"{done}.partial").exists()
 
 
 def test_adapters_are_refused(tmp_path: Path):

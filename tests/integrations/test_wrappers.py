@@ -182,64 +182,6 @@ def test_a_bare_layer_needs_nothing(cluster: Callable[..., Cluster], how: str):
         assert losses[-1] < losses[0]
 
 
-def in_a_trainer(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float]]:
-    """transformers' Trainer on a swapped model, against a loop with reduce_gradients."""
-    from hf_cases import batch_of, random_model
-    from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *_: object) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    class Losses(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_) -> None:
-            if "loss" in logs:
-                losses.append(logs["loss"])
-
-    samples = [batch_of(number, num_tokens=12)[0] for number in range(num_ranks * STEPS)]
-    losses: list[float] = []
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        reference = random_model("qwen3_moe", output_router_logits=False)
-        model = swap_moe(copy.deepcopy(reference), heap)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        expected = []
-        for step in range(STEPS):
-            ids = samples[num_ranks * step + rank][None]
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            symmoe.reduce_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            expected.append(total.item() / num_ranks)
-        model = swap_moe(reference, heap)
-        arguments = TrainingArguments(
-            folder,
-            use_cpu=True,
-            max_steps=STEPS,
-            per_device_train_batch_size=1,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            max_grad_norm=0.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        data = [{"input_ids": ids, "labels": ids} for ids in samples]
-        InOrder(model, arguments, train_dataset=data, callbacks=[Losses()]).train()
-    return losses, expected
-
-
-def test_transformers_trainer(cluster: Callable[..., Cluster], tmp_path):
-    for number, (losses, expected) in enumerate(cluster(2).run(in_a_trainer, str(tmp_path))):
-        if number == 0:  # who logs
-            assert losses == pytest.approx(expected, rel=2e-4)  # the Trainer rounds
-
-
 def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
     mesh = open_mesh(2, 2)
@@ -344,6 +286,11 @@ def test_clipping(cluster: Callable[..., Cluster]):
 # -- what cannot be made right ----------------------------------------------------------------------------------------
 
 
+def layer_by_hand(model: nn.Module) -> nn.Module:
+    fully_shard(model.blocks[0].moe)
+    return model
+
+
 def by_hand(model: nn.Module) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
@@ -357,6 +304,7 @@ WRONG = {
     "adapters in DDP": (lambda model: DistributedDataParallel(adapted(model)), "overwritten experts"),
     "fully_shard": (fully_shard, "FSDP has taken experts.*parallelize.*fully_shard"),
     "fully_shard of blocks": (by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
+    "fully_shard of a layer": (layer_by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
     "fully_shard of compiled": (lambda model: fully_shard(compiled(model)), "FSDP has taken experts"),
     "FSDP1": (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FSDP has taken experts.*parallelize"),
     "FSDP1, original parameters": (

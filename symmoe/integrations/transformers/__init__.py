@@ -2,7 +2,7 @@
 
 H hidden, I ffn, E experts in all, e experts on this rank, K experts per token, T tokens, R ranks.
 
-Names are imported on first use; only `from_pretrained` and `register` import transformers.
+Names are imported on first use; only `from_pretrained`, `register` and `Trainer` import transformers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from symmoe.integrations.transformers.pretrained import from_pretrained
     from symmoe.integrations.transformers.registry import register
     from symmoe.integrations.transformers.swap import swap_moe
+    from symmoe.integrations.transformers.trainer import Trainer
 
 _HOME = {
     "ExpertParallelExperts": "experts",
     "StepConfig": "experts",
+    "Trainer": "trainer",
     "from_pretrained": "pretrained",
     "load_checkpoint": "checkpoint",
     "register": "registry",
@@ -30,6 +32,7 @@ _HOME = {
 __all__ = [
     "ExpertParallelExperts",
     "StepConfig",
+    "Trainer",
     "from_pretrained",
     "load_checkpoint",
     "register",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a new file
 _COPY_BYTES = 16 << 20
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _Result = TypeVar("_Result")
 
 
@@ -54,8 +56,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             raise problem
         return layout, pieces
 
-    layout, pieces = _together(heap.agree, plan)
-    _together(heap.agree, lambda: _read(folder, layout, pieces))
+    layout, pieces = together(heap.agree, plan)
+    together(heap.agree, lambda: _read(folder, layout, pieces))
 
 
 @torch.no_grad()
@@ -70,11 +72,16 @@ def save_checkpoint(
 
     Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time: no rank ever
     holds another's. Collective over the heap's process group; where several EP groups train together, one of them
-    calls it. The files go into `folder` + ".partial", which is renamed when they are complete and on disk.
+    calls it.
+
+    The files go into `folder` + ".partial"; when they are complete and on disk, it is renamed. If `folder` has files
+    already, those of a checkpoint are replaced as a whole, its config included, and others stay, as with
+    `save_pretrained`. A kill at any moment leaves the old weights or the new, and never a mixture; if both are shards
+    of the same names, perhaps none that transformers finds.
 
     Args:
         model: swapped; every rank the same, after the same number of steps.
-        folder: must not exist, or be empty.
+        folder: new, or with anything in it.
         like: a checkpoint of the same model, e.g. the one it was loaded from. The new one has its files, keys, dtypes
             and index, byte for byte except for the weights' values; keys that are not in the model, and files other
             than weights (config, tokenizer), are copied. None: the keys of the hub, the model's dtypes, and its config.
@@ -82,16 +89,16 @@ def save_checkpoint(
 
     Raises:
         ArgumentError: the model has not been swapped.
-        CheckpointError: on every rank, if `like` is not a checkpoint of this model, the folder is not empty, or
-            writing failed anywhere. Nothing is left in `folder` then.
+        CheckpointError: on every rank, if `like` is not a checkpoint of this model, `folder` is a file, or writing
+            failed anywhere. `folder` is as it was then, unless renaming failed.
     """
-    folder, heap = Path(folder), heap_of(model)
+    folder, heap = Path(folder).absolute(), heap_of(model)  # "." has no name to put ".partial" behind
     like = None if like is None else Path(like)
     partial = folder.with_name(folder.name + ".partial")
 
     def plan() -> tuple[Layout, list[Piece]]:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder} exists; a checkpoint is written to a folder that is new or empty")
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"{folder} is a file; a checkpoint is written to a folder")
         layout = None if like is None else read_layout(like)
         pieces = pieces_of(model, None if layout is None else layout.tensors)
         if layout is None:
@@ -101,7 +108,7 @@ def save_checkpoint(
             raise problem
         return layout, pieces
 
-    layout, pieces = _together(heap.agree, plan)
+    layout, pieces = together(heap.agree, plan)
 
     def lay_out() -> None:
         if heap.rank == 0:
@@ -113,18 +120,19 @@ def save_checkpoint(
 
     def finish() -> None:
         if heap.rank == 0:
-            _rename(partial, folder)
+            _publish(partial, folder)
 
     try:
-        for step in (lay_out, write, finish):
-            _together(heap.agree, step)
+        for step in (lay_out, write):
+            together(heap.agree, step)
     except SymmoeError:
         if heap.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    together(heap.agree, finish)  # what fails here leaves the files that have no name in `folder` yet
 
 
-def _together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
+def together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
     """What `work` returns; if it fails on any rank, its error on every rank."""
     problem: SymmoeError | None = None
     try:
@@ -211,12 +219,32 @@ def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
             os.fsync(file.fileno())
 
 
-def _rename(partial: Path, folder: Path) -> None:
-    if folder.exists():
-        folder.rmdir()  # it is empty
-    partial.rename(folder)
-    parent = os.open(folder.parent, os.O_RDONLY)
+def _publish(partial: Path, folder: Path) -> None:
+    """Gives the files of `partial` their names in `folder`, in the place of the checkpoint that is there."""
+    if not folder.exists() or not any(folder.iterdir()):
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+        _sync(folder.parent)
+        return
+    old = {path.name for path in folder.iterdir() if path.name == INDEX or _WEIGHTS.fullmatch(path.name)}
+    new = {path.name for path in partial.iterdir()}
+    last = INDEX if INDEX in new else WEIGHTS  # what transformers looks for
+    if old & new - {last}:  # shards of the same names, which are replaced one by one
+        (folder / INDEX).unlink(missing_ok=True)
+        _sync(folder)
+    for name in sorted(new, key=lambda name: name == last):
+        (partial / name).replace(folder / name)
+    _sync(folder)
+    for name in old - new:
+        (folder / name).unlink()
+    partial.rmdir()
+
+
+def _sync(folder: Path) -> None:
+    """Makes what has been renamed in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(parent)  # the new name
+        os.fsync(descriptor)
     finally:
-        os.close(parent)
+        os.close(descriptor)

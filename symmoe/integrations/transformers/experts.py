@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
 from symmoe.checks.arguments import width_problem, working_dtype
 from symmoe.checks.buffers import dtype_problem
 from symmoe.checks.choices import CHOICES, Order, Overflow, Stash, is_choice
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.families import Family, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -47,6 +50,34 @@ class StepConfig:
                 raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, CHOICES[name]))}")
 
 
+class Place:
+    """The model whose experts have been swapped, and whether peft has wrapped it with knowledge of that.
+
+    Attributes:
+        is_known_to_peft: set by symmoe.integrations.peft, and by swap_moe of a model that peft has wrapped.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self.is_known_to_peft = False
+
+    def peft_problem(self) -> ArgumentError | None:
+        """What peft has done to the model without seeing the experts, or None."""
+        model = None if self._model is None else self._model()
+        if self.is_known_to_peft or model is None or "peft_config" not in vars(model):
+            return None
+        return ArgumentError(
+            "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
+            "than of the plain model. Wrap it with symmoe.integrations.peft.get_peft_model, or before swap_moe"
+        )
+
+    def __deepcopy__(self, memo: dict[int, nn.Module]) -> Place:
+        model = None if self._model is None else self._model()
+        copied = Place(None if model is None else memo.get(id(model), model))
+        copied.is_known_to_peft = self.is_known_to_peft
+        return copied
+
+
 class ExpertParallelExperts(ExpertParallelModule):
     """Experts of one MoE block, spread over the ranks of a heap; called like transformers' own.
 
@@ -57,6 +88,10 @@ class ExpertParallelExperts(ExpertParallelModule):
         mlp: this rank's e experts.
         heap: the EP group's symmetric heap; all blocks of a model share one.
         step: how a call runs.
+
+    Attributes:
+        place: the model that they are in.
+        peft_names: how peft's files name the adapters of `mlp.fc1` and `mlp.fc2`, if they come from peft.
     """
 
     def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig) -> None:
@@ -73,6 +108,8 @@ class ExpertParallelExperts(ExpertParallelModule):
             **asdict(step),
         )
         self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order)
+        self.place = Place(None)
+        self.peft_names: dict[str, PeftNames] = {}
         self.set_experts(mlp)
 
     @property
@@ -105,7 +142,11 @@ class ExpertParallelExperts(ExpertParallelModule):
         """
         if not torch.compiler.is_compiling():
             self.heap.check(control.PHASE_PLAN)
-            problem = self.wrapper_problem() or self._problem(hidden_states, top_k_index, top_k_weights)
+            problem = (
+                self.wrapper_problem()
+                or self.place.peft_problem()
+                or self._problem(hidden_states, top_k_index, top_k_weights)
+            )
             self.heap.fail_for(problem, control.PHASE_PLAN)
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()

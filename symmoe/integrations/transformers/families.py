@@ -14,6 +14,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU
+from symmoe.integrations.transformers.adapters import unwrapped
 from symmoe.kernels.activation import Activation
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ def family_of(config: object) -> Family:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
-    """(path, module) of every experts module of transformers' own in a model."""
+    """(path, module) of every experts module of transformers' own in a model; the path is that of what peft has put
+    around it, if it has."""
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
-            yield path, cast(StockExperts, module)  # torch gives all attributes of a module one type
+        if path.rpartition(".")[2] == "experts":
+            stock, _ = unwrapped(module)
+            if hasattr(stock, "gate_up_proj") and hasattr(stock, "down_proj"):
+                yield path, cast(StockExperts, stock)  # torch gives all attributes of a module one type

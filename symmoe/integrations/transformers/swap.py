@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, TypeVar
+from functools import partial
+from typing import NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
+from symmoe.grouped.activations import ScaledClampedSwiGLU
+from symmoe.integrations.transformers.adapters import adapt, unwrapped
+from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
 from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
+_REFUSED_OF_PEFT = (
+    "save_pretrained",
+    "load_adapter",
+    "add_adapter",
+    "delete_adapter",
+    "set_adapter",
+    "disable_adapter",
+    "disable_adapter_layers",
+    "merge_adapter",
+    "unmerge_adapter",
+    "merge_and_unload",
+    "unload",
+    "add_weighted_adapter",
+)
 
 
 @torch.no_grad()
@@ -28,7 +45,8 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
 
     Args:
         model: of a known family (families.py), on any device; move it to the heap's before the first call. On the
-            meta device the experts stay there too.
+            meta device the experts stay there too. A PeftModel may be around it: adapters of experts become those of
+            grouped layers (symmoe.training.lora), and are saved and loaded by symmoe.integrations.peft.
         heap: the EP group's symmetric heap.
         step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
 
@@ -36,19 +54,53 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         the model.
 
     Raises:
-        ArgumentError: an unknown model type or activation, a number of experts that the ranks do not divide, or no
-            experts to replace (as in a model that is swapped already). The model is as it was.
+        ArgumentError: an unknown model type or activation, a number of experts that the ranks do not divide, no
+            experts to replace (as in a model that is swapped already), or adapters of peft that grouped layers cannot
+            have. The model is as it was.
     """
     family, step = family_of(model.config), step or StepConfig()
     found = dict(experts_modules(model))
     if not found:
         raise ArgumentError(f"{type(model).__name__} has no experts to replace; is it swapped already?")
+    is_wrapped = hasattr(model, "peft_type")
+    if not is_wrapped and "peft_config" in vars(model):
+        raise ArgumentError(f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one")
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
+        _, wrappers = unwrapped(model.get_submodule(path))
+        if wrappers:
+            adopt_adapters(share, wrappers)
+    place = Place(model)
+    place.is_known_to_peft = is_wrapped
+    for path, share in swapped.items():
+        share.place = place
         model.set_submodule(path, share)
-    vars(model)["save_pretrained"] = _refuse_save_pretrained
+    if is_wrapped:
+        refuse_methods_of_peft(model)
+    else:
+        vars(model)["save_pretrained"] = _refuse_save_pretrained
     prepare_for_ddp(model)
     return model
+
+
+def adopt_adapters(share: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
+    """Gives swapped experts the adapters of peft's wrappers.
+
+    Raises:
+        ArgumentError: see adapters.adapt.
+    """
+    first = share.heap.rank * share.mlp.num_groups
+    transposed = isinstance(share.mlp.activation, ScaledClampedSwiGLU)  # only gpt-oss
+    share.peft_names = adapt(share.mlp, wrappers, first=first, transposed=transposed)
+    share.set_experts(share.mlp)
+
+
+def refuse_methods_of_peft(model: nn.Module) -> None:
+    """Makes methods of a PeftModel raise that would do something to its adapters but not to those of experts."""
+    for owner in (model, cast(nn.Module, model.base_model)):
+        for name in _REFUSED_OF_PEFT:
+            if hasattr(owner, name):
+                vars(owner)[name] = partial(_refuse_of_peft, name)
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
@@ -87,6 +139,13 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
+
+
+def _refuse_of_peft(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ArgumentError(
+        f"{name} of peft knows nothing of adapters of experts that are on several ranks; save them with "
+        "symmoe.integrations.peft.save_adapters, and do this with the plain model"
+    )
 
 
 def _refuse_save_pretrained(*args: object, **kwargs: object) -> NoReturn:

@@ -1,0 +1,131 @@
+"""accelerate's Accelerator for models whose experts are spread over ranks.
+
+`prepare` wraps a model in DDP, which must not touch experts; `clip_grad_norm_` is handed parameters, and would take
+the norm over this rank's; `save_state` writes rank 0's weights and optimizer for all. These are methods of the
+Accelerator, so there is a subclass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator as _Accelerator
+from torch import nn
+
+from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.errors import ArgumentError
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, prepare_for_ddp
+from symmoe.training.gradients import clip_grad_norm
+
+STATE_FOLDER = "model_and_optimizer"
+
+
+class Accelerator(_Accelerator):
+    """Same as accelerate.Accelerator; the model has MoELayers, or is one, or comes from `swap_moe`.
+
+    Of `save_state` and `load_state`, model and optimizer are in symmoe's format (`symmoe.checkpoint`, in the folder
+    "model_and_optimizer"), which any number of ranks loads; schedulers, random states and registered objects are as
+    accelerate saves them. Both are collective, and all ranks see the same folder.
+
+    Raises:
+        ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or
+            DeepSpeed, FSDP or Megatron-LM, which would mix experts.
+    """
+
+    # accelerate has no annotations for them.
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.mixed_precision == "fp16":
+            raise ArgumentError("mixed_precision ('fp16') must be 'no' or 'bf16' with experts on several ranks")
+        kind = self.distributed_type.value
+        if kind != "NO" and not kind.startswith("MULTI_"):
+            raise ArgumentError(f"distributed_type ({kind}) must be that of DDP with experts on several ranks")
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Same as in accelerate, with a DDP that does not touch the experts."""
+        if _has_experts(model):
+            prepare_for_ddp(model)
+        prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        return prepared
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Same as in accelerate, by the norm over all ranks. Collective.
+
+        Raises:
+            ArgumentError: `parameters` are not those of a prepared model, or `norm_type` is not 2.
+        """
+        given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for model in self._models:
+            if {id(each) for each in model.parameters() if each.requires_grad} <= given:
+                if norm_type != 2:
+                    raise ArgumentError(f"norm_type ({norm_type}) must be 2 with experts on several ranks")
+                return clip_grad_norm(model, max_norm)
+        raise ArgumentError("parameters must be all of a prepared model's: its norm is taken over all ranks")
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Same as in accelerate, for models without experts on several ranks.
+
+        Raises:
+            ArgumentError: the model has such experts, of which a state dict holds this rank's.
+        """
+        if _has_experts(model):
+            raise ArgumentError(
+                f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
+                "symmoe.checkpoint.save_checkpoint or symmoe.integrations.transformers.save_checkpoint"
+            )
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """Same as in accelerate, with all experts. Collective.
+
+        Raises:
+            ArgumentError: more than one model or optimizer has been prepared.
+            CheckpointError: see symmoe.checkpoint.save_checkpoint.
+        """
+        with self._without_model() as (model, optimizer):
+            folder = super().save_state(output_dir, *args, **kwargs)
+            save_checkpoint(Path(folder, STATE_FOLDER), 0, model=model, optimizer=optimizer)
+        return str(folder)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Same as in accelerate, with this rank's experts. Collective.
+
+        Raises:
+            ArgumentError: `input_dir` is None, or more than one model or optimizer has been prepared.
+            CheckpointError: see symmoe.checkpoint.load_checkpoint.
+        """
+        if input_dir is None:
+            raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
+        with self._without_model() as (model, optimizer):
+            super().load_state(input_dir, *args, **kwargs)
+            load_checkpoint(Path(input_dir, STATE_FOLDER), model=model, optimizer=optimizer)
+
+    @contextlib.contextmanager
+    def _without_model(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
+        """The prepared model and optimizer, of which accelerate knows nothing in the block."""
+        models, optimizers = self._models, self._optimizers
+        if len(models) != 1 or len(optimizers) > 1:
+            raise ArgumentError(
+                f"prepared are {len(models)} models and {len(optimizers)} optimizers; they must be one, and one or none"
+            )
+        self._models, self._optimizers = [], []
+        try:
+            yield (
+                self.unwrap_model(models[0], keep_torch_compile=False),
+                optimizers[0].optimizer if optimizers else None,
+            )
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(isinstance(module, ExpertParallelModule) for module in model.modules())

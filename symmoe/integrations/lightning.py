@@ -1,0 +1,168 @@
+"""Lightning's DDP for models whose experts are spread over ranks: for Fabric, and for Lightning's Trainer.
+
+A strategy wraps the model in DDP, which must not touch experts, saves what rank 0 has, and (Fabric's) clips by the
+norm over this rank's parameters; so these are strategies. A checkpoint is a folder: model and optimizer as
+`symmoe.checkpoint` writes them, which any number of ranks loads, and the rest in a file of Lightning's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.errors import ArgumentError
+from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
+from symmoe.training.gradients import clip_grad_norm
+
+REST = "lightning.ckpt"
+
+
+class FabricStrategy(_FabricDDP):
+    """Same as lightning.fabric's DDPStrategy: `Fabric(strategy=FabricStrategy())`.
+
+    `clip_gradients(max_norm=...)`, `save` and `load` are collective. The state that is saved has models, at most one
+    optimizer, and values that Lightning saves; all ranks see the same folder.
+
+    Raises:
+        ArgumentError: in `setup`: the model has no MoELayer and has not been swapped, or the precision is
+            "16-mixed", whose gradient scaler would skip steps on some ranks only.
+    """
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Same as in Lightning, with a DDP that does not touch the experts."""
+        _check_precision(self.precision.precision)
+        prepare_for_ddp(module)
+        wrapped: DistributedDataParallel = super().setup_module(module)
+        return wrapped
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Same as in Lightning, by the norm over all ranks and all of `module`."""
+        if float(norm_type) != 2.0:
+            raise ArgumentError(f"norm_type ({norm_type}) must be 2 with experts on several ranks")
+        norm = clip_grad_norm(module, max_norm)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is True")
+        return norm
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Mapping[str, Any] | None = None
+    ) -> None:
+        """Same as in Lightning, with all experts; `path` is a folder."""
+        models, optimizer, rest = _sorted_out(state)
+        if filter and (names := filter.keys() - rest.keys()):
+            raise ArgumentError(f"filter has {sorted(names)}; a model or an optimizer is saved whole")
+        save_checkpoint(path, 0, model=models, optimizer=optimizer)
+        super().save_checkpoint(Path(path, REST), rest, storage_options, filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Same as in Lightning, with this rank's experts."""
+        if not isinstance(state, dict):
+            raise ArgumentError(f"state ({type(state).__name__}) must be a dict, as it was saved")
+        models, optimizer, rest = _sorted_out(state)
+        load_checkpoint(path, model=models, optimizer=optimizer)
+        remainder: dict[str, Any] = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
+        state.update(rest)
+        return remainder
+
+
+class TrainerStrategy(_TrainerDDP):
+    """Same as lightning.pytorch's DDPStrategy: `Trainer(strategy=TrainerStrategy())`.
+
+    `gradient_clip_val` is that of the norm over all ranks. Checkpoints have at most one optimizer; all ranks see the
+    same folder.
+
+    Raises:
+        ArgumentError: in `fit` and the like: as FabricStrategy.
+    """
+
+    _folder: Path  # that of the checkpoint that is being loaded
+
+    def setup(self, trainer: Any) -> None:
+        """Same as in Lightning, with experts that stay as they are."""
+        _check_precision(self.precision_plugin.precision)
+        prepare_for_ddp(self.model)
+        # The precision clips, whichever it is, and is handed the optimizer's parameters.
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
+        super().setup(trainer)
+
+    def _clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        clip_grad_norm(self.model, clip_val)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: save_checkpoint takes it from the model."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing: save_checkpoint takes it from the optimizer."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Same as in Lightning, with all experts; `filepath` becomes a folder."""
+        optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
+        save_checkpoint(filepath, 0, model=self._saved_model, optimizer=optimizer)
+        super().save_checkpoint(checkpoint, Path(filepath, REST), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Same as in Lightning, without the model's and the optimizer's state."""
+        self._folder = Path(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(self._folder / REST, weights_only)
+        return checkpoint
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The optimizer is there then."""
+        return True
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """This rank's part of the model."""
+        load_checkpoint(self._folder, model=self._saved_model)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """This rank's part of the optimizer's state."""
+        load_checkpoint(self._folder, model=self._saved_model, optimizer=_only(self.optimizers))
+
+    @property
+    def _saved_model(self) -> LightningModule:
+        return self.lightning_module
+
+
+def _check_precision(precision: str) -> None:
+    if precision == "16-mixed":
+        raise ArgumentError("precision ('16-mixed') must be '32-true' or 'bf16-mixed' with experts on several ranks")
+
+
+def _sorted_out(state: dict[str, Any]) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
+    """The models without their DDP, the optimizer, and the rest of what Fabric saves."""
+    models = {
+        name: value.module if isinstance(value, DistributedDataParallel) else value
+        for name, value in state.items()
+        if isinstance(value, nn.Module)
+    }
+    optimizers = {name: value for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+    rest = {name: value for name, value in state.items() if name not in models and name not in optimizers}
+    return models, _only(optimizers.values()), rest
+
+
+def _only(optimizers: Iterable[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    found = list(optimizers)
+    if len(found) > 1:
+        raise ArgumentError(f"there are {len(found)} optimizers; a checkpoint has one at most")
+    return found[0] if found else None

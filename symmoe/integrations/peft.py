@@ -1,0 +1,199 @@
+"""peft's LoRA on transformers models with swapped experts, and its files.
+
+What peft trains of the experts of a plain model (`target_parameters`, "all-linear", names of projections) it trains of
+swapped ones, in either order: `get_peft_model` of this module after swap_moe, or swap_moe after peft's own. Adapters of
+experts are then those of grouped layers (symmoe.training.lora), which peft cannot save; the files are peft's.
+
+E experts in all, H hidden, I ffn.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import peft
+import torch
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from symmoe.errors import CheckpointError
+from symmoe.grouped.activations import ScaledClampedSwiGLU
+from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
+from symmoe.integrations.transformers.checkpoint import together
+from symmoe.integrations.transformers.experts import ExpertParallelExperts
+from symmoe.integrations.transformers.swap import adopt_adapters, heap_of, refuse_methods_of_peft
+from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
+from symmoe.training.lora import LoRAGroupedLinear
+
+if TYPE_CHECKING:
+    import os
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) -> peft.PeftModel:
+    """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values.
+
+    Local. Ranks that seed torch alike get the same whole: each has its part of the experts' adapters, and all of the
+    others.
+
+    Args:
+        model: swapped.
+        config: if it targets gate_up_proj or down_proj of experts, it targets both. The options that peft itself has
+            not for parameters (dropout, DoRA, bias ..) it refuses.
+        options: of peft.get_peft_model.
+
+    Raises:
+        ArgumentError: the model has not been swapped, or the experts cannot have such adapters. The model is as peft
+            has left it.
+    """
+    heap_of(model)
+    swapped = {path: module for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts)}
+    for path, experts in swapped.items():
+        model.set_submodule(path, _StandIn(experts))
+    try:
+        wrapped = peft.get_peft_model(model, config, **options)
+    finally:
+        found = {path: unwrapped(model.get_submodule(path))[1] for path in swapped}
+        for path, experts in swapped.items():
+            model.set_submodule(path, experts)
+    for path, experts in swapped.items():
+        experts.requires_grad_(False)  # as peft has done with everything that it has seen
+        if found[path]:
+            adopt_adapters(experts, found[path])
+        experts.place.is_known_to_peft = True
+    refuse_methods_of_peft(wrapped)
+    prepare_for_ddp(wrapped)
+    return wrapped
+
+
+@torch.no_grad()
+def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
+    """Saves the adapters, and nothing else, as peft does: adapter_model.safetensors and adapter_config.json.
+
+    peft loads them into the plain model. Collective over the heap's process group; rank 0 has all adapters of experts
+    in host memory for a moment.
+
+    Args:
+        model: from get_peft_model of this module, or a PeftModel that has been swapped.
+        folder: files of these names are replaced, others stay. All ranks see the same.
+
+    Raises:
+        ArgumentError: the model has not been swapped.
+        CheckpointError: on every rank, if writing failed anywhere.
+    """
+    heap, folder = heap_of(model), Path(folder).absolute()
+    partial = folder.with_name(folder.name + ".partial")
+    layers = {name: layer for name, layer, _ in _adapted(model)}
+
+    def make() -> None:
+        if heap.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+            partial.mkdir(parents=True)
+
+    def write_share() -> None:
+        share: dict[str, torch.Tensor] = {}
+        for name, layer in layers.items():
+            share |= {f"{name}.a": layer.lora_a.detach().cpu(), f"{name}.b": layer.lora_b.detach().cpu()}
+        save_file(share, partial / f"{heap.rank}.safetensors")
+
+    def publish() -> None:
+        if heap.rank:
+            return
+        state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
+        shares = [load_file(partial / f"{rank}.safetensors") for rank in range(heap.num_ranks)]
+        for name, _, names in _adapted(model):
+            a, b = (torch.cat([share[f"{name}.{which}"] for share in shares]) for which in "ab")
+            path = name.rpartition(".")[0]
+            state |= {f"{path}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
+        config = copy.copy(model.peft_config[model.active_adapter])
+        config.inference_mode = True  # as peft does
+        config.base_model_name_or_path = config.base_model_name_or_path or getattr(model, "name_or_path", None)
+        config.save_pretrained(str(partial))
+        for name in ("adapter_config.json", WEIGHTS):
+            (partial / name).replace(folder / name)
+        shutil.rmtree(partial)
+
+    for step in (make, write_share, publish):
+        together(heap.agree, step)
+
+
+@torch.no_grad()
+def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
+    """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts.
+
+    Collective over the heap's process group.
+
+    Args:
+        model: as in save_adapters; wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
+
+    Raises:
+        ArgumentError: the model has not been swapped.
+        CheckpointError: on every rank, if the file cannot be read, or keys or shapes are not those of the model. The
+            model is as it was.
+    """
+    heap, path = heap_of(model), Path(folder, WEIGHTS)
+
+    def read() -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        there = load_file(path)
+        shapes = {key: tensor.shape for key, tensor in _others(model).items()}
+        for name, layer, names in _adapted(model):
+            a, b = (
+                torch.empty((heap.num_ranks * len(each), *each.shape[1:]), device="meta")
+                for each in (layer.lora_a, layer.lora_b)
+            )
+            shapes |= {f"{name.rpartition('.')[0]}.{key}": each.shape for key, each in names.to_peft(a, b).items()}
+        for key in sorted(shapes.keys() | there.keys()):
+            wanted, found = shapes.get(key), there[key].shape if key in there else None
+            if wanted != found:
+                raise CheckpointError(f"{key} has shape {found} in {path} and {wanted} in the model (None: is missing)")
+        values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, layer, names in _adapted(model):
+            prefix = f"{name.rpartition('.')[0]}.{names.prefix}"
+            first, second = (there.pop(f"{prefix}lora_{which}.weight") for which in "AB")
+            here = slice(heap.rank * layer.num_groups, (heap.rank + 1) * layer.num_groups)
+            a, b = names.from_peft(first, second, heap.num_ranks * layer.num_groups)
+            values += [(layer.lora_a, a[here]), (layer.lora_b, b[here])]
+        return there, values
+
+    others, values = together(heap.agree, read)
+    for parameter, value in values:
+        parameter.copy_(value)
+    set_peft_model_state_dict(model, others, adapter_name=model.active_adapter)
+
+
+class _StandIn(nn.Module):
+    """What peft sees of swapped experts: transformers' own module, with parameters of E experts and no memory."""
+
+    def __init__(self, experts: ExpertParallelExperts) -> None:
+        super().__init__()
+        mlp, num_experts = experts.mlp, experts.num_experts
+        self.is_transposed = isinstance(mlp.activation, ScaledClampedSwiGLU)
+        shapes = {"gate_up_proj": mlp.fc1.weight.shape[1:], "down_proj": mlp.fc2.weight.shape[1:]}
+        for name, shape in shapes.items():
+            shape = shape[::-1] if self.is_transposed else shape
+            # For peft's initialisation they have a device, unlike those of the meta device.
+            value = torch.zeros((), dtype=mlp.fc1.weight.dtype, device=mlp.fc1.weight.device)
+            setattr(self, name, nn.Parameter(value.expand(num_experts, *shape)))
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNames]]:
+    """The experts' grouped layers with adapters: a name, whose first part is the experts' path, and how peft has it."""
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertParallelExperts):
+            for linear, names in module.peft_names.items():
+                yield f"{path}.{linear}", getattr(module.mlp, linear), names
+
+
+def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:
+    """What peft saves itself: everything but what swapped experts hold, which is by other names there."""
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    paths = [f"{path}." for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts)]
+    return {key: tensor for key, tensor in state.items() if not any(key.startswith(path) for path in paths)}

@@ -1,0 +1,137 @@
+"""transformers' Trainer for swapped models.
+
+What a Trainer does to a model in several processes is done by methods of its own, and four of them are wrong where
+experts differ from rank to rank: clipping takes the norm over this rank's parameters, rank 0 saves its weights and its
+optimizer's state for all, and what it has saved is loaded by all. A callback comes after clipping and sees neither the
+Trainer nor its accelerator, and `save_pretrained` is called on rank 0 only. So there is a subclass, and no less.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from symmoe import checkpoint as training_checkpoint
+from symmoe.checkpoint import ExpertShard
+from symmoe.checkpoint.peers import Peers
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.integrations.transformers.swap import heap_of
+from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
+from symmoe.moe.ownership import named_parameters
+from symmoe.training.gradients import clip_grad_norm
+
+OPTIMIZER_FOLDER = "optimizer"
+_SCHEDULER = "scheduler.pt"  # as the Trainer names it
+
+
+class Trainer(transformers.Trainer):
+    """Same as transformers.Trainer, for a model of `swap_moe` or `from_pretrained` on all ranks of a DDP.
+
+    Arguments, batches, losses, logs and callbacks are the Trainer's own. `max_grad_norm` is that of the gradient over
+    all ranks. Checkpoints are transformers' own, with all experts, and load into the unmodified model; only the
+    optimizer's state is in symmoe's format (`symmoe.checkpoint`, in the folder "optimizer" of a checkpoint, with the
+    parameters that are trained), and is loaded by any number of ranks. `train`, `evaluate`, `predict` and `save_model`
+    are collective. For a Trainer of another package: `class MyTrainer(Trainer, TheirTrainer)`.
+
+    Raises:
+        ArgumentError: the model has not been swapped; or `fp16`, `fsdp` or `deepspeed`: fp16's gradient scaler would
+            skip steps on some ranks only, and the others would mix experts.
+    """
+
+    # They are None at times.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        heap_of(self.model)
+        for name in ("fp16", "fsdp", "deepspeed"):
+            if value := getattr(self.args, name):
+                raise ArgumentError(f"args.{name} ({value!r}) must not be set with experts on several ranks")
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training and model is self.model:
+            prepare_for_ddp(model)  # swap_moe has done it, but for what it swapped: peft may have wrapped that
+        return super()._wrap_model(model, training, dataloader)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return clip_grad_norm(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = str(self.args.output_dir if output_dir is None else output_dir)
+
+        def save() -> None:
+            if 0 in heap_of(self.model).global_ranks:  # of several EP groups, one
+                _save_or_load_by(self.model)[0](self.model, folder)
+
+        with Peers(None) as peers:
+            peers.together(save, is_last=True)
+        if self.args.should_save:  # what comes with the weights: the tokenizer, the arguments
+            own = vars(self.model)
+            refused, own["save_pretrained"] = own["save_pretrained"], lambda *args, **kwargs: None
+            try:
+                super()._save(folder)
+            finally:
+                own["save_pretrained"] = refused
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        _save_or_load_by(self.model)[1](self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        _save_or_load_by(self.model)[1](self.model, str(self.state.best_model_checkpoint))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        training_checkpoint.save_checkpoint(
+            Path(output_dir, OPTIMIZER_FOLDER),
+            self.state.global_step,
+            model=_trained(self.model),
+            optimizer=self.optimizer.optimizer,
+            keep_last=1,
+        )
+        if self.args.should_save:
+            with warnings.catch_warnings(record=True):  # that the optimizer is to be saved as well
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, OPTIMIZER_FOLDER).is_dir():
+            return  # as with save_only_model
+        training_checkpoint.load_checkpoint(
+            Path(checkpoint, OPTIMIZER_FOLDER), model=_trained(self.model), optimizer=self.optimizer.optimizer
+        )
+        with warnings.catch_warnings(record=True):
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
+
+
+def _save_or_load_by(model: nn.Module) -> tuple[Callable[[Any, str], None], Callable[[Any, str], None]]:
+    """What saves, and what loads, all of a model; of a PeftModel, the adapters."""
+    if not hasattr(model, "peft_type"):
+        return save_checkpoint, load_checkpoint
+    from symmoe.integrations.peft import load_adapters, save_adapters  # of a package that need not be installed
+
+    return save_adapters, load_adapters
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor | ExpertShard]:
+    """The parameters that are trained, by name, as `symmoe.checkpoint` takes them."""
+    heap = heap_of(model)
+    trained: dict[str, torch.Tensor | ExpertShard] = {}
+    for name, parameter, is_expert in named_parameters(model):
+        if not parameter.requires_grad:
+            continue
+        trained[name] = parameter
+        if is_expert:
+            num_local = len(parameter)
+            start = heap.rank * num_local
+            trained[name] = ExpertShard(tensor=parameter, start=start, num_experts=heap.num_ranks * num_local)
+    return trained

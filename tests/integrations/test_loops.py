@@ -1,0 +1,487 @@
+"""Loops that people write with accelerate, plain DDP, Lightning's Fabric and Trainer, on two ranks against one process
+with the unmodified model and nothing but torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import torch.distributed as dist
+import transformers
+from cluster import Cluster
+from small_model import CONFIG, HIDDEN, Model, equal_shares, open_heap, rank_loss, set_weights, share
+from test_wrappers import launched
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from trainer_cases import GLOBAL_BATCH, LEARNING_RATE, MAX_NORM, STEPS, Sequences, small_model
+
+import symmoe
+from symmoe import checkpoint
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers import save_checkpoint, swap_moe
+
+BOUND = 1e-6  # of losses, relative
+HALF = STEPS // 2
+
+
+@dataclass
+class Run:
+    """What a loop did: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    heldout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a loop is to do.
+
+    Attributes:
+        rank, num_ranks: where it runs.
+        accumulate: micro-batches of a step.
+        bf16: autocast to it.
+        lora: train only adapters of peft.
+        folder: where it saves after half of the steps; "": nowhere.
+        resumes: go on from there.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    accumulate: int = 1
+    bf16: bool = False
+    lora: bool = False
+    folder: str = ""
+    resumes: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        return GLOBAL_BATCH // self.num_ranks // self.accumulate
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 else "no"
+
+    def loader(self) -> DataLoader:
+        """Micro-batches; the first of a run that resumes is the first that has not been trained on."""
+        sequences = Sequences(STEPS * GLOBAL_BATCH, seed=1, all_labels=True)
+        first = HALF * GLOBAL_BATCH if self.resumes else 0
+        return DataLoader([sequences[i] for i in range(first, len(sequences))], batch_size=self.batch_size)
+
+    def mean(self, value: torch.Tensor) -> float:
+        """Over ranks."""
+        value = value.detach().float().clone()
+        if self.num_ranks > 1:
+            dist.all_reduce(value)
+        return value.item() / self.num_ranks
+
+    def heldout(self, model: nn.Module) -> float:
+        sequences = Sequences(8, seed=2, all_labels=True)
+        ids = torch.stack([sequences[i]["input_ids"] for i in range(self.rank, 8, self.num_ranks)])
+        model.eval()
+        with torch.no_grad():
+            loss = self.mean(model(ids, labels=ids).loss)
+        model.train()
+        return loss
+
+
+def with_torch(model: nn.Module, job: Job) -> Run:
+    """The reference; and, with a DDP and symmoe's own functions in three places, the loop of one's own."""
+    run, optimizer = Run(), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    plain, clip = model, lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    if job.num_ranks > 1:
+        model = DistributedDataParallel(model)
+        clip = lambda: symmoe.clip_grad_norm(model, MAX_NORM)  # noqa: E731
+    if job.resumes:
+        checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)
+    micro_batches = [job_share(each, job) for each in Job(accumulate=job.accumulate, resumes=job.resumes).loader()]
+    for start in range(0, len(micro_batches), job.accumulate):
+        total = 0.0
+        for number, ids in enumerate(micro_batches[start : start + job.accumulate], 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
+                if job.num_ranks > 1 and number < job.accumulate:
+                    with model.no_sync():
+                        loss = model(ids, labels=ids).loss / job.accumulate
+                        loss.backward()
+                else:
+                    loss = model(ids, labels=ids).loss / job.accumulate
+            if job.num_ranks == 1 or number == job.accumulate:
+                loss.backward()
+            total += job.mean(loss)
+        run.losses.append(total)
+        run.norms.append(clip().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.folder and not job.resumes and len(run.losses) == HALF:
+            checkpoint.save_checkpoint(job.folder, HALF, model=plain, optimizer=optimizer)
+    run.heldout = job.heldout(plain)
+    return run
+
+
+def job_share(micro_batch: dict[str, torch.Tensor], job: Job) -> torch.Tensor:
+    return micro_batch["input_ids"][job.rank :: job.num_ranks]
+
+
+def with_accelerate(model: nn.Module, job: Job) -> Run:
+    from symmoe.integrations.accelerate import Accelerator  # the one word
+
+    run, total = Run(), 0.0
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=job.precision, gradient_accumulation_steps=job.accumulate, rng_types=[]
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, job.loader())
+    if job.resumes:
+        accelerator.load_state(job.folder)
+    for micro_batch in loader:
+        with accelerator.accumulate(model):
+            ids = micro_batch["input_ids"]
+            loss = model(ids, labels=ids).loss
+            accelerator.backward(loss)
+            total += job.mean(loss) / job.accumulate
+            if accelerator.sync_gradients:
+                run.norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                run.losses.append(total)
+                total = 0.0
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if job.folder and not job.resumes and accelerator.sync_gradients and len(run.losses) == HALF:
+            accelerator.save_state(job.folder)
+    run.heldout = job.heldout(accelerator.unwrap_model(model))
+    return run
+
+
+def with_fabric(model: nn.Module, job: Job) -> Run:
+    from lightning.fabric import Fabric
+
+    from symmoe.integrations.lightning import FabricStrategy
+
+    run, total, step = Run(), 0.0, 0
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=job.num_ranks,
+        strategy=FabricStrategy(),  # the one word
+        precision="bf16-mixed" if job.bf16 else "32-true",
+    )
+    fabric.launch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    plain = model
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(job.loader())
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if job.resumes:
+        fabric.load(job.folder, state)
+        assert state["step"] == HALF
+    for number, micro_batch in enumerate(loader, 1):
+        ids, is_last = micro_batch["input_ids"], number % job.accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = model(ids, labels=ids).loss / job.accumulate
+            fabric.backward(loss)
+        total += job.mean(loss)
+        if is_last:
+            run.norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).item())
+            run.losses.append(total)
+            total = 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if job.folder and not job.resumes and step == HALF:
+                fabric.save(job.folder, state | {"step": step})
+    run.heldout = job.heldout(plain)
+    return run
+
+
+def with_lightning(model: nn.Module, job: Job) -> Run:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from symmoe.integrations.lightning import TrainerStrategy
+
+    run, totals = Run(), []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, micro_batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+            ids = micro_batch["input_ids"]
+            loss = self.model(ids, labels=ids).loss
+            totals.append(job.mean(loss) / job.accumulate)
+            return loss
+
+        def train_dataloader(self) -> DataLoader:
+            """An epoch is half of the data: Lightning does not skip batches of an epoch in which it goes on."""
+            first = self.global_step * GLOBAL_BATCH
+            data = Job().loader().dataset[first : first + HALF * GLOBAL_BATCH]
+            in_order = DistributedSampler(data, job.num_ranks, job.rank, shuffle=False)  # Lightning's own shuffles
+            return DataLoader(data, batch_size=job.batch_size, sampler=in_order)
+
+        def validation_step(self, micro_batch: dict[str, torch.Tensor], number: int) -> None:
+            ids = micro_batch["input_ids"]
+            self.log("heldout", self.model(ids, labels=ids).loss, sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            # The norm that is left: clipped to MAX_NORM where there was more.
+            run.norms.append(symmoe.clip_grad_norm(self.model, float("inf")).item())
+
+    folder = Path(job.folder or ".")
+    saves = bool(job.folder) and not job.resumes
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=job.num_ranks,
+        strategy=TrainerStrategy(),  # the one word
+        precision="bf16-mixed" if job.bf16 else "32-true",
+        max_steps=STEPS,
+        reload_dataloaders_every_n_epochs=1,
+        accumulate_grad_batches=job.accumulate,
+        gradient_clip_val=MAX_NORM,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        enable_checkpointing=saves,
+        callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1)] * saves,
+    )
+    module = Module()
+    trainer.fit(module, ckpt_path=folder / f"step={HALF}.ckpt" if job.resumes else None)
+    run.losses = [sum(totals[i : i + job.accumulate]) for i in range(0, len(totals), job.accumulate)]
+    heldout = Sequences(8, seed=2, all_labels=True)
+    (found,) = trainer.validate(module, DataLoader(heldout, batch_size=8 // job.num_ranks), verbose=False)
+    run.heldout = found["heldout"]
+    return run
+
+
+LOOPS: dict[str, Callable[[nn.Module, Job], Run]] = {
+    "DDP": with_torch,
+    "accelerate": with_accelerate,
+    "Fabric": with_fabric,
+    "Lightning": with_lightning,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"bf16": True},
+    "accumulate": {"accumulate": 2},
+    "LoRA": {"lora": True},
+}
+
+
+def needs(loop: str) -> None:
+    package = {"accelerate": "accelerate", "Fabric": "lightning", "Lightning": "lightning"}.get(loop)
+    if package is not None and find_spec(package) is None:
+        pytest.skip(f"needs {package}, which is not installed")
+
+
+@functools.cache
+def reference(options: str) -> Run:
+    job, model = Job(**OPTIONS[options]), small_model()
+    if job.lora:
+        import peft
+
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, adapters())
+    return with_torch(model, job)
+
+
+def adapters() -> Any:
+    import peft
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.LoraConfig(r=4, lora_alpha=64, target_parameters=names, target_modules=["q_proj"])
+
+
+def swapped(heap: symmoe.SymmetricHeap, job: Job, *, seed: int = 0) -> Any:
+    model = swap_moe(small_model(seed=seed), heap)
+    if job.lora:
+        from symmoe.integrations.peft import get_peft_model
+
+        torch.manual_seed(7 + seed)
+        return get_peft_model(model, adapters())
+    return model
+
+
+def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], folder: str) -> tuple[Run, Run]:
+    """A run that saves, and one of another model that goes on where that saved."""
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        job = Job(rank, num_ranks, folder=f"{folder}/half", **options)
+        model = swapped(heap, job)
+        whole = LOOPS[loop](model, job)
+        if not job.lora:
+            save_checkpoint(model, f"{folder}/tuned")
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        rest = LOOPS[loop](swapped(heap, job, seed=9), Job(**{**vars(job), "resumes": True}))
+        return whole, rest
+
+
+FAST = [("accelerate", "accumulate"), ("Lightning", "accumulate")]
+CASES = [
+    pytest.param(loop, options, marks=[] if (loop, options) in FAST else pytest.mark.slow, id=f"{loop}-{options}")
+    for options in OPTIONS
+    for loop in LOOPS
+]
+
+
+@pytest.mark.parametrize(("function", "options"), CASES)
+def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path, function: str, options: str):
+    """Losses, norms and evaluation; a run that goes on from a checkpoint has the bits of one that never ended; and
+    what is saved for transformers is what was trained."""
+    needs(function)
+    if options == "LoRA":
+        pytest.importorskip("peft", minversion="0.21")
+    expected = reference(options)
+    rounded = options == "bf16"
+    for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
+        assert len(run.losses) == STEPS
+        assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)
+        clipped = [norm * min(1, MAX_NORM / (norm + 1e-6)) for norm in expected.norms]  # what Lightning leaves
+        norms = clipped if function == "Lightning" else expected.norms
+        assert run.norms == pytest.approx(norms, rel=8e-2 if rounded else 2 * BOUND)
+        assert run.heldout == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
+        if (function, options) != ("Lightning", "accumulate"):  # Lightning itself steps after one micro-batch there
+            assert rest.losses == run.losses[HALF:]
+            assert rest.norms == run.norms[HALF:]
+    assert expected.losses[-1] < 0.95 * expected.losses[0]
+    assert max(expected.norms) > MAX_NORM
+    if options == "LoRA":
+        return  # tests/integrations/test_peft.py
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert Job().heldout(tuned) == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
+
+
+# -- models of symmoe's own layers ------------------------------------------------------------------------------------
+
+OWN_NORM, OWN_RATE = 0.05, 0.3
+
+
+def own_layer(heap: symmoe.SymmetricHeap) -> nn.Module:
+    """A bare MoELayer, of which a rank has its part of the same whole."""
+    layer = symmoe.MoELayer(CONFIG, heap)
+    set_weights(nn.ModuleDict({"moe": layer}), ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+    return layer
+
+
+def own_model(heap: symmoe.SymmetricHeap) -> nn.Module:
+    model = Model(heap)
+    set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+    symmoe.prepare_for_ddp(model)
+    return model
+
+
+def layer_loss(layer: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -> torch.Tensor:
+    x = torch.randn(sum(shares), HIDDEN, generator=torch.Generator().manual_seed(step))[share(rank, shares)]
+    y, _ = layer(x)
+    return (y - x.roll(1, 1)).square().mean()
+
+
+OWN = {"bare layer": (own_layer, layer_loss), "model": (own_model, rank_loss)}
+
+
+def own_curves(rank: int, num_ranks: int, what: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of all steps in a DDP over two ranks, and of one process with all experts."""
+    build, loss_of = OWN[what]
+    curves = []
+    for ranks in (num_ranks, 1):
+        with symmoe.SymmetricHeap(num_bytes=4 << 20) if ranks > 1 else open_heap(None) as heap:
+            model = build(heap)
+            group = None if ranks > 1 else dist.new_group([rank], use_local_synchronization=True)
+            wrapped = DistributedDataParallel(model) if ranks > 1 else model
+            optimizer = torch.optim.SGD(model.parameters(), lr=OWN_RATE)
+            curve = []
+            for step in range(STEPS):
+                loss = loss_of(wrapped, step, rank if ranks > 1 else 0, equal_shares(ranks))
+                loss.backward()
+                norm = symmoe.clip_grad_norm(wrapped, OWN_NORM, group=group).item()
+                optimizer.step()
+                optimizer.zero_grad()
+                curve += [Job(rank, ranks).mean(loss), norm]
+            curves.append(curve)
+    return curves[0], curves[1]
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_ddp_of_symmoes_own_layers(cluster: Callable[..., Cluster], what: str):
+    for found, expected in cluster(2).run(own_curves, what):
+        assert found[::2] == pytest.approx(expected[::2], rel=BOUND)
+        assert found[1::2] == pytest.approx(expected[1::2], rel=2 * BOUND)
+        assert min(found[1::2]) > OWN_NORM
+        assert found[-2] < 0.95 * found[0]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
+    from symmoe.integrations.accelerate import Accelerator
+
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(swap_moe(small_model(), heap))
+        for what, why in (
+            (lambda: accelerator.clip_grad_norm_(list(model.parameters())[1:], 1.0), "all of a prepared model"),
+            (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1), r"norm_type .1. must be 2"),
+            (lambda: accelerator.get_state_dict(model), "only this rank's experts"),
+            (lambda: accelerator.save_model(model, folder), "only this rank's experts"),
+            (lambda: accelerator.load_state(), r"input_dir .None. must be"),
+        ):
+            with pytest.raises(ArgumentError, match=why):
+                what()
+        accelerator.prepare(swap_moe(small_model(), heap))
+        with pytest.raises(ArgumentError, match="prepared are 2 models and 0 optimizers"):
+            accelerator.save_state(folder)
+    with launched(rank, num_ranks), pytest.raises(ArgumentError, match=r"mixed_precision .'fp16'. must be"):
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+
+
+def test_accelerate_refuses(cluster: Callable[..., Cluster], tmp_path: Path):
+    needs("accelerate")
+    cluster(2).run(refused_by_accelerate, str(tmp_path))
+
+
+def refused_by_lightning(rank: int, num_ranks: int, folder: str) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+
+    from symmoe.integrations.lightning import FabricStrategy
+
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=FabricStrategy())
+        fabric.launch()
+        plain = swap_moe(small_model(), heap)
+        optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1) for _ in range(2)]
+        model, *optimizers = fabric.setup(plain, *optimizers)
+        state = {"model": model, "one": optimizers[0], "other": optimizers[1]}
+        for what, why in (
+            (lambda: fabric.setup(nn.Linear(2, 2)), "has no MoELayer"),
+            (lambda: fabric.save(folder, state), "there are 2 optimizers"),
+            (lambda: fabric.save(folder, {"model": model}, filter={"model": lambda *_: True}), "is saved whole"),
+            (lambda: fabric.load(folder), r"state .NoneType. must be a dict"),
+            (lambda: fabric.clip_gradients(model, optimizers[0], max_norm=1.0, norm_type=1), "must be 2"),
+        ):
+            with pytest.raises(ArgumentError, match=why):
+                what()
+        fabric = Fabric(
+            accelerator="cpu", devices=num_ranks, strategy=FabricStrategy(precision=MixedPrecision("16-mixed", "cpu"))
+        )
+        fabric.launch()
+        with pytest.raises(ArgumentError, match=r"precision .'16-mixed'. must be"):
+            fabric.setup(plain)
+
+
+def test_lightning_refuses(cluster: Callable[..., Cluster], tmp_path: Path):
+    needs("Fabric")
+    cluster(2).run(refused_by_lightning, str(tmp_path))

@@ -1,0 +1,229 @@
+"""peft's LoRA on swapped models, wrapped before or after, against peft's own on the unmodified model in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+pytest.importorskip("peft", minversion="0.21")
+
+import peft
+import torch
+import transformers
+from cluster import Cluster
+from hf_cases import FAMILIES, random_model
+from safetensors.torch import load_file, save_file
+from test_loops import Job, Run
+from test_transformers_trainer import EVERY, KEPT, arguments, trained
+from test_wrappers import launched
+from trainer_cases import STEPS, eval_data, small_model, train_data
+
+import symmoe
+from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.integrations.peft import get_peft_model, load_adapters, save_adapters
+from symmoe.integrations.transformers import Trainer, swap_moe
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "target_parameters": {"target_parameters": EXPERTS, "target_modules": ["q_proj"]},
+    "all-linear": {"target_modules": "all-linear"},
+    "experts, gaussian": {"target_parameters": EXPERTS, "init_lora_weights": "gaussian", "use_rslora": True},
+}
+BOUND = 1e-6
+
+
+def config_of(name: str) -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **copy.deepcopy(CONFIGS[name]))
+
+
+def wrapped_by_peft(model: Any, config: peft.LoraConfig) -> peft.PeftModel:
+    """The same adapters for models that peft sees alike."""
+    torch.manual_seed(7)
+    return peft.get_peft_model(model, config)
+
+
+def wrapped(model: Any, config: peft.LoraConfig, heap: symmoe.SymmetricHeap, order: str) -> peft.PeftModel:
+    """The same adapters, and this rank's experts."""
+    if order == "wrap first":
+        return swap_moe(wrapped_by_peft(model, config), heap)
+    swap_moe(model, heap)
+    torch.manual_seed(7)
+    return get_peft_model(model, config)
+
+
+ORDERS = ("swap first", "wrap first")
+
+
+def fill(folder: Path) -> None:
+    """Random values in place of zeros in a file of adapters."""
+    path = folder / "adapter_model.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        key: torch.randn(tensor.shape, generator=generator) / 10 for key, tensor in sorted(load_file(path).items())
+    }
+    save_file(values, path, metadata={"format": "pt"})
+
+
+def num_adapted(model: torch.nn.Module) -> int:
+    """Numbers that are trained, on this rank."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def moved(rank: int, num_ranks: int, family: str, config: str, order: str, source: str, out: str) -> dict[str, Any]:
+    """Adapters of a file, into a swapped model and back, with the outputs."""
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = wrapped(random_model(family), config_of(config), heap, order)
+        load_adapters(model, source)
+        ids = eval_data()[rank]["input_ids"][None]
+        logits = model.eval()(ids).logits.detach()
+        save_adapters(model, out)
+        return {"logits": logits, "trained": num_adapted(model)}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("qwen3_moe", config) for config in CONFIGS]
+    + [(family, "all-linear") for family in FAMILIES if family != "qwen3_moe"]
+    + [("gpt_oss", "target_parameters")],
+)
+def test_files_of_peft(cluster: Callable[..., Cluster], tmp_path: Path, family: str, config: str, order: str):
+    """Of every family: as many numbers are trained as on the plain model; adapters that peft has saved give the same
+    outputs, and are saved with the same bytes."""
+    plain = peft.get_peft_model(random_model(family), config_of(config))
+    plain.save_pretrained(tmp_path / "plain")
+    fill(tmp_path / "plain")
+    plain = peft.PeftModel.from_pretrained(random_model(family), tmp_path / "plain").eval()
+    found = cluster(2).run(moved, family, config, order, str(tmp_path / "plain"), str(tmp_path / "ours"))
+    for rank, there in enumerate(found):
+        logits = plain(eval_data()[rank]["input_ids"][None]).logits
+        assert (there["logits"] - logits).abs().max() <= 2e-5 * logits.abs().max()
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    whole = sum(tensor.numel() for tensor in theirs.values())
+    of_experts = sum(tensor.numel() for key, tensor in theirs.items() if ".experts." in key)
+    assert of_experts > 0 or (family, config) == ("gpt_oss", "all-linear")  # as peft has it for this family
+    assert [there["trained"] for there in found] == [whole - of_experts // 2] * 2
+    again = peft.PeftModel.from_pretrained(random_model(family), tmp_path / "ours").eval()
+    ids = eval_data()[0]["input_ids"][None]
+    assert torch.equal(again(ids).logits, plain(ids).logits)
+
+
+def steps(model: Any, job: Job, clip: Callable[[], torch.Tensor]) -> Run:
+    run = Run()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    for micro_batch in Job().loader():
+        ids = micro_batch["input_ids"][job.rank :: job.num_ranks]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if job.num_ranks > 1:
+            symmoe.reduce_gradients(model)
+        run.losses.append(job.mean(loss))
+        run.norms.append(clip().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def adapted_curve(rank: int, num_ranks: int, config: str, order: str) -> Run:
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = wrapped(small_model(), config_of(config), heap, order)
+        return steps(model, Job(rank, num_ranks), lambda: symmoe.clip_grad_norm(model, 0.02))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_adapters_train_as_on_the_plain_model(cluster: Callable[..., Cluster], config: str, order: str):
+    """The same first values for the same seed, and the same 20 steps."""
+    plain = wrapped_by_peft(small_model(), config_of(config))
+    expected = steps(plain, Job(), lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.02))
+    for run in cluster(2).run(adapted_curve, config, order):
+        assert run.losses == pytest.approx(expected.losses, rel=BOUND)
+        assert run.norms == pytest.approx(expected.norms, rel=100 * BOUND)
+    assert expected.losses[-1] < 0.98 * expected.losses[0]
+    assert min(expected.norms) > 0.02
+
+
+def in_a_trainer(rank: int, num_ranks: int, folder: str, order: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses, those after a checkpoint, and the files of a checkpoint."""
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = wrapped(small_model(), config_of("target_parameters"), heap, order)
+        trainer, logs = trained(Trainer, model, folder, num_ranks, **KEPT, max_grad_norm=0.02)
+        trainer.save_model()
+        names = sorted(path.name for path in Path(folder, f"checkpoint-{EVERY}").iterdir())
+        model = wrapped(small_model(), config_of("target_parameters"), heap, order)
+        options = {**KEPT, "load_best_model_at_end": False, "max_grad_norm": 0.02}
+        losses: list[float] = []
+        again = Trainer(
+            model, arguments(folder, num_ranks, **options), train_dataset=train_data(), eval_dataset=eval_data()
+        )
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-{2 * EVERY}")
+        losses = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+        return logs.losses, losses, names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_trainer(cluster: Callable[..., Cluster], tmp_path: Path, order: str):
+    plain = wrapped_by_peft(small_model(), config_of("target_parameters"))
+    _, logs = trained(transformers.Trainer, plain, str(tmp_path / "one"), 1, max_grad_norm=0.02)
+    losses, resumed, names = cluster(2).run(in_a_trainer, str(tmp_path / "two"), order)[0]
+    assert losses == pytest.approx(logs.losses, rel=BOUND)
+    assert resumed[-(STEPS - 2 * EVERY) :] == losses[2 * EVERY :]
+    assert "adapter_model.safetensors" in names
+    assert not any(name.startswith("model") for name in names)
+    best = peft.PeftModel.from_pretrained(small_model(), tmp_path / "two").state_dict()  # what save_model wrote
+    first = peft.PeftModel.from_pretrained(small_model(), tmp_path / "two" / f"checkpoint-{EVERY}").state_dict()
+    assert all(torch.equal(best[name], first[name]) for name in first)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, num_ranks: int, folder: str) -> None:
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        ids = eval_data()[rank]["input_ids"][None]
+        model = peft.get_peft_model(swap_moe(small_model(), heap), config_of("all-linear"))
+        for again in (model, copy.deepcopy(model)):
+            with pytest.raises(ArgumentError, match="would train fewer adapters"):
+                again(ids)
+        one = peft.LoraConfig(target_parameters=EXPERTS[:1])
+        with pytest.raises(ArgumentError, match="both gate_up_proj and down_proj"):
+            get_peft_model(swap_moe(small_model(), heap), one)
+        with pytest.raises(ArgumentError, match="both gate_up_proj and down_proj"):
+            swap_moe(peft.get_peft_model(small_model(), one), heap)
+        with pytest.raises(ArgumentError, match="swap_moe comes first"):
+            get_peft_model(small_model(), config_of("all-linear"))
+        model = peft.get_peft_model(small_model(), config_of("all-linear"))
+        with pytest.raises(ArgumentError, match="has adapters of peft, and is no PeftModel"):
+            swap_moe(model.get_base_model(), heap)
+        model.add_adapter("more", config_of("all-linear"))
+        with pytest.raises(ArgumentError, match="experts can have one"):
+            swap_moe(model, heap)
+        for order in ORDERS:
+            model = wrapped(small_model(), config_of("all-linear"), heap, order)
+            for method in (model.save_pretrained, model.merge_and_unload, model.disable_adapter, model.add_adapter):
+                with pytest.raises(ArgumentError, match="of peft knows nothing of adapters of experts"):
+                    method(folder)
+            with pytest.raises(CheckpointError, match="No such file"):
+                load_adapters(model, folder)
+        save_adapters(model, f"{folder}/saved")
+        other = get_peft_model(swap_moe(small_model(), heap), config_of("target_parameters"))
+        with pytest.raises(CheckpointError, match=r"has shape .* in the model"):
+            load_adapters(other, f"{folder}/saved")
+        assert not list(Path(folder).glob("*.partial"))
+        attention = get_peft_model(swap_moe(small_model(), heap), peft.LoraConfig(target_modules=["q_proj"]))
+        names = [name for name, each in attention.named_parameters() if each.requires_grad]
+        assert len(names) == 4
+        assert all("q_proj.lora_" in name for name in names)
+        attention(ids).logits.sum().backward()
+
+
+def test_what_is_refused(cluster: Callable[..., Cluster], tmp_path: Path):
+    cluster(2).run(refused, str(tmp_path))

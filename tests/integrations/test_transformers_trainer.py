@@ -1,0 +1,242 @@
+"""symmoe's Trainer on two ranks against transformers' own on one, with the unmodified model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import transformers
+from cluster import Cluster
+from small_model import open_mesh
+from test_wrappers import launched
+from trainer_cases import GLOBAL_BATCH, LEARNING_RATE, MAX_NORM, STEPS, eval_data, share_of, small_model, train_data
+from transformers import TrainerCallback, TrainingArguments
+
+import symmoe
+from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.integrations.transformers import Trainer, swap_moe
+
+# Sums over ranks in another order than over one batch. The worst of a curve, relative.
+BOUND = 1e-6
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "SGD, not clipped": {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.3},
+    "recomputed": {"activation_checkpointing": True},
+    "bf16": {"bf16": True},
+    "accumulate": {"gradient_accumulation_steps": 2},
+}
+
+
+class Logs(TrainerCallback):
+    """Every number that the Trainer logs."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.eval_losses: list[float] = []
+
+    def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **_: object) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.norms.append(logs["grad_norm"])
+        if "eval_loss" in logs:
+            self.eval_losses.append(logs["eval_loss"])
+
+
+def arguments(folder: str, num_ranks: int, **options: Any) -> TrainingArguments:
+    accumulate = options.get("gradient_accumulation_steps", 1)
+    defaults = {
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": GLOBAL_BATCH // num_ranks // accumulate,
+        "per_device_eval_batch_size": 4 // num_ranks,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": MAX_NORM,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(folder, **(defaults | options))
+
+
+def trained(trainer_class: type, model: Any, folder: str, num_ranks: int, **options: Any) -> tuple[Any, Logs]:
+    """A script that knows nothing of ranks."""
+    logs = Logs()
+    trainer = trainer_class(
+        model,
+        arguments(folder, num_ranks, **options),
+        train_dataset=train_data(),
+        eval_dataset=eval_data(),
+        callbacks=[logs],
+    )
+    trainer.train()
+    return trainer, logs
+
+
+def on_a_rank(rank: int, num_ranks: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options)
+        prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
+        tokens = trainer.model.generate(prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
+        eval_loss = trainer.evaluate()["eval_loss"]
+        trainer.save_model()
+        return {"losses": logs.losses, "norms": logs.norms, "eval_loss": eval_loss, "tokens": tokens.tolist()}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path, options: str):
+    """Losses, norms, evaluation, generated tokens, and what is saved."""
+    chosen = OPTIONS[options]
+    rounded = options == "bf16"
+    trainer, logs = trained(transformers.Trainer, small_model(), str(tmp_path / "one"), 1, **chosen)
+    found = cluster(2).run(on_a_rank, str(tmp_path / "two"), chosen)
+    assert len(found[0]["losses"]) == STEPS
+    assert found[0]["losses"] == pytest.approx(logs.losses, rel=5e-3 if rounded else BOUND)
+    assert found[0]["norms"] == pytest.approx(logs.norms, rel=3e-2 if rounded else 2 * BOUND)
+    assert logs.losses[-1] < 0.95 * logs.losses[0]
+    assert min(logs.norms) > MAX_NORM
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
+    eval_loss = trainer.evaluate()["eval_loss"]
+    for rank, there in enumerate(found):
+        assert there["eval_loss"] == pytest.approx(eval_loss, rel=5e-3 if rounded else BOUND)
+        if not rounded:  # generated in bf16 there
+            prompt = eval_data()[rank]["input_ids"][None, : 4 + rank]
+            assert there["tokens"] == whole.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+    for name, tensor in trainer.model.state_dict().items():
+        deviation = (whole.state_dict()[name] - tensor).abs().max().item()
+        assert deviation <= (5e-2 if rounded else 2e-4), f"{name}: {deviation:.1e}"
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+EVERY = 5
+KEPT: dict[str, Any] = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "save_steps": EVERY,
+    "eval_steps": EVERY,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,  # the first one is the worst
+}
+
+
+def kept_and_resumed(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses of all steps, of those after a checkpoint in the middle, and tensors that are not of the best model."""
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **KEPT)
+        best = trainer.state.best_model_checkpoint
+        assert best == f"{folder}/checkpoint-{EVERY}"
+        wanted = share_of(transformers.AutoModelForCausalLM.from_pretrained(best), rank)
+        found = trainer.model.state_dict()
+        differing = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+        losses = resumed(swap_moe(small_model(seed=9), heap), folder, num_ranks)
+        return logs.losses, losses, differing
+
+
+def resumed(model: Any, folder: str, num_ranks: int) -> list[float]:
+    """Losses after the checkpoint in the middle, saving over those that are there."""
+    logs = Logs()
+    options = {**KEPT, "load_best_model_at_end": False}
+    trainer = Trainer(
+        model,
+        arguments(folder, num_ranks, **options),
+        train_dataset=train_data(),
+        eval_dataset=eval_data(),
+        callbacks=[logs],
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{2 * EVERY}")
+    return logs.losses
+
+
+def test_checkpoints(cluster: Callable[..., Cluster], tmp_path: Path):
+    """The best model is loaded at the end; a run that goes on from a checkpoint has the bits of one that never ended,
+    and one rank can go on where two ended."""
+    found = cluster(2).run(kept_and_resumed, str(tmp_path / "run"))
+    for losses, after, differing in found[:1]:  # rank 0 logs
+        assert len(after) == STEPS - 2 * EVERY
+        assert after == losses[2 * EVERY :]
+        assert not differing
+    assert not found[1][2]
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        after = resumed(swap_moe(small_model(seed=9), heap), str(tmp_path / "run"), 1)
+    assert after == pytest.approx(found[0][0][2 * EVERY :], rel=BOUND)
+    kept = {path.name for path in (tmp_path / "run").iterdir()}
+    assert kept == {f"checkpoint-{step}" for step in range(EVERY, STEPS + 1, EVERY)}
+    state = json.loads((tmp_path / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    assert state["global_step"] == STEPS
+
+
+def without_optimizer(rank: int, num_ranks: int, folder: str) -> str:
+    """What resuming says where the optimizer's state is damaged."""
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, save_strategy="steps", save_steps=10)
+        (file,) = Path(folder, "checkpoint-10", "optimizer").glob("step-*/rank-00001-*")
+        heap.agree(None)
+        if rank == 0:
+            file.write_bytes(file.read_bytes()[:-1])
+        heap.agree(None)
+        with pytest.raises(CheckpointError) as caught:
+            resumed(swap_moe(small_model(), heap), folder, num_ranks)
+        return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_refused_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
+    for text in cluster(2).run(without_optimizer, str(tmp_path)):
+        assert re.search(r"rank-00001-0000.safetensors has \d+ bytes; manifest.json says \d+", text)
+
+
+# -- several EP groups, and what is refused ---------------------------------------------------------------------------
+
+
+def replicated(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+    """Two EP groups of two ranks."""
+    mesh = open_mesh(2, 2)
+    options = {"save_strategy": "steps", "eval_strategy": "no", "save_steps": EVERY}
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        model = swap_moe(small_model(), heap)
+        symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
+        _, logs = trained(Trainer, model, folder, num_ranks, **options)
+        model = swap_moe(small_model(seed=9), heap)
+        symmoe.prepare_for_ddp(model, expert_group=mesh["efsdp"].get_group())
+        return logs.losses, logs.norms, resumed(model, folder, num_ranks)
+
+
+@pytest.mark.slow
+def test_replicas_of_the_ep_group(cluster: Callable[..., Cluster], tmp_path: Path):
+    _, logs = trained(transformers.Trainer, small_model(), str(tmp_path / "one"), 1)
+    losses, norms, after = cluster(4).run(replicated, str(tmp_path / "four"))[0]
+    assert losses == pytest.approx(logs.losses, rel=BOUND)
+    assert norms == pytest.approx(logs.norms, rel=2 * BOUND)
+    assert after == losses[2 * EVERY :]
+
+
+def refused(rank: int, num_ranks: int, folder: str) -> str:
+    """What transformers' own Trainer says, which clips by default."""
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = swap_moe(small_model(), heap)
+        with pytest.raises(ArgumentError, match=r"args.fp16 \(True\) must not be set"):
+            Trainer(model, arguments(folder, num_ranks, fp16=True))
+        with pytest.raises(ArgumentError, match="swap_moe comes first"):
+            Trainer(small_model(), arguments(folder, num_ranks))
+        with pytest.raises(ArgumentError) as caught:
+            trained(transformers.Trainer, model, folder, num_ranks)
+        return str(caught.value)
+
+
+def test_what_is_refused(cluster: Callable[..., Cluster], tmp_path: Path):
+    for text in cluster(2).run(refused, str(tmp_path)):
+        assert "dense parameters differ" in text
+        assert "symmoe.integrations.transformers.Trainer" in text
