@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmoe.errors import BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclError
 from symmoe.nodes.nccl_start import connect_together
 from symmoe.nodes.rail import Messages, Started
@@ -50,13 +51,17 @@ class NcclRail:
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
         torch.cuda.synchronize(self._device)
-        connect_together(
-            library.unique_id if node == 0 else None,
-            self._connect,
-            dist.PrefixStore(name, store),  # type: ignore[attr-defined]
-            node=node,
-            timeout_s=timeout_s,
-        )
+        try:
+            connect_together(
+                library.unique_id if node == 0 else None,
+                self._connect,
+                dist.PrefixStore(name, store),  # type: ignore[attr-defined]
+                node=node,
+                timeout_s=timeout_s,
+            )
+        except BackendUnavailable:
+            self.end()  # first messages that wait for ever
+            raise
 
     def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
         """See Payload."""
@@ -107,10 +112,12 @@ class NcclRail:
 
     def _connect(self, unique_id: bytes, is_given_up: threading.Event) -> None:
         torch.cuda.set_device(self._device)
-        self._communicator = self._library.connect(unique_id, self._node, self._num_nodes)
-        if is_given_up.is_set():
-            self._library.abort(self._communicator)
-            return
+        communicator = self._library.connect(unique_id, self._node, self._num_nodes)
+        with self._turn:
+            if is_given_up.is_set():
+                self._library.abort(communicator)
+                return
+            self._communicator = communicator
         # The first messages between two ranks connect them, for which they wait for each other.
         with torch.cuda.stream(torch.cuda.Stream(self._device)), torch.inference_mode(False):
             sent = torch.full((self._num_nodes,), self._node, dtype=torch.int64, device=self._device)

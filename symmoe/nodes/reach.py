@@ -7,6 +7,7 @@ connect: the kernels of the two machines answer, and no byte is sent.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -76,12 +77,11 @@ class Listener:
         self._socket: socket.socket | None = None
         device = os.environ.get(DEVICE_VARIABLE, "").split(",")[0]
         address = _address_of(device) if device else _address_of_host()
+        self.endpoint = Endpoint(device)
         if address:
-            self._socket = socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
-            port = self._socket.getsockname()[1]
-            self.endpoint = Endpoint(device or _device_with(address), address, port)
-        else:
-            self.endpoint = Endpoint(device)
+            with contextlib.suppress(OSError):  # then it is not known here; gloo says what it has against it
+                self._socket = socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
+                self.endpoint = Endpoint(device or _device_with(address), address, self._socket.getsockname()[1])
 
     def __enter__(self) -> Listener:
         return self

@@ -106,7 +106,7 @@ class SymmetricHeap:
     Raises:
         ArgumentError: `num_bytes`, `backend`, `ranks_per_node` or a timeout is not usable, on every rank; or this rank
             is not in `group`, only on this rank.
-        BackendUnavailable: on every rank, if any rank cannot take part, or nodes differ in size.
+        BackendUnavailable: on every rank, if any rank cannot take part, or nodes differ in size or cannot connect.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank did not come, or has ended.
     """

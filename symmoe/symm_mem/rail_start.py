@@ -67,8 +67,9 @@ def _make_rail(topology: Topology, store: Any, name: str, options: dict[str, Any
     try:
         return GlooRail(store, name, **options)
     except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0]
         text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
-        raise BackendUnavailable(f"{text}: {str(error).splitlines()[0]}; {_HINT}") from error
+        raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error
 
 
 def _make_payload(

@@ -81,7 +81,7 @@ def join_and_examine(
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         text = f"rank {place.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
         fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
-        findings = [Finding("problem", "nodes", f"{text}{where}: {str(error).splitlines()[0]}", fix)]
+        findings = [Finding("problem", "nodes", f"{text}{where}: {_first_line(error)}", fix)]
     else:
         if place.rank == 0:
             tell(findings)
@@ -191,8 +191,12 @@ def try_pairs(
         except RailBroken as broken:
             return Exchanges(error=str(broken), mate=topology.rail[broken.node])
         except (BackendUnavailable, RuntimeError) as error:
-            return Exchanges(error=str(error).splitlines()[0])
+            return Exchanges(error=_first_line(error))
         return Exchanges(pairs=tuple(pairs), transports=tuple(log.transports()) if log else ())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _nccl() -> int:
