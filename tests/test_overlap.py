@@ -267,9 +267,10 @@ def brute_force_between_nodes(
 
 
 @pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
-@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(4, 2), (3, 3), (8, 4), (2, 2)])
+@pytest.mark.parametrize("group", [(4, 2), (3, 3), (8, 4), (2, 2)], ids=str)  # ranks, nodes
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[2], (128, 64, 24, 2)], ids=str)
-def test_what_pays_between_nodes_is_overlapped(layer, num_ranks: int, num_nodes: int, rates: Rates):
+def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], rates: Rates):
+    num_ranks, num_nodes = group
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
     for num_rows in [int(100 * 1.1**step) for step in range(70)]:
