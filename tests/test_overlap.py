@@ -241,8 +241,8 @@ def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: 
 
 def brute_force_between_nodes(
     layer: tuple[int, ...], num_ranks: int, num_nodes: int, num_rows: int, rates: Rates
-) -> dict[str, tuple[float, float]]:
-    """Of each trip, the seconds one after the other and with the best division, where rails have NVLink's rate."""
+) -> dict[str, tuple[float, list[float]]]:
+    """Of each trip, the seconds one after the other, and with 1 to 66 programs, where rails have NVLink's rate."""
     hidden, ffn, num_experts, top_k = layer
     tokens, own, counts = num_rows / top_k, 1 / num_nodes, range(1, 67)
     goes_to = [
@@ -256,38 +256,44 @@ def brute_force_between_nodes(
     def gemm_s(products: float, n: int, per_s: float) -> float:
         return products * 2 * num_rows * hidden * ffn / per_s * 132 / (132 - n)
 
-    def dispatch(products: int) -> tuple[float, float]:
-        times = []
+    def dispatch(products: int) -> tuple[float, list[float]]:
+        times, parts = [], num_ranks // num_nodes - 1 + ends
         for n in counts:
             push_s = pushed / min(n * rates.program_push_bytes, rates.link_bytes)
             first_s = max(rail_s, own * push_s, gemm_s(own * products, n, rates.flops))
-            times.append(first_s + (1 - own) * push_s + gemm_s((1 - own) * products, 0, rates.flops))
-        parts = num_ranks // num_nodes - 1 + ends
+            last_s = (1 - own) * push_s + gemm_s((1 - own) * products, 0, rates.flops)
+            times.append(first_s + last_s + parts * rates.part_s)
         alone_s = rail_s + pushed / rates.link_bytes + gemm_s(products, 0, rates.flops)
-        return alone_s, min(times) + parts * rates.part_s
+        return alone_s, times
 
-    fc2 = [gemm_s(1 - own, 0, rates.flops) + max(rail_s, gemm_s(own, n, rates.flops)) for n in counts]
+    first_s = gemm_s(1 - own, 0, rates.flops) + ends * rates.launch_s
+    fc2 = [first_s + max(rail_s, gemm_s(own, n, rates.flops)) for n in counts]
     wgrads = [max(rail_s, gemm_s(3, n, rates.wgrad_flops)) for n in counts]
     return {
         "dispatch": dispatch(2),
         "gradient_dispatch": dispatch(1),
-        "combine": (rail_s + gemm_s(1, 0, rates.flops), min(fc2) + ends * rates.launch_s),
-        "gradient_combine": (rail_s + gemm_s(3, 0, rates.wgrad_flops), min(wgrads)),
+        "combine": (rail_s + gemm_s(1, 0, rates.flops), fc2),
+        "gradient_combine": (rail_s + gemm_s(3, 0, rates.wgrad_flops), wgrads),
     }
 
 
 @pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
-@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(4, 2), (3, 3), (8, 4), (2, 2)])
+@pytest.mark.parametrize("group", [(4, 2), (3, 3), (8, 4), (2, 2)], ids=str)  # ranks, nodes
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[2], (128, 64, 24, 2)], ids=str)
-def test_what_pays_between_nodes_is_overlapped(layer, num_ranks: int, num_nodes: int, rates: Rates):
+def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], rates: Rates):
+    num_ranks, num_nodes = group
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
-    for num_rows in (256, 65536):
+    for num_rows in [int(100 * 1.1**step) for step in range(70)]:
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, num_nodes=num_nodes, sums_travel=False)
         chosen = overlap(sizes, 132, rates)
-        times = brute_force_between_nodes(layer, num_ranks, num_nodes, num_rows, rates)
-        for name, (alone_s, beside_s) in times.items():
-            assert (getattr(chosen, name) is not None) == (beside_s <= (1 - rates.least_gain) * alone_s), name
+        found = brute_force_between_nodes(layer, num_ranks, num_nodes, num_rows, rates)
+        for name, (alone_s, times) in found.items():
+            division = getattr(chosen, name)
+            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * alone_s), name
+            if division is not None:
+                assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-9), name
+                assert division.num_ctas + division.num_sms == 132
     everything = overlap_everything(sizes, 132)
     assert None not in (everything.dispatch, everything.gradient_dispatch, everything.combine)
     assert everything.gradient_combine == everything.combine

@@ -182,6 +182,7 @@ class Mates:
             self._watch_ends.set()
         self._payload.end()
         self._lane.close()
+        self._started.clear()  # which would keep connections open
 
     def verdict_of(self, peer: int) -> bool:
         """Whether a rank of this node that is missed has given up, and said why. Waits for that while it waits for its
