@@ -46,7 +46,7 @@ from symmoe.tools.doctor.node_checks import (
     check_sockets,
     listed,
 )
-from symmoe.tools.doctor.nodes import Place, examine_nodes, read_facts, try_pairs
+from symmoe.tools.doctor.nodes import Worker, examine_nodes, read_facts, try_pairs
 from symmoe.tools.doctor.nvidia_smi import parse_nics
 from symmoe.tools.doctor.pairs import PairResult, schedule, wait_for
 
@@ -65,6 +65,7 @@ def rank_of(rank: int, **other: Any) -> Facts:
     known: dict[str, Any] = {
         "host": f"host-{node}",
         "machine": f"machine-{node}",
+        "domain": f"machine-{node}",
         "endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank),
         "rate": "25 Gb/s",
         "versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"},
@@ -352,7 +353,7 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
     endpoint = Endpoint("lo", "127.0.0.1", 1)
     facts = [
-        read_facts(Place(rank=5, num_ranks=8, local_rank=local), {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, endpoint, "")
+        read_facts(Worker(rank=5, num_ranks=8, local_rank=local), {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, endpoint, "")
         for local in (0, 2)
     ]
     assert (facts[0].gpu, facts[0].gpu_index, facts[0].nccl) == ("NVIDIA H200", 1, 22809)
@@ -447,10 +448,10 @@ def look(
     """What a rank finds, and how long that takes, where something is wrong on one rank."""
     store = dist.PrefixStore(store_name, dist.distributed_c10d._get_default_store())
     trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else as_it_is
-    place, start = Place(rank=rank, num_ranks=num_ranks, local_rank=rank), time.monotonic()
+    worker, start = Worker(rank=rank, num_ranks=num_ranks, local_rank=rank), time.monotonic()
     with trouble():
         board = Board(store, rank, num_ranks, PROMPT_S)
-        found = examine_nodes(place, store, board, {}, ranks_per_node=ranks_per_node, lasts_s=LASTS_S)
+        found = examine_nodes(worker, store, board, {}, ranks_per_node=ranks_per_node, lasts_s=LASTS_S)
     return found, time.monotonic() - start
 
 
@@ -545,8 +546,8 @@ def look_on_gpus(rank: int, num_ranks: int, log: str) -> dict[str, Any]:
         for name, fake in (("Nccl", lambda: "library"), ("NcclRail", FakeNccl), ("device_of", lambda *_: CPU)):
             stack.enter_context(patch.object(doctor_nodes, name, fake))
         stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
-        place = Place(rank=rank, num_ranks=num_ranks, local_rank=rank % 2)
-        found = try_pairs(place, store, topology, os.environ, has_gpu=True, lasts_s=LASTS_S)
+        worker = Worker(rank=rank, num_ranks=num_ranks, local_rank=rank % 2)
+        found = try_pairs(worker, store, topology, os.environ, has_gpu=True, lasts_s=LASTS_S)
     assert ended or not log
     assert "NCCL_DEBUG_FILE" not in os.environ
     return found.as_json()

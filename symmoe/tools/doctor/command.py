@@ -65,7 +65,7 @@ def _examine(args: argparse.Namespace) -> int:
 
 
 def _examine_nodes(args: argparse.Namespace) -> int:
-    from symmoe.tools.doctor.nodes import Place, join_and_examine
+    from symmoe.tools.doctor.nodes import Worker, join_and_examine
     from symmoe.tools.doctor.pairs import LASTS_S
 
     if args.read:
@@ -77,9 +77,9 @@ def _examine_nodes(args: argparse.Namespace) -> int:
         raise ArgumentError(
             f"--nodes needs ranks that torchrun has started: {', '.join(missing)} not set (docs/nodes.md)"
         )
-    place = Place(**{key: int(os.environ[name]) for key, name in names.items()})
+    worker = Worker(**{key: int(os.environ[name]) for key, name in names.items()})
     findings = join_and_examine(
-        place,
+        worker,
         os.environ,
         lambda findings: _tell(findings, args),
         ranks_per_node=args.ranks_per_node,

@@ -25,7 +25,8 @@ class Facts:
     """What a rank says of itself.
 
     Attributes:
-        host, machine: name of the host, and what ranks on one machine have in common.
+        host: its name.
+        machine, domain: what ranks on one machine, and ranks that reach each other's memory, have in common.
         endpoint: where gloo listens.
         problem: why it cannot; "" if it can.
         rate: of that network device; "" if it is not known.
@@ -40,6 +41,7 @@ class Facts:
 
     host: str
     machine: str
+    domain: str
     endpoint: Endpoint
     problem: str = ""
     rate: str = ""

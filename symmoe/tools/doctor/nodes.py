@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl
 from symmoe.nodes.nccl_rail import NcclRail
+from symmoe.nodes.place import find_place
 from symmoe.nodes.rail import GlooRail, Payload, RailBroken
 from symmoe.nodes.reach import Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, find_topology
@@ -45,13 +45,12 @@ from symmoe.tools.doctor.versions import read_versions
 _WAIT_S = 90.0  # for other ranks, each time: a pair test that fails takes less
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
 _CONNECT_S = 30.0
-_MACHINE = Path("/proc/sys/kernel/random/boot_id")
 _COMPARED = ("symmoe", "torch")
 _SAME_NUMBER = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node, which cuts nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Worker:
     """This process, as torchrun has numbered it."""
 
     rank: int
@@ -60,7 +59,7 @@ class Place:
 
 
 def join_and_examine(
-    place: Place,
+    worker: Worker,
     environment: MutableMapping[str, str],
     tell: Callable[[list[Finding]], None],
     *,
@@ -71,29 +70,29 @@ def join_and_examine(
     first one of each node."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
-        board = Board(store, place.rank, place.num_ranks, _WAIT_S)
-        findings = examine_nodes(place, store, board, environment, ranks_per_node=ranks_per_node, lasts_s=lasts_s)
+        board = Board(store, worker.rank, worker.num_ranks, _WAIT_S)
+        findings = examine_nodes(worker, store, board, environment, ranks_per_node=ranks_per_node, lasts_s=lasts_s)
     except RanksMissing as missing:
         text = f"ranks {listed(missing.ranks)} did not answer within {_WAIT_S:g} s, at '{missing}'"
         fix = "see what they have printed; py-spy dump --pid ... says where they are"
         findings = [Finding("problem", "nodes", text, fix)]
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        text = f"rank {place.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
+        text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
         fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
         findings = [Finding("problem", "nodes", f"{text}{where}: {_first_line(error)}", fix)]
     else:
-        if place.rank == 0:
+        if worker.rank == 0:
             tell(findings)
         board.leave()
         return findings
-    if place.local_rank == 0:
+    if worker.local_rank == 0:
         tell(findings)
     return findings
 
 
 def examine_nodes(
-    place: Place,
+    worker: Worker,
     store: Any,
     board: Board,
     environment: MutableMapping[str, str],
@@ -117,35 +116,37 @@ def examine_nodes(
             endpoint = stack.enter_context(Listener()).endpoint
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
-        mine = read_facts(place, environment, endpoint, problem)
+        mine = read_facts(worker, environment, endpoint, problem)
         facts = [Facts.of_json(said) for said in board.gather("facts", mine.as_json())]
         try:
-            topology = find_topology([each.machine for each in facts], place.rank, ranks_per_node)
+            topology = find_topology([each.domain for each in facts], worker.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
             return [Finding("problem", "nodes", str(error), _SAME_NUMBER)]
-        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != place.rank}
+        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != worker.rank}
         said = board.gather("reach", [*unreachable(mates, _REACH_S).items()])
         refused = [dict(its) for its in said]
     found = [*check_nodes(facts, topology), *check_cards(facts), *check_sockets(facts, topology, refused)]
     exchanges: list[Exchanges] = []
     if lasts_s and topology.num_nodes > 1 and worst_level(found) != "problem":
-        tried = try_pairs(place, store, topology, environment, has_gpu=bool(mine.gpu), lasts_s=lasts_s)
+        tried = try_pairs(worker, store, topology, environment, has_gpu=bool(mine.gpu), lasts_s=lasts_s)
         exchanges = [Exchanges.of_json(said) for said in board.gather("pairs", tried.as_json())]
     if mine.gpu and topology.num_nodes > 1:
         found += check_nccl(facts, topology, exchanges)
     return [*found, *check_rails(topology, exchanges)]
 
 
-def read_facts(place: Place, environment: MutableMapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
+def read_facts(worker: Worker, environment: MutableMapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
     smi = nvidia_smi.ask()
     gpus = read_gpus(smi).gpus
-    gpu = gpus[place.local_rank] if place.local_rank < len(gpus) else None
+    gpu = gpus[worker.local_rank] if worker.local_rank < len(gpus) else None
     index = -1 if gpu is None else gpu.index if gpu.smi_index is None else gpu.smi_index
+    place = find_place(next((device.uuid for device in smi.devices if device.index == index), None))
     installed = read_versions().installed
     return Facts(
         host=socket.gethostname(),
-        machine=_MACHINE.read_text(encoding="ascii").strip(),
+        machine=place.machine.hex(),
+        domain=place.domain.hex(),
         endpoint=endpoint,
         problem=problem,
         rate=rate_of(endpoint.device),
@@ -159,13 +160,13 @@ def read_facts(place: Place, environment: MutableMapping[str, str], endpoint: En
     )
 
 
-def device_of(place: Place, has_gpu: bool) -> torch.device:
+def device_of(worker: Worker, has_gpu: bool) -> torch.device:
     """Where messages of the pair test lie."""
-    return torch.device("cuda", place.local_rank) if has_gpu else torch.device("cpu")
+    return torch.device("cuda", worker.local_rank) if has_gpu else torch.device("cpu")
 
 
 def try_pairs(
-    place: Place,
+    worker: Worker,
     store: Any,
     topology: Topology,
     environment: MutableMapping[str, str],
@@ -174,7 +175,7 @@ def try_pairs(
     lasts_s: float,
 ) -> Exchanges:
     """The pair test. Collective over the ranks of a rail; what goes wrong is in the result."""
-    device = device_of(place, has_gpu)
+    device = device_of(worker, has_gpu)
     options: dict[str, Any] = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": _CONNECT_S}
     name = f"symmoe-doctor/rail/{topology.local_rank}"
     with contextlib.ExitStack() as stack:
