@@ -450,7 +450,9 @@ def test_torch_sees_no_gpu_and_says_why(monkeypatch: pytest.MonkeyPatch):
     assert read_gpus(SMI) == Gpus(error="CUDA error: unspecified")
 
 
-@pytest.mark.parametrize(("num_gpus", "num_ranks", "rates"), [(0, 2, None), (1, 1, None), (8, 8, 400.0), (10, 8, 400.0)])
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "rates"), [(0, 2, None), (1, 1, None), (8, 8, 400.0), (10, 8, 400.0)]
+)
 def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_ranks: int, rates: float | None):
     started, judged = [], []
     gpus = tuple(gpu(index) for index in range(num_gpus))
