@@ -265,7 +265,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     facts = {**json.loads(described.stdout), "command": shlex.join(["python", "benchmarks/one_host.py", *given])}
     report = Report(options.folder, facts, device, options.ranks)
-    return 0 if run_all({name: steps[name] for name in names}, report, options.seconds) else 1
+    try:
+        return 0 if run_all({name: steps[name] for name in names}, report, options.seconds) else 1
+    except KeyboardInterrupt:
+        print(f"interrupted: {report.summary()}", flush=True)
+        return 1
 
 
 if __name__ == "__main__":
