@@ -276,8 +276,8 @@ LOOPS: dict[str, Callable[[nn.Module, Job], Run]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"bf16": True},
-    "accumulate": {"accumulate": 2},
     "LoRA": {"lora": True},
+    "accumulate": {"accumulate": 2},
 }
 
 
