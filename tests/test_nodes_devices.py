@@ -21,7 +21,7 @@ import torch
 from cluster import Cluster
 from limits import HANG_S, PROMPT_S
 from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
-from test_nodes_faults import BOUND_S, MIDDLE, TIMEOUT_S, Overlapping, Ready, outcome, unforeseen, wrong_calls
+from test_nodes_faults import BOUND_S, TIMEOUT_S, Overlapping, Ready, outcome, wrong_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import open_heap
 
@@ -120,15 +120,6 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
     """Every rank raises an error of that class, and the calls that follow are right."""
     for found in cluster(num_ranks).run(on_gpus, seed, wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2):
         assert [error[0] for _, error in found] == [name for name, _ in found]
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
-@pytest.mark.parametrize("where", ["own rows", *(pytest.param(w, marks=pytest.mark.slow) for w in MIDDLE)])
-def test_unforeseen_errors(cluster, where: str, seed: int):
-    """All ranks raise one, and the step that follows is right."""
-    *others, victim = cluster(4).run(on_gpus, seed, unforeseen, where)
-    assert victim[0] == "RuntimeError"
-    assert [name for name, _, _ in others] == ["SymmoeError"] * 3, others
 
 
 def lose(
