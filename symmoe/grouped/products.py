@@ -12,6 +12,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.grouped.weights import kernel_matrices
+from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision import products

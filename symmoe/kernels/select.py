@@ -16,7 +16,6 @@ import torch
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract import Kernels
-from symmoe.kernels.flops import CountedKernels
 from symmoe.tape.recorder import RecordedModule, recorder
 from symmoe.tape.tape import Tape
 
@@ -34,6 +33,8 @@ def for_device(device: torch.device) -> Kernels:
     if recorder() is not None:  # which is a mode, too
         return cast(Kernels, RecordedModule(cast(ModuleType, found))) if device.type == "cpu" else found
     if torch._C._len_torch_dispatch_stack() > 0:
+        from symmoe.kernels.flops import CountedKernels  # torch's counter, which it needs, imports Triton
+
         return cast(Kernels, CountedKernels(found))
     return found
 
