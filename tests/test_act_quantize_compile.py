@@ -132,6 +132,7 @@ def test_dact(launches, name, ffn, block_format, arch, with_dbias):
         assert not atomics(launches.compile("sum_dbias_kernel", arch).ptx)
 
 
+@pytest.mark.slow
 def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows is not part of the compiled code."""
     from act_quantize_cases import Problem, backward, forward

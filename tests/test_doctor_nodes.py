@@ -598,6 +598,7 @@ def test_torch_has_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             assert "does not reach torch's store at MASTER_ADDR:MASTER_PORT=127.0.0.1:1: " in finding["text"]
 
 
+@pytest.mark.slow
 def test_the_command():
     """As users start it, on virtual nodes; one rank tells, and all end with the same status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "symmoe"]

@@ -14,7 +14,7 @@ from interpreter import emulated, interpreted, interpreter
 SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
-    "fp8",
+    pytest.param("fp8", marks=SLOW),
     pytest.param("gemm_act", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
@@ -24,7 +24,7 @@ IN_THE_INTERPRETER = [
     pytest.param("scaled", marks=SLOW),
 ]
 IN_THE_EMULATOR = [
-    "columns",
+    pytest.param("columns", marks=SLOW),
     pytest.param("dact_quantize", marks=SLOW),
     pytest.param("fp8", marks=SLOW),
 ]

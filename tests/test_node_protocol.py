@@ -28,11 +28,14 @@ def test_nothing_goes_wrong(scenario: NodeScenario):
     assert verdict.num_states > 100
 
 
-@pytest.mark.parametrize("mutant", NODE_MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(mutant, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, mutant in enumerate(NODE_MUTANTS)]
+)
 def test_a_mutant_is_found(mutant: str):
     assert found_in_node_model(mutant)
 
 
+@pytest.mark.slow
 def test_what_the_parity_of_counts_is_for():
     """The barrier that ends a plan keeps the next plan's counts away as well."""
     plans = next(each for each in QUICK if each.name == "plans")

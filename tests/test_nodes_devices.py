@@ -165,7 +165,12 @@ def lose(
 
 
 @pytest.mark.parametrize(
-    ("victims", "how", "kind"), [((1,), "stop", Overlapping), ((2, 3), "kill", Ready), ((2,), "kill, deaf", Ready)]
+    ("victims", "how", "kind"),
+    [
+        ((1,), "stop", Overlapping),
+        pytest.param((2, 3), "kill", Ready, marks=pytest.mark.slow),
+        ((2,), "kill, deaf", Ready),
+    ],
 )
 def test_lost_while_payload_travels(victims: tuple[int, ...], how: str, kind: type[Ready]):
     survivors = Cluster(4).run_without(victims, lose, victims, how, kind, timeout_s=HANG_S)

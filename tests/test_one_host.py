@@ -34,6 +34,7 @@ def record_in(folder: Path) -> dict:
     return json.loads((folder / "one-host-h200-ep8.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_step_has_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     steps = {
         "good": one_host.Step(("-c", GOOD, "OUT"), HANG_S, "json"),

@@ -296,6 +296,7 @@ def test_the_wire_on_blackwell(launches):
             assert re.search(access + r"\.global\S*\.v4\.b32", ptx), (function, access)
 
 
+@pytest.mark.slow
 def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows and the signs are not part of the compiled code."""
 

@@ -115,7 +115,7 @@ def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool) 
         return count_repeats(spy), findings.texts
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [{}, {"stash": "none", "layout": "expert-major"}, {"schedule": "always-overlapped", "order": "slot"}],
