@@ -211,7 +211,7 @@ def unforeseen(rank: int, num_ranks: int, where: str) -> tuple[str, str, bool]:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 3:
                 patch.setattr(owner, name, fail)
-            found = outcome(ready.step)
+            found = outcome(lambda: (ready.step(), heap.synchronize()))
             is_back = ready.is_back
         ready.step()
         return *found, is_back

@@ -175,6 +175,13 @@ class Faults:
 
     def end_to_move(self) -> SymmoeError | None:
         """Waits for what :meth:`begin_to_move` has begun; what this rank raises, or None."""
+        error = self.end_to_move_in_vain()
+        if error is None and self.poison is None and self._mates is not None:
+            self._mates.hear()
+        return error
+
+    def end_to_move_in_vain(self) -> SymmoeError | None:
+        """Same as :meth:`end_to_move`, after an exception: what mates knew then is of a call that is over."""
         assert self._mates is not None
         if self.poison is not None:  # a mate may be gone; what may still come has its memory until the rail ends
             self._mates.join()

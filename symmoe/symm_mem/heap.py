@@ -433,18 +433,21 @@ class SymmetricHeap:
             raise_for(self._faults.begin_to_move(sends, receives))
         is_moving = True
 
-        def wait() -> None:
+        def end(by: Callable[[], SymmoeError | None]) -> None:
             nonlocal is_moving
             if is_moving:
                 is_moving = False
                 with self._access:
-                    raise_for(self._faults.end_to_move())
+                    raise_for(by())
+
+        def wait() -> None:
+            end(self._faults.end_to_move)
 
         try:
             yield wait
         except BaseException:
             with suppress(SymmoeError):  # of a mate that is gone: what led here is raised
-                wait()
+                end(self._faults.end_to_move_in_vain)
             raise
         wait()
 

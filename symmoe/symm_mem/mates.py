@@ -64,7 +64,7 @@ class Mates:
             self._heard = torch.zeros(
                 (topology.num_nodes, len(self._told)), dtype=torch.int64, device=self._told.device
             )
-        self._hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
+        self.hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
     def meet(self, call: int, sizes: int) -> Fault | Report | None:
         """Meets all mates, which must be in the same call. Collective.
@@ -112,7 +112,7 @@ class Mates:
         return None
 
     def end(self) -> Report | None:
-        """Waits for what has begun. If a mate knows of faults, the next barrier is entered with one."""
+        """Waits for what has begun."""
         self.join()
         try:
             with self._on_rail():
@@ -120,10 +120,10 @@ class Mates:
         except RailBroken as broken:
             return self._missing(broken)
         self._started = []
-        self._hear()
         return None
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
+        """If a mate knew of faults when it began to move, the next barrier is entered with one."""
         fault = self._counters[control.RAIL_FAULT]
         torch.maximum(fault, self._heard.amax(), out=fault)
 
