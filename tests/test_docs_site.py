@@ -15,6 +15,8 @@ from limits import HANG_S
 pytest.importorskip("mkdocs", reason="make docs, or pip install 'symmoe[docs]'")
 pytest.importorskip("mkdocstrings")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = ("", ".checkpoint", ".integrations.megatron", ".integrations.transformers", ".precision", ".timeline")
 

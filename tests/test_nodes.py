@@ -182,7 +182,9 @@ def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per
     assert cluster(num_ranks).findings(check_dispatch, numbers, "cpu", ranks_per_node) == []
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [LAYOUTS[0], pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow), *LAYOUTS[2:]]
+)
 def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
     numbers = list(range(3, len(routings.CASES) + 3, STEP))
     assert cluster(num_ranks).findings(check_combine, numbers, "cpu", ranks_per_node) == []

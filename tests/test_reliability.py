@@ -73,7 +73,12 @@ def test_suite_on_eight_ranks(launcher: Launcher, suite: str):
 
 
 @pytest.mark.parametrize(
-    ("number", "num_ranks"), [(number, num_ranks) for num_ranks, numbers in FAULTS.items() for number in numbers]
+    ("number", "num_ranks"),
+    [
+        pytest.param(number, num_ranks, marks=[pytest.mark.slow] * (n > 0))
+        for num_ranks, numbers in FAULTS.items()
+        for n, number in enumerate(numbers)
+    ],
 )
 def test_fault(launcher: Launcher, number: int, num_ranks: int):
     assert failures("faults", Run((number,), num_ranks, patience=PATIENCE), launcher) == []
@@ -96,7 +101,10 @@ def test_the_model_on_two_ranks(index: int):
     assert Model(scenarios(2)[index], Protocol()).search().violation is None
 
 
-@pytest.mark.parametrize("mutant", mutations.OF_THE_MODEL)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "nobody is told")) for name in mutations.OF_THE_MODEL],
+)
 def test_a_mutant_of_the_model_is_found(mutant: str):
     """On two ranks, in seconds; a mutant that takes a third to show is searched for with three."""
     assert mutations.found_in_the_model(mutant, 2) or mutations.found_in_the_model(mutant, 3)
