@@ -238,7 +238,7 @@ def half(second: bool) -> list[int]:
 RANKS_AND_CASES = pytest.mark.parametrize(
     ("num_ranks", "device", "numbers"),
     [
-        pytest.param(1, "cpu", half(False), id="1"),
+        pytest.param(1, "cpu", half(False), id="1", marks=pytest.mark.slow),
         pytest.param(1, "cpu", half(True), id="1, second half", marks=pytest.mark.slow),
         pytest.param(2, "cpu", half(False), id="2"),
         pytest.param(2, "cpu", half(True), id="2, second half", marks=pytest.mark.slow),

@@ -291,7 +291,7 @@ def fork_in_a_step(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_forked_process_does_nothing_to_the_heap(cluster, num_ranks: int):
     assert cluster(num_ranks).run(fork_in_a_step) == [[]] * num_ranks
 

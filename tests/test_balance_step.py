@@ -197,7 +197,8 @@ def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
     np.testing.assert_array_equal(biases(other), biases(model))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest.FixtureRequest):
     if backend == "inductor":
         request.getfixturevalue(backend)

@@ -149,7 +149,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     return places
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
     """Records with parts replaced, cut off, repeated, and of bytes: a sentence, or one line that names the file."""
     draw = random.Random(seed)

@@ -611,6 +611,7 @@ def test_a_problem_is_an_exit_status(capsys: pytest.CaptureFixture, monkeypatch:
     assert json.loads(capsys.readouterr().out)["level"] == "problem"
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: Path):
     """The whole command, as users start it, where neither Triton nor NVSHMEM can be imported; it leaves no file."""
     missing, folder = tmp_path / "missing", tmp_path / "temporary"

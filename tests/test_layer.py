@@ -185,7 +185,8 @@ def test_expert_parallel_mlp_is_the_oracle(cluster, num_ranks: int, per_stratum:
     assert cluster(num_ranks).findings(check_mlp, few_cases(per_stratum), "cpu", torch.float32) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_expert_parallel_mlp_in_half_precision(cluster, dtype: torch.dtype):
     assert cluster(2).findings(check_mlp, few_cases(1), "cpu", dtype) == []
 

@@ -169,7 +169,7 @@ def lose(
     [
         ((1,), "stop", Overlapping),
         pytest.param((2, 3), "kill", Ready, marks=pytest.mark.slow),
-        ((2,), "kill, deaf", Ready),
+        pytest.param((2,), "kill, deaf", Ready, marks=pytest.mark.slow),
     ],
 )
 def test_lost_while_payload_travels(victims: tuple[int, ...], how: str, kind: type[Ready]):

@@ -223,4 +223,6 @@ def test_ranks_lead_sessions_and_end_with_the_job(launcher: Launcher):
         assert [os.getsid(pid) for pid in job.pids] == job.pids
         os.kill(job.pids[0], signal.SIGSTOP)  # it cannot end by itself
     assert job.processes() == []
-    assert [job.exit_code(rank, deadline=0.0) for rank in range(2)] == [-signal.SIGKILL, 0]
+    assert job.exit_code(0, deadline=0.0) == -signal.SIGKILL
+    # On a busy machine the other one may be ended, too, before it has ended by itself.
+    assert job.exit_code(1, deadline=0.0) in (0, -signal.SIGKILL)

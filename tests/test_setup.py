@@ -102,6 +102,7 @@ def test_what_make_installs_resolves(registry: None, sources: Path, python: str)
     assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_pin_against_torchs_own_does_not_resolve(registry: None, tmp_path: Path):
     """Negative control: what the extra for development said once."""

@@ -142,7 +142,7 @@ def check_mlp(rank: int, num_ranks: int, device: str, dtype: torch.dtype, option
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_mlp_computes_what_is_asked_for(cluster, num_ranks: int):
     assert cluster(num_ranks).findings(check_mlp, "cpu", torch.float32, OPTIONS) == []
 

@@ -148,15 +148,23 @@ def check_bits(
         return heap.tapes.num_played, repeats, findings.texts
 
 
-SLOW = ("hidden kept", "nothing kept", "main_grad", "main_grad of one layer")  # others have the most of them
+SLOW = (
+    "hidden kept",
+    "nothing kept",
+    "main_grad",
+    "main_grad of one layer",
+    "biases",
+    "static",
+)  # others have the most of them
 
 
 def cases() -> Iterator[object]:
-    """Quick ones: on two ranks with nothing around it, and the defaults with something around them."""
+    """Quick ones: on two ranks with nothing around it, and the defaults in a checkpoint."""
     for name, options in OPTIONS.items():
         for num_ranks in (1, 2):
             for around in AROUND:
-                is_quick = num_ranks == 2 and (not around or name == "defaults") and name not in SLOW
+                is_usual = not around or (name, around) == ("defaults", "checkpoint")
+                is_quick = num_ranks == 2 and is_usual and name not in SLOW
                 words = [name, str(num_ranks), *around.split()]
                 marks = () if is_quick else (pytest.mark.slow,)
                 yield pytest.param(options, num_ranks, around, id="-".join(words), marks=marks)

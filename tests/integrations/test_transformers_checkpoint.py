@@ -471,7 +471,7 @@ def read_back(folder: Path) -> int | None:
     return seeds[0]
 
 
-@pytest.mark.parametrize("shard_bytes", [(10**9, SHARD), (SHARD, 10**9), (SHARD, 2 * SHARD), (SHARD, SHARD)], ids=str)
+@pytest.mark.parametrize("shard_bytes", [(SHARD, 2 * SHARD), (10**9, SHARD), (SHARD, 10**9), (SHARD, SHARD)], ids=str)
 def test_a_checkpoint_is_replaced_whole(cluster, tmp_path: Path, shard_bytes: tuple[int, int]):
     """By files of other numbers and names; what is cut off leaves the old weights, none or the new, and no mixture."""
     folder = tmp_path / "target"

@@ -175,7 +175,7 @@ def alone_in_ddp(rank: int, num_ranks: int, how: str) -> tuple[list[float], list
     return curves[0], curves[1]
 
 
-@pytest.mark.parametrize("how", ["DDP", "accelerate", "DDP of compiled"])
+@pytest.mark.parametrize("how", ["DDP", "accelerate", pytest.param("DDP of compiled", marks=pytest.mark.slow)])
 def test_a_bare_layer_needs_nothing(cluster: Callable[..., Cluster], how: str):
     for losses, expected in cluster(2).run(alone_in_ddp, how):
         assert losses == pytest.approx(expected, rel=BOUND)
@@ -208,9 +208,8 @@ def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
             symmoe.reduce_gradients(ddp)
 
 
-@pytest.mark.parametrize(
-    "accumulate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one batch", "no_sync"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
 def test_replicas_are_averaged(cluster: Callable[..., Cluster], accumulate: bool):
     cluster(4).run(replicated, accumulate)
 
