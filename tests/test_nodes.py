@@ -422,27 +422,31 @@ def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
 
 
 def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
-    """Every token has an expert on every node, and the rails take the first two of this rank's five."""
+    """Every token has an expert on every node, and the rails take the first ones of this rank's five."""
     findings = Findings()
-    findings.where = f"rank {rank}"
     num_nodes = num_ranks // ranks_per_node
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         on = {"device": heap.device}
         ids = torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
-        x = torch.randn(5, 8, requires_grad=True, **on)
-        plan = make_plan(ids, num_experts=num_ranks, heap=heap, capacity=100, overflow="drop", rail_capacity=2)
-        probs = torch.ones(5, num_nodes, requires_grad=True, **on)
-        rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-        y = combine_tokens(rows * row_probs[:, None], plan)
-        y.sum().backward()
-        kept = torch.full((5, num_nodes), True, **on)
-        kept[2:] = False
-        kept[:, rank // ranks_per_node] = True
-        findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
-        findings.equal("num_dropped", plan.num_dropped, [3 * (num_nodes - 1) * num_ranks])
-        findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
-        findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
-        findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
+        for capacity in (2, 3, 1):
+            findings.where = f"rank {rank}, rail_capacity {capacity}"
+            options = {"num_experts": num_ranks, "capacity": 100, "overflow": "drop", "rail_capacity": capacity}
+            x = torch.randn(5, 8, requires_grad=True, **on)
+            plan = make_plan(ids, heap=heap, **options)
+            probs = torch.ones(5, num_nodes, requires_grad=True, **on)
+            rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+            y = combine_tokens(rows * row_probs[:, None], plan)
+            y.sum().backward()
+            kept = torch.full((5, num_nodes), True, **on)
+            kept[capacity:] = False
+            kept[:, rank // ranks_per_node] = True
+            findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
+            findings.equal("num_dropped", plan.num_dropped, [(5 - capacity) * (num_nodes - 1) * num_ranks])
+            findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
+            findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
+            findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
+            # As after the replay of a graph with an odd number of barriers, which hosts do not count.
+            heap._waits.flight.epoch += 1
     return findings.texts
 
 

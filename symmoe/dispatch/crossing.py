@@ -93,38 +93,45 @@ class RailCounts:
         Args:
             number: int32 [1], of HEAD_RAIL_DROPPED.
         """
-        peers, word = self._heap.peers, self._heap.rank * self._heap.peers.layout.row_words + control.HEAD_RAIL_DROPPED
-        offset = self._offset(self._heap.epoch + 1) + word * number.element_size()
+        peers = self._heap.peers
+        row = self._rows(barriers=1).select(0, self._heap.rank) * peers.layout.row_words
         for rank in range(peers.num_ranks):
-            peers.region(rank, offset, (1,), torch.int32).copy_(number)
+            numel = 2 * self._heap.num_ranks * peers.layout.row_words
+            words = peers.region(rank, peers.layout.count_table, (numel,), torch.int32)
+            words.index_copy_(0, (row + control.HEAD_RAIL_DROPPED).view(1), number)
 
     def share(self) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier."""
-        topology, maps, table = self._heap.topology, self._heap.rank_maps, self._table
-        mine = torch.cat([table.index_select(0, maps.ranks[topology.node]).flatten(), self._num_sent])
+        topology, maps, table, to_row = self._heap.topology, self._heap.rank_maps, self._table, self._rows()
+        mine = torch.cat([table.index_select(0, to_row[maps.ranks[topology.node]]).flatten(), self._num_sent])
         received = [torch.zeros_like(mine) for _ in topology.nodes]  # in place of what does not come
         self._heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
         for node, ranks in enumerate(maps.ranks):
             if node != topology.node:
                 rows, theirs = received[node].split([mine.numel() - topology.num_nodes, topology.num_nodes])
-                table.index_copy_(0, ranks, rows.view(len(ranks), -1))
+                table.index_copy_(0, to_row[ranks], rows.view(len(ranks), -1))
                 self.num_received[node : node + 1] = theirs[topology.node : topology.node + 1]
 
     def told(self) -> torch.Tensor:
         """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
-        return self._table[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
+        rows = self._table.index_select(0, self._rows())
+        return rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
 
     @property
     def _table(self) -> torch.Tensor:
-        """int32 [R, row_words], this rank's counts of the last barrier."""
-        peers = self._heap.count_peers
-        shape = peers.num_ranks, peers.layout.row_words
-        return peers.region(peers.rank, self._offset(self._heap.epoch), shape, torch.int32)
+        """int32 [2 * R, row_words], both halves of this rank's count table."""
+        peers = self._heap.peers
+        shape = 2 * self._heap.num_ranks, peers.layout.row_words
+        return peers.region(peers.rank, peers.layout.count_table, shape, torch.int32)
 
-    def _offset(self, epoch: int) -> int:
-        layout = self._heap.peers.layout
-        return layout.count_table + (epoch & 1) * layout.table_stride_bytes
+    def _rows(self, barriers: int = 0) -> torch.Tensor:
+        """int64 [R], the rows of the last barrier's half in the table, or of the one that comes after so many more.
+        The device knows which half that is; a host does not count the barriers of replays."""
+        peers = self._heap.peers
+        counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        half = (counters[control.BARRIER_EPOCH] + barriers) & 1
+        return half * self._heap.num_ranks + torch.arange(self._heap.num_ranks, device=half.device)
 
 
 @dataclass(frozen=True, eq=False)
