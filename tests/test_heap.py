@@ -51,7 +51,7 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
 from symmoe.nodes.place import Place
-from symmoe.symm_mem import address, host_backend, machine_memory, memory, nvshmem_backend
+from symmoe.symm_mem import address, faults, host_backend, machine_memory, memory, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -254,6 +254,19 @@ def test_a_heap_shows_itself():
     assert repr(heap).endswith("0 of 1036288 bytes leased, poisoned: this rank gave up: a test)")
     heap.close()
     assert repr(heap) == repr(SymmetricHeap.__new__(SymmetricHeap)) == "SymmetricHeap(closed)"
+
+
+def test_giving_up_with_a_gpu_that_is_out_of_order(monkeypatch: pytest.MonkeyPatch):
+    """After an error of CUDA every call of it raises; giving up raises nothing more, and is written down."""
+
+    def broken(device: torch.device) -> int:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(faults, "capture_id", broken)
+    with pytest.raises(ZeroDivisionError), SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        raise ZeroDivisionError
+    with pytest.raises(HeapClosed):
+        heap.lease((1,), torch.float32)
 
 
 def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch):

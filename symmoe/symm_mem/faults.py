@@ -353,7 +353,10 @@ class Faults:
     @property
     def _is_captured(self) -> bool:
         """Whether a CUDA graph is being captured, in which nothing can be read or waited for."""
-        return bool(capture_id(self._counters.device))
+        try:
+            return bool(capture_id(self._counters.device))
+        except RuntimeError:  # a GPU that is out of order
+            return False
 
 
 def was_left(phase: int, since: Sequence[int | None]) -> bool:
