@@ -17,6 +17,7 @@ from symmoe.errors import WrongResult
 from symmoe.kernels import twin
 from symmoe.precision import PRECISIONS, swizzle_scales
 from symmoe.tools.bench import grouped, pointer_loading, stock_torch
+from symmoe.tools.bench.gemm import groups_error
 from symmoe.tools.bench.step_trace import copied_bytes
 
 HIDDEN, FFN, EXPERTS = 32, 64, 4
@@ -38,6 +39,23 @@ def measure(tmp_path: Path, *arguments: str) -> dict[tuple[str, str], dict]:
 def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Only these choices are measured."""
     monkeypatch.setattr(grouped, "CHOICES", {name: grouped.CHOICES[name] for name in names})
+
+
+def test_a_small_number_of_one_row_is_no_mistake():
+    """Numbers of which a row has one are compared over all rows, and rows and weights by group."""
+    spans = [slice(0, 7), slice(7, 8), slice(8, 8)]
+    numbers = torch.tensor([3.0, -2.0, 4.0, 1.0, -5.0, 2.0, 3.0, 0.01])
+    rows, weights = torch.arange(1.0, 17.0).view(8, 2), torch.ones(3, 2, 2)
+    off_by_noise, wrong_group = numbers + 0.1, weights.clone()
+    wrong_group[1] *= 1.5
+
+    def error(*outputs: torch.Tensor) -> float:
+        return groups_error(lambda g: [numbers[spans[g]], rows[spans[g]], weights[g]], list(outputs), spans)
+
+    assert error(numbers, rows, weights) == 0
+    assert error(off_by_noise, rows, weights) == pytest.approx(0.1 * 8**0.5 / float(numbers.norm()), rel=1e-4)
+    assert error(numbers, rows, wrong_group) == pytest.approx(0.5)
+    assert error(numbers.roll(1), rows, weights) > 1
 
 
 @pytest.mark.slow
