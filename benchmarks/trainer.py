@@ -1,0 +1,194 @@
+"""Tokens per second of transformers' Trainer: a swapped model and symmoe's Trainer beside the unmodified ones.
+
+    torchrun --nproc-per-node=2 benchmarks/trainer.py --json trainer.json
+    python benchmarks/trainer.py --layers 2                            one process
+
+A Qwen3-MoE with the sizes of Qwen3-30B-A3B, fewer layers, a small vocabulary and random weights is trained as a user
+would: fp32 parameters, bf16=True, AdamW, gradients clipped to 1. The ways:
+
+    symmoe        swap_moe and symmoe.integrations.transformers.Trainer; experts lie on one rank each
+    grouped_mm    transformers' Trainer and grouped GEMMs of torch (its default); DDP, all experts on every rank
+    eager         the same with transformers' loop over experts
+
+Each way has a fresh model of the same seed and the same batches, and comes up --repetitions times, in turn with the
+others. Its first --warm-up steps are not counted. All ways have to end with the same training loss within 2 %, or
+nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+
+import symmoe
+from symmoe.integrations.transformers import Trainer, swap_moe
+from symmoe.tools.bench.records import machine
+
+SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+VOCABULARY = 8192
+WAYS = ("symmoe", "grouped_mm", "eager")
+LOSSES_NEAR = 0.02  # relative
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default="symmoe,grouped_mm", help=f"of {', '.join(WAYS)} (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--sequences", type=int, default=4, help="per rank and step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="that are counted (%(default)s)")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before them (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="of every way (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results to FILE")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.ways.split(",")) - set(WAYS):
+        parser.error(f"--ways: {', '.join(sorted(unknown))}: must be of {', '.join(WAYS)}")
+    return arguments
+
+
+class Clock(TrainerCallback):
+    """Seconds from the end of the last step of the warm-up to the end of training, the GPU's work included."""
+
+    def __init__(self, warm_up: int) -> None:
+        self._warm_up = warm_up
+        self._start = 0.0
+        self.seconds = 0.0
+
+    def on_step_end(self, args: object, state: transformers.TrainerState, control: object, **_: object) -> None:
+        if state.global_step == self._warm_up:
+            self._start = now()
+        elif state.global_step == state.max_steps:
+            self.seconds = now() - self._start
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def config_of(arguments: argparse.Namespace, way: str) -> transformers.Qwen3MoeConfig:
+    sizes = TINY | TINY_HEADS if arguments.tiny else SIZES | HEADS
+    return transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=arguments.layers,
+        max_position_embeddings=arguments.context,
+        norm_topk_prob=True,
+        experts_implementation="eager" if way == "eager" else "grouped_mm",
+        **sizes,
+    )
+
+
+def data(num_sequences: int, context: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (num_sequences, context), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def train(arguments: argparse.Namespace, way: str, device: torch.device, folder: str) -> tuple[float, float]:
+    """Tokens per second of all ranks, and the mean loss of the run."""
+    num_ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    with device:
+        model = transformers.Qwen3MoeForCausalLM(config_of(arguments, way))
+    heap = None
+    if way == "symmoe":
+        heap = symmoe.SymmetricHeap(num_bytes=heap_bytes(arguments, num_ranks))
+        swap_moe(model, heap)
+    clock, steps = Clock(arguments.warm_up), arguments.warm_up + arguments.steps
+    settings = TrainingArguments(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=arguments.sequences,
+        bf16=True,
+        use_cpu=device.type == "cpu",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = (Trainer if way == "symmoe" else transformers.Trainer)(
+        model,
+        settings,
+        train_dataset=data(steps * arguments.sequences * num_ranks, arguments.context),
+        callbacks=[clock],
+    )
+    loss = trainer.train().training_loss
+    del trainer, model
+    gc.collect()
+    if heap is not None:
+        heap.close()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return num_ranks * arguments.sequences * arguments.context * arguments.steps / clock.seconds, loss
+
+
+def heap_bytes(arguments: argparse.Namespace, num_ranks: int) -> int:
+    sizes = TINY if arguments.tiny else SIZES
+    shape = symmoe.MoEConfig(
+        hidden=sizes["hidden_size"],
+        ffn=sizes["moe_intermediate_size"],
+        num_experts=sizes["num_experts"],
+        top_k=sizes["num_experts_per_tok"],
+    )
+    num_tokens = arguments.sequences * arguments.context
+    plan = symmoe.plan_memory(
+        shape, num_ranks=num_ranks, num_tokens=num_tokens, num_layers=arguments.layers, routing="worst"
+    )
+    return plan.heap_bytes
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
+    transformers.logging.set_verbosity_error()
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in arguments.ways.split(",")}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.repetitions):
+            for way, runs in found.items():
+                runs.append(train(arguments, way, device, folder))
+    num_ranks, is_main = dist.get_world_size(), dist.get_rank() == 0
+    dist.destroy_process_group()
+    if not is_main:
+        return
+    results = []
+    for way, runs in found.items():
+        rates, losses = zip(*runs, strict=True)
+        results.append(
+            {"way": way, "ranks": num_ranks, "tokens_per_s": [round(rate) for rate in rates], "losses": losses}
+            | {name: getattr(arguments, name) for name in ("layers", "context", "sequences", "steps")}
+        )
+        print(f"{way:12s}{statistics.median(rates):12,.0f} tokens/s{min(losses):10.4f} loss", flush=True)
+    every = [loss for runs in found.values() for _, loss in runs]
+    if max(every) - min(every) > LOSSES_NEAR * min(every):
+        sys.exit(f"the ways have different losses: {every}")
+    if arguments.json is not None:
+        env = machine(device) | {"transformers": transformers.__version__, "command": " ".join(["python", *sys.argv])}
+        arguments.json.write_text(json.dumps({"env": env, "results": results}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
