@@ -52,6 +52,7 @@ class Job:
         accumulate: micro-batches of a step.
         bf16: autocast to it.
         lora: train only adapters of peft.
+        recomputes: the model's own switch for activation checkpointing is on.
         folder: where it saves after half of the steps; "": nowhere.
         resumes: go on from there.
     """
@@ -61,6 +62,7 @@ class Job:
     accumulate: int = 1
     bf16: bool = False
     lora: bool = False
+    recomputes: bool = False
     folder: str = ""
     resumes: bool = False
 
@@ -277,6 +279,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"bf16": True},
     "LoRA": {"lora": True},
+    "recomputed": {"recomputes": True},
     "accumulate": {"accumulate": 2},
 }
 
@@ -307,6 +310,8 @@ def adapters() -> Any:
 
 def swapped(heap: symmoe.SymmetricHeap, job: Job, *, seed: int = 0) -> Any:
     model = swap_moe(small_model(seed=seed), heap)
+    if job.recomputes:
+        model.train().gradient_checkpointing_enable()
     if job.lora:
         from symmoe.integrations.peft import get_peft_model
 
@@ -319,8 +324,11 @@ def on_ranks(rank: int, num_ranks: int, loop: str, options: dict[str, Any], fold
     """A run that saves, and one of another model that goes on where that saved."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         job = Job(rank, num_ranks, folder=f"{folder}/half", **options)
-        model = swapped(heap, job)
+        model, calls = swapped(heap, job), []
+        if job.recomputes:
+            model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
         whole = LOOPS[loop](model, job)
+        assert not job.recomputes or len(calls) >= 2 * STEPS, len(calls)
         if not job.lora:
             save_checkpoint(model, f"{folder}/tuned")
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
