@@ -88,10 +88,14 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales the reduced gradients down to a norm of at most `max_norm`. Collective over `group`.
 
-    Call it after :func:`reduce_gradients`, with the same groups, or after a backward that reduces gradients: under
-    FSDP, whose DTensors say where each part lives, or in a DDP, whose layers know `expert_group`. Every dense parameter
-    counts once and every expert once, wherever it lives, so the norm does not depend on the number of ranks or on how
-    parameters are sharded (up to rounding), and all ranks scale by the same bits. No host synchronisation.
+    Call it after :func:`reduce_gradients`, or after a backward that reduces gradients, under DDP or FSDP, whose
+    DTensors say where each part lives. Every dense parameter counts once and every expert once, wherever it lives, so
+    the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all ranks
+    scale by the same bits. No host synchronisation.
+
+    Args:
+        expert_group: as in :func:`reduce_gradients`. None: as many ranks have the same experts as the heap of a layer
+            says; of experts in other modules, one.
 
     Returns:
         [] fp32, the norm before clipping, on the device of the parameters.
@@ -101,8 +105,8 @@ def clip_grad_norm(
     """
     group = group or _default_group()
     num_ranks = _size(group)
-    expert_group = expert_group or _group_under_ddp(model)
-    copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=_size(expert_group))
+    num_replicas = _num_replicas(model, num_ranks) if expert_group is None else _size(expert_group)
+    copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
     everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
     for num_copies, gradients in sorted(copies.items()):
@@ -165,10 +169,10 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
             gradient.copy_(summed.view_as(gradient))
 
 
-def _group_under_ddp(model: nn.Module) -> dist.ProcessGroup | None:
-    """The replicas over which a DDP averages gradients of the experts in `model`; None: no replicas, or no DDP."""
-    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
-    return next((layer.replicas.gradient_group for layer in layers if layer.replicas.ddp is not None), None)
+def _num_replicas(model: nn.Module, num_ranks: int) -> int:
+    """How many of the ranks have the same experts, as the heap of a layer says; 1 if there is no layer."""
+    layers = (module for module in model.modules() if isinstance(module, ExpertParallelModule))
+    return max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
 
 
 def _default_group() -> dist.ProcessGroup | None:

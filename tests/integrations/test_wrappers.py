@@ -226,6 +226,10 @@ def one_rank_groups(rank: int, num_ranks: int) -> None:
         ddp = DistributedDataParallel(model)
         rank_loss(ddp, 0, rank, shares).backward()
         assert_same_gradients(model, plain)
+        norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
+        for clipped in (plain, ddp):
+            assert symmoe.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(norm, rel=BOUND)
+        assert_same_gradients(model, plain)
 
 
 def test_groups_of_one_rank_are_plain_data_parallel(cluster: Callable[..., Cluster]):
