@@ -161,4 +161,5 @@ def token_dispatcher(config: LocalTokenDispatcher.Config, **fields: Any) -> Symm
         config: what it replaces; num_experts and top_k are taken from there.
         fields: the others of `SymmoeTokenDispatcher.Config`, hidden_dim and num_max_tokens_per_rank at least.
     """
-    return derive(config, SymmoeTokenDispatcher.Config, **fields)
+    replacement: SymmoeTokenDispatcher.Config = derive(config, SymmoeTokenDispatcher.Config, **fields)
+    return replacement

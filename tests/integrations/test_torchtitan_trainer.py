@@ -1,5 +1,5 @@
 """torchtitan's Trainer with symmoe's dispatcher, EP 2 and FSDP2 on two CPU processes over gloo, against one process
-and against torchtitan's own all-to-all; what of torchtitan is replaced for CPUs stands in torchtitan_cases.py."""
+and against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan is replaced for CPUs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_torchtitan_goes_on_from_its_checkpoint_on_one_rank(run):
 
 
 def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple[Any, ...]:
-    import torchtitan_cases  # noqa: F401 - CPUs
+    import titan_on_cpus  # noqa: F401
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(words)

@@ -4,13 +4,11 @@ Trainer is torchtitan's own, with its start of the process group, parallelize fu
 checkpoints, activation checkpointing and validation. What is not, as it needs CUDA, or a torch, data or files that
 are not here:
 
-* `device_type` and `device_module` of `torchtitan.tools.utils`: torchtitan knows accelerators only. The module that
-  stands for CPUs has no memory to report.
+* What titan_on_cpus.py puts into torchtitan's and torch's modules.
 * Attention is torchtitan's ScaledDotProductAttention: FlexAttention has no backward pass on CPUs.
 * After torchtitan's parallelize function, FSDP2 is told to use plain sums: gloo does not scale in a sum.
-* `torch.distributed.set_timeout`, which torch 2.13 does not have: its older, private name is in its place.
 * `spmd_backend` is "partial_dtensor": with "spmd_types" FSDP2 of torch 2.13 refuses parameters that are no DTensors.
-* Experts multiply in fp32. torchtitan's round to bf16 in any case, which would hide errors below 4e-3.
+* But for bf16, experts multiply in fp32. torchtitan's round to bf16 in any case, which would hide errors below 4e-3.
 * Data are made here, so a tokenizer has nothing to do. The dataloader is torchtitan's, with torchdata's state.
 * The debug model has two layers, and everything is smaller. All runs begin with one seed checkpoint of torchtitan's,
   because DTensors on CPUs draw other random numbers on every number of ranks.
@@ -24,33 +22,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import titan_on_cpus  # noqa: F401 - before torchtitan's other modules
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
-from torchtitan.tools import utils
-
-# Before anything else of torchtitan, which takes them by name.
-utils.device_type = "cpu"
-utils.device_module = SimpleNamespace(
-    current_device=lambda: 0,
-    device_count=lambda: 1,
-    empty_cache=lambda: None,
-    get_device_name=lambda device: "CPU",
-    get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
-    memory_stats=lambda device: {},
-    reset_peak_memory_stats=lambda: None,
-    set_device=lambda device: None,
-    synchronize=lambda: None,
-)
-if not hasattr(dist, "set_timeout"):
-    dist.set_timeout = dist.distributed_c10d._set_pg_timeout
-
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
@@ -218,8 +198,6 @@ def small(config: Trainer.Config) -> Trainer.Config:
     )
     for layer in layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        experts = layer.moe.routed_experts.inner_experts
-        layer.moe.routed_experts.inner_experts = derive(experts, Fp32Experts.Config)
     model = config.model_spec.model
     model = replace(
         model,
@@ -257,6 +235,10 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "bfloat16" if job.bf16 else "float32"
     config.parallelism.expert_parallel_degree = num_ranks
+    if not job.bf16:
+        for layer in config.model_spec.model.layers:
+            experts = layer.moe.routed_experts
+            experts.inner_experts = derive(experts.inner_experts, Fp32Experts.Config)
     config.activation_checkpoint = RECOMPUTE[job.recompute].Config() if job.recompute else None
     config.checkpoint = CheckpointManager.Config(
         enable=True,
