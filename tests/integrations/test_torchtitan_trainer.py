@@ -1,5 +1,5 @@
-"""torchtitan's Trainer with symmoe's dispatcher, EP 2 and FSDP2 on two CPU processes over gloo, against one process
-and against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan is replaced for CPUs."""
+"""torchtitan's Trainer with symmoe's dispatcher, EP 2 and FSDP2 on CPU processes over gloo, against one process and
+against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan is replaced for CPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(rank: int, num_ranks: int, port: int, **job: Any):
 
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[dict[int, Cluster]]:
-    clusters = {num_ranks: Cluster(num_ranks) for num_ranks in (1, 2)}
+    clusters = {num_ranks: Cluster(num_ranks) for num_ranks in (1, 2, 4)}
     yield clusters
     for cluster in clusters.values():
         cluster.close()
@@ -86,6 +86,14 @@ def test_two_ranks_train_as_one(run, options: str):
     assert min(expected.norms) < 2.5 < max(expected.norms)  # MAX_NORM: some are clipped
     num_batches = 20 * OPTIONS[options].get("accumulate", 1) + 2 * 2
     assert (found.num_dispatches, expected.num_dispatches) == (2 * num_batches, 0)  # of two layers
+
+
+def test_two_ep_groups_train_as_one_rank(run):
+    """FSDP2 shards each expert over the two ranks that have it."""
+    expected, _ = run(1)
+    found, _ = run(4, symmoe=True)
+    assert_close(found, expected)
+    assert found.num_dispatches == 2 * (20 + 2 * 2)
 
 
 def test_it_trains_as_torchtitans_all_to_all(run):

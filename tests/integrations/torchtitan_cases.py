@@ -223,6 +223,7 @@ def small(config: Trainer.Config) -> Trainer.Config:
     )
     config.parallelism.spmd_backend = "partial_dtensor"
     config.activation_checkpoint = None
+    config.debug.seed = 1
     return config
 
 
@@ -234,7 +235,7 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
     config.training.global_batch_size = GLOBAL_BATCH
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "bfloat16" if job.bf16 else "float32"
-    config.parallelism.expert_parallel_degree = num_ranks
+    config.parallelism.expert_parallel_degree = min(2, num_ranks)
     if not job.bf16:
         for layer in config.model_spec.model.layers:
             experts = layer.moe.routed_experts
