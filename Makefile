@@ -1,7 +1,8 @@
 # make setup     create .venv and install everything the project needs (requirements.txt)
 # make train     the main job: train the example language model on CPUs (2 processes)
 # make test      the tests; make lint is one of them
-# make test-all  those that are marked slow, too, and the core tests on other Pythons that are found (tests/README.md)
+# make test-all  those that are marked slow, too, those of torchtitan, which it installs, and
+#                the core tests on other Pythons that are found (tests/README.md)
 # make lint      ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
 # make docs      the documentation, into the folder site/
@@ -21,9 +22,11 @@ RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.js
 ifeq ($(VENV),none)
 PY := "$(PYTHON)"
 INSTALLED :=
+TORCHTITAN :=
 else
 PY := "$(VENV)/bin/python"
 INSTALLED := $(VENV)/installed
+TORCHTITAN := $(VENV)/torchtitan
 endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
@@ -37,6 +40,10 @@ $(VENV)/installed: pyproject.toml requirements.txt Makefile
 	"$(PYTHON)" -m venv $(VENV)
 	$(PY) -m pip install --quiet --requirement requirements.txt
 	touch $@
+
+# Some 80 MB, for two files of slow tests, which are skipped where it cannot be had.
+$(VENV)/torchtitan: requirements-torchtitan.txt $(INSTALLED)
+	$(PY) -m pip install --quiet --no-deps --requirement $< && touch $@ || echo "torchtitan's tests will be skipped"
 
 train: setup
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/train_lm.py $(ARGS)
@@ -53,6 +60,7 @@ TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 |
 CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
 
 test-all: MARKED := -m 'not gpu'
+test-all: $(TORCHTITAN)
 test test-all: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
 	$(if $(filter test-all,$@),$(TEST_OTHERS))

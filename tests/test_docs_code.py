@@ -289,6 +289,25 @@ def lightning_results(scope: Scope) -> None:
     assert scope["trainer"].global_step == 2
 
 
+def titan_program(scope: Scope) -> None:
+    from torchtitan_cases import small
+
+    scope.update(small=small)
+
+
+def titan_results(scope: Scope) -> None:
+    from torchtitan_cases import dispatcher_of
+
+    from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+
+    losses = scope["trainer"].metrics_processor.run.losses
+    assert losses[-1] < 0.9 * losses[0]
+    dispatcher = dispatcher_of(scope["trainer"])
+    assert isinstance(dispatcher, SymmoeTokenDispatcher)
+    assert dispatcher.ep_mesh.size() == 2
+    dispatcher.close()
+
+
 def saved_adapters(scope: Scope) -> None:
     assert {path.name for path in Path("adapters").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
@@ -368,6 +387,17 @@ PAGES = {
     ),
     "docs/peft.md": Page(
         2, published_checkpoint, check=saved_adapters, needs=("transformers>=5.23", "peft>=0.21", "safetensors")
+    ),
+    "docs/torchtitan.md": Page(
+        2,
+        titan_program,
+        replaced=(
+            ("= qwen3_moe_debug()", "= small(qwen3_moe_debug())"),
+            ('sizes = {"hidden_dim": 256', 'sizes = {"hidden_dim": 64'),
+            ("4 * 4096", "4 * 16"),
+        ),
+        check=titan_results,
+        needs=("torchtitan==0.3.0", "torchdata", "spmd_types", "tyro", "datasets"),
     ),
     "docs/precision.md": Page(1, quantised_rows, check=near_the_rows),
     "docs/timeline.md": Page(1, loggers, check=recorded, needs=("matplotlib",)),

@@ -128,7 +128,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder symmoe below one with a space, with what make reads; `python` beside it stands for an interpreter."""
     folder = tmp_path / "a folder" / "symmoe"
     folder.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "requirements.txt"):
+    for name in ("Makefile", "pyproject.toml", "requirements.txt", "requirements-torchtitan.txt"):
         shutil.copy(ROOT / name, folder)
     (folder.parent / "python").write_text(PYTHON, encoding="utf-8")
     (folder.parent / "python").chmod(0o755)
@@ -158,11 +158,15 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [python for python, _, _ in calls] == [theirs] + [ours] * (len(calls) - 1)
     assert {path for _, path, _ in calls} == {str(checkout)}
     arguments = [words for _, _, words in calls]
-    assert arguments[:2] == ["-m venv .venv", "-m pip install --quiet --requirement requirements.txt"]
+    set_up = ["-m venv .venv", "-m pip install --quiet --requirement requirements.txt"]
+    if target == "test-all":
+        set_up.append("-m pip install --quiet --no-deps --requirement requirements-torchtitan.txt")
+    assert [words for words in arguments if words.startswith(("-m venv ", "-m pip "))] == set_up
+    assert arguments[:2] == set_up[:2]
     assert arguments[-1].startswith("-m torch.distributed.run" if target == "train" else "-m pytest tests ")
     assert ("-m not gpu" in arguments[-1]) == (target == "test-all")
     again = make(checkout, target)
-    assert [words for _, _, words in again] == arguments[2:]
+    assert [words for _, _, words in again] == [words for words in arguments if words not in set_up]
 
 
 def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(

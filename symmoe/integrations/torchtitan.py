@@ -1,8 +1,7 @@
 """torchtitan's expert parallelism over symmetric memory: a token dispatcher for its MoE (torchtitan 0.3).
 
-    moe.routed_experts.token_dispatcher = SymmoeTokenDispatcher.Config(
-        num_experts=64, top_k=8, hidden_dim=2048, num_max_tokens_per_rank=8192
-    )
+    sizes = {"hidden_dim": 2048, "num_max_tokens_per_rank": 8192}
+    config.override.imports = [("symmoe.integrations.torchtitan.token_dispatcher", sizes)]
 
 T tokens on this rank, D hidden size, K experts per token, R rows received by this rank. Experts are torchtitan's own:
 rows are copied between the heap and ordinary memory, and scores are applied after the experts, in fp32, as torchtitan's
@@ -15,9 +14,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalDispatchMetadata, LocalTokenDispatcher
 
 from symmoe.dispatch.plan import Plan, make_plan
@@ -150,3 +151,15 @@ def _shared_heap(group: dist.ProcessGroup, num_bytes: int) -> SymmetricHeap:
     if heap is None:
         heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
     return heap
+
+
+@override(target=LocalTokenDispatcher.Config, description="dispatch and combine over symmetric memory")
+def token_dispatcher(config: LocalTokenDispatcher.Config, **fields: Any) -> SymmoeTokenDispatcher.Config:
+    """The configuration in place of any other dispatcher's: an override of torchtitan's, for `override.imports`.
+
+    Args:
+        config: what it replaces; num_experts and top_k are taken from there.
+        fields: the others of `SymmoeTokenDispatcher.Config`, hidden_dim and num_max_tokens_per_rank at least.
+    """
+    replacement: SymmoeTokenDispatcher.Config = derive(config, SymmoeTokenDispatcher.Config, **fields)
+    return replacement

@@ -12,7 +12,9 @@ from cluster import Cluster
 from torch.distributed.device_mesh import init_device_mesh
 from worker import without_semaphores
 
-pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan 0.3, which is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchtitan") is None, reason="needs torchtitan, which only `make test-all` installs"
+)
 
 DIM, FFN, EXPERTS = 16, 24, 8
 

@@ -1,0 +1,148 @@
+"""torchtitan's Trainer with symmoe's dispatcher, EP 2 and FSDP2 on CPU processes over gloo, against one process and
+against torchtitan's own all-to-all; torchtitan_cases.py says what of torchtitan is replaced for CPUs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchtitan.md"
+NEEDS = ("torchtitan", "torchdata", "spmd_types", "tyro", "datasets", "tokenizers")
+MISSING = [name for name in NEEDS if find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}, which only `make test-all` installs"),
+]
+
+BOUND = 1e-6  # of losses and norms, relative
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "accumulate": {"accumulate": 2}, "bf16": {"bf16": True}}
+
+
+def trained(rank: int, num_ranks: int, port: int, **job: Any):
+    from torchtitan_cases import Job, train
+
+    return train(rank, num_ranks, port, Job(**job))
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[dict[int, Cluster]]:
+    clusters = {num_ranks: Cluster(num_ranks) for num_ranks in (1, 2, 4)}
+    yield clusters
+    for cluster in clusters.values():
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def run(clusters: dict[int, Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`run(num_ranks, **job)`: what all ranks have reported alike. A run is made once, or goes on in its folder."""
+    folder, found = tmp_path_factory.mktemp("torchtitan"), {}
+
+    def get(num_ranks: int, **job: Any):
+        key = (num_ranks, *sorted(job.items()))
+        if key not in found:
+            place = job.pop("folder", str(folder / str(len(found))))
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            runs = clusters[num_ranks].run(trained, port, folder=place, **job)
+            assert all(run == runs[0] for run in runs)
+            found[key] = runs[0], place
+        return found[key]
+
+    _, seed = get(1)
+
+    def from_seed(num_ranks: int, **job: Any):
+        return get(num_ranks, seed_folder=f"{seed}/checkpoint/step-0", **job)
+
+    return from_seed
+
+
+def assert_close(found, expected, bound: float = BOUND, norms_bound: float = BOUND) -> None:
+    assert len(found.losses) == len(expected.losses) > 0
+    assert found.losses == pytest.approx(expected.losses, rel=bound)
+    assert found.norms == pytest.approx(expected.norms, rel=norms_bound)
+    assert found.validations == pytest.approx(expected.validations, rel=bound)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_two_ranks_train_as_one(run, options: str):
+    """With torchtitan's local dispatcher: losses, norms before they are clipped, and evaluation."""
+    expected, _ = run(1, **OPTIONS[options])
+    found, _ = run(2, symmoe=True, **OPTIONS[options])
+    bounds = (2e-3, 2e-2) if options == "bf16" else (BOUND, BOUND)
+    assert_close(found, expected, *bounds)
+    assert len(expected.losses) == 20
+    assert len(expected.validations) == 2
+    assert expected.losses[-1] < 0.9 * expected.losses[0]
+    assert min(expected.norms) < 2.5 < max(expected.norms)  # MAX_NORM: some are clipped
+    num_batches = 20 * OPTIONS[options].get("accumulate", 1) + 2 * 2
+    assert (found.num_dispatches, expected.num_dispatches) == (2 * num_batches, 0)  # of two layers
+
+
+def test_two_ep_groups_train_as_one_rank(run):
+    """FSDP2 shards each expert over the two ranks that have it."""
+    expected, _ = run(1)
+    found, _ = run(4, symmoe=True)
+    assert_close(found, expected)
+    assert found.num_dispatches == 2 * (20 + 2 * 2)
+
+
+def test_it_trains_as_torchtitans_all_to_all(run):
+    expected, _ = run(2)
+    found, _ = run(2, symmoe=True)
+    assert_close(found, expected)
+    assert expected.num_dispatches == 0
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_activation_checkpointing_gives_the_same_bits(run, what: str):
+    plain, _ = run(2, symmoe=True)
+    found, _ = run(2, symmoe=True, recompute=what)
+    assert (found.losses, found.norms) == (plain.losses, plain.norms)
+    assert found.num_dispatches == plain.num_dispatches + 2 * 20  # again in every backward pass
+
+
+def test_a_run_that_resumes_has_the_same_bits(run):
+    whole, folder = run(2, symmoe=True)
+    rest, _ = run(2, symmoe=True, folder=folder, saved_by=2)
+    assert (rest.losses, rest.norms) == (whole.losses[10:], whole.norms[10:])
+    assert rest.validations == whole.validations[1:]
+
+
+def test_torchtitan_goes_on_from_its_checkpoint_on_one_rank(run):
+    whole, folder = run(2, symmoe=True)
+    rest, _ = run(1, folder=folder, saved_by=2)
+    assert rest.losses == pytest.approx(whole.losses[10:], rel=BOUND)
+    assert rest.norms == pytest.approx(whole.norms[10:], rel=BOUND)
+    assert rest.num_dispatches == 0
+
+
+def parsed(rank: int, num_ranks: int, words: list[str]) -> tuple[Any, ...]:
+    import titan_on_cpus  # noqa: F401
+    from torchtitan.config import ConfigManager
+
+    config = ConfigManager().parse_args(words)
+    tokens = config.training.local_batch_size * config.training.seq_len
+    found = config.parallelism.expert_parallel_degree, config.training.disable_cuda_graphs, config.override.imports
+    return *found, config.model_spec.model.dim, tokens
+
+
+def test_the_command_of_the_page_says_what_its_lines_say(clusters: dict[int, Cluster]):
+    text = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
+    _, words = re.search(r"^    torchrun (.*?) -m torchtitan.train (.*)$", text, re.MULTILINE).groups()
+    ((degree, no_graphs, imports, dim, tokens),) = clusters[1].run(parsed, shlex.split(words))
+    assert (degree, no_graphs) == (2, True)
+    target = "symmoe.integrations.torchtitan.token_dispatcher"
+    assert imports == [(target, {"hidden_dim": dim, "num_max_tokens_per_rank": tokens})]
+    lines = text.partition("```python\n")[2].partition("```")[0]
+    assert f'{{"hidden_dim": {dim}, "num_max_tokens_per_rank": 4 * 4096}}' in lines
+    assert (tokens, f'[("{target}", sizes)]' in lines) == (4 * 4096, True)
