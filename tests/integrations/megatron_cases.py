@@ -23,8 +23,8 @@ HEAP_BYTES = 8 << 20
 _GROUPS: list[dist.ProcessGroup] = []  # of Megatron, on this rank
 
 
-def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
-    """Megatron's process groups for these sizes of EP, TP and PP. Collective over all ranks."""
+def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, num_chunks: int | None = None) -> None:
+    """Megatron's process groups for these sizes of EP, TP and PP, and chunks of a stage. Collective over all ranks."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -40,6 +40,7 @@ def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=num_chunks,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
     )
