@@ -139,6 +139,9 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     if after.startswith("local_experts."):  # SequentialMLP: local_experts.{i}.linear_fc1.weight
         _, i, linear, _ = after.split(".")
         return [(f"{before}{marker}{first + int(i)}.{linear}.weight", tensor)]
+    linear, _, number = after.partition(".weight")
+    if number:  # TEGroupedMLP: linear_fc1.weight{i}
+        return [(f"{before}{marker}{first + int(number)}.{linear}.weight", tensor)]
     parts = []
     for i, part in enumerate(tensor.detach().unbind(0)):  # ours: linear_fc1.weight
         part.grad = None if tensor.grad is None else tensor.grad[i]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_checkpoints
+import megatron_optimizer
 import megatron_pipeline
 import megatron_training
 import pytest
@@ -366,6 +367,19 @@ def test_checkpoint(ranks: Callable[[int], Cluster], tmp_path: Path, saved_by: s
             assert [result["wrong"] for result in results] == [[]] * num_ranks
             # All experts of both layers and both linears, on the ranks of each replica.
             assert sum(len(result["experts"]) for result in results) == 2 * 2 * 8 * num_ranks // ep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+def test_distributed_optimizer(ranks: Callable[[int], Cluster], tmp_path: Path, ep: int):
+    """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
+    for result in ranks(2).run(megatron_optimizer.trained, ep=ep, path=str(tmp_path)):
+        assert result["num_moved"] == result["num_parameters"]
+        assert max(result["distributed to plain"].values(), default=0.0) < ROUNDING
+        assert max(result["experts to megatron"].values()) < 100 * ROUNDING  # Adam divides by small numbers
+        assert result["loaded to new"]
+        assert result["loaded to saved"] == {}
+        assert result["loaded to continued"] == {}
 
 
 @pytest.mark.slow
