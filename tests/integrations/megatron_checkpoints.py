@@ -32,7 +32,7 @@ def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         try:
             dist_checkpointing.save(state, path, content_metadata={"singleton_local_shards": per_expert_keys})
         finally:
-            end_writers()
+            _end_writers()
 
 
 def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         return {"wrong": wrong, "num_tensors": len(parameters), "experts": experts}
 
 
-def end_writers() -> None:
+def _end_writers() -> None:
     """Ends the process of the queue that Megatron's writers share. It would outlive this one, which ends in a hurry."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

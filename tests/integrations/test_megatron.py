@@ -371,15 +371,14 @@ def test_checkpoint(ranks: Callable[[int], Cluster], tmp_path: Path, saved_by: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2])
-def test_distributed_optimizer(ranks: Callable[[int], Cluster], tmp_path: Path, ep: int):
+def test_distributed_optimizer(ranks: Callable[[int], Cluster], ep: int):
     """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
-    for result in ranks(2).run(megatron_optimizer.trained, ep=ep, path=str(tmp_path)):
+    for result in ranks(2).run(megatron_optimizer.trained, ep=ep):
         assert result["num_moved"] == result["num_parameters"]
         assert max(result["distributed to plain"].values(), default=0.0) < ROUNDING
         assert max(result["experts to megatron"].values()) < 100 * ROUNDING  # Adam divides by small numbers
-        assert result["loaded to new"]
-        assert result["loaded to saved"] == {}
-        assert result["loaded to continued"] == {}
+        plain, distributed = result["state_sizes"]
+        assert distributed < 0.7 * plain if ep == 1 else distributed < plain
 
 
 @pytest.mark.slow
