@@ -63,7 +63,10 @@ class Recorder:
         self._write()
 
     def _write(self) -> None:
-        self._path.write_text(json.dumps({name: asdict(ending) for name, ending in self._endings.items()}))
+        """The file is whole at any time: run.py may end this process."""
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({name: asdict(ending) for name, ending in self._endings.items()}))
+        partial.replace(self._path)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
