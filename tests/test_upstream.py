@@ -100,7 +100,7 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
     assert kinds["skipped"] == {"Skipped: needs what is not here": 1}
 
 
-@pytest.mark.parametrize(("test", "status"), [("sum", 0), ("untouched", 1)])
+@pytest.mark.parametrize(("test", "status"), [("untouched", 1), pytest.param("sum", 0, marks=pytest.mark.slow)])
 def test_green_without_symmoe_is_an_error(checkout: Path, test: str, status: int):
     assert run.main(["made-up", str(checkout), "--ranks", "1", "--tests", f"test_made_up.py::test_{test}"]) == status
 
