@@ -16,6 +16,9 @@ import torch
 class _NoStream:
     """A CUDA stream where there is none: everything has been done by the time it is asked for."""
 
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
     def wait_stream(self, stream: object) -> None:
         """There is nothing to wait for."""
 
@@ -52,8 +55,8 @@ def _stand_in_for_cuda() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it with tensor parallelism
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
-    torch.cuda.Stream = lambda *args, **kwargs: _NoStream()
-    torch.cuda.current_stream = lambda *args: _NoStream()
+    torch.cuda.Stream = _NoStream  # a class, as annotations need one
+    torch.cuda.current_stream = _NoStream
     torch.cuda.stream = _NoStreamContext
     torch.cuda.synchronize = lambda *args: None
     # Megatron keeps one generator per purpose, and switches the GPU's state between them.

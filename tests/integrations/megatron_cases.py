@@ -23,8 +23,8 @@ HEAP_BYTES = 8 << 20
 _GROUPS: list[dist.ProcessGroup] = []  # of Megatron, on this rank
 
 
-def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
-    """Megatron's process groups for these sizes of EP, TP and PP. Collective over all ranks."""
+def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1, num_chunks: int | None = None) -> None:
+    """Megatron's process groups for these sizes of EP, TP and PP, and chunks of a stage. Collective over all ranks."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -40,6 +40,7 @@ def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=num_chunks,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
     )
@@ -138,6 +139,9 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     if after.startswith("local_experts."):  # SequentialMLP: local_experts.{i}.linear_fc1.weight
         _, i, linear, _ = after.split(".")
         return [(f"{before}{marker}{first + int(i)}.{linear}.weight", tensor)]
+    linear, _, number = after.partition(".weight")
+    if number:  # TEGroupedMLP: linear_fc1.weight{i}
+        return [(f"{before}{marker}{first + int(number)}.{linear}.weight", tensor)]
     parts = []
     for i, part in enumerate(tensor.detach().unbind(0)):  # ours: linear_fc1.weight
         part.grad = None if tensor.grad is None else tensor.grad[i]

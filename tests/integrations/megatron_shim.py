@@ -16,12 +16,19 @@ def install() -> None:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Within it, tensors that Megatron's schedules make on "cuda" are made on the CPU."""
+    """Within it, tensors that Megatron makes on "cuda" are on the CPU, and say that their type is one of GPUs."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda" and not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):  # which the optimizers of Megatron look at
+            return result.replace("torch.", "torch.cuda.")
+        return result

@@ -1,4 +1,4 @@
-"""What ranks run for the tests of training: Megatron's DDP, micro-batches, memory, precision, metrics, refusals."""
+"""What ranks run for the tests of training: Megatron's DDP, memory, precision, metrics, refusals."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import megatron_shim
 import torch
 import torch.distributed as dist
 from megatron_cases import (
     BATCH,
     SEQUENCE,
     batch_of,
-    changes_of,
     config_of,
     differences,
     filled,
@@ -154,67 +152,6 @@ def _scale_wgrad(linear: Any) -> None:
         return weight_gradients(weights, compute_more, **kwargs)
 
     linear.weight_gradients = scaled
-
-
-def interleaved(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
-    """Three micro-batches as a pipeline runs them (forward, forward, backward, forward, backward, backward)."""
-    use_groups(ep=2)
-    config = config_of(**fields)
-    found = {}
-    with opened_heap() as heap:
-        for form, form_spec in forms_of(reference_spec(config), heap).items():
-            model = model_of(config, form_spec)
-            batches = [_changed_batch(step) for step in range(3)]
-            waiting = [model(**batches[0]).mean(), model(**batches[1]).mean()]
-            waiting.pop(0).backward()
-            waiting.append(model(**batches[2]).mean())
-            while waiting:
-                waiting.pop(0).backward()
-            found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
-    return changes_of(found)
-
-
-def pipelined(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
-    """Four micro-batches through two stages of two layers each, by Megatron's own 1F1B schedule, at EP 2."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    use_groups(ep=2, pp=2)
-    config = config_of(num_layers=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **fields)
-
-    def forward_step(steps: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        losses = model(**_changed_batch(next(steps)))
-        return losses, lambda losses: (losses.mean(), {"loss": losses.detach().clone()})
-
-    found = {}
-    with opened_heap() as heap:
-        for form, form_spec in forms_of(reference_spec(config), heap).items():
-            model = model_of(config, form_spec)
-            with megatron_shim.CudaIsCpu():
-                reports = get_forward_backward_func()(
-                    forward_step_func=forward_step,
-                    data_iterator=iter(range(4)),
-                    model=model,
-                    num_microbatches=4,
-                    seq_length=SEQUENCE,
-                    micro_batch_size=BATCH,
-                    forward_only=False,
-                )
-            found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
-            found[form] |= {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
-    return {
-        **changes_of(found),
-        "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "num_losses": len(reports),
-        "num_tensors": len(found["megatron"]),
-    }
-
-
-def _changed_batch(step: int) -> dict[str, torch.Tensor]:
-    batch = batch_of()
-    for name in ("input_ids", "labels"):
-        batch[name] = (batch[name] * (2 * step + 3) + step) % 64
-    return batch
 
 
 def memory(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import megatron_checkpoints
+import megatron_optimizer
+import megatron_pipeline
 import megatron_training
 import pytest
 from cluster import Cluster
@@ -213,18 +215,42 @@ def test_wrong_main_grad_is_found(ranks: Callable[[int], Cluster]):
 
 
 @pytest.mark.parametrize("name", ["plain", "overlapped shared expert", "recomputed MoE layers"])
-def test_interleaved_micro_batches(ranks: Callable[[int], Cluster], name: str):
-    for result in ranks(2).run(megatron_training.interleaved, fields=FIELDS[name]):
+def test_several_micro_batches_in_flight(ranks: Callable[[int], Cluster], name: str):
+    for result in ranks(2).run(megatron_pipeline.several_in_flight, fields=FIELDS[name]):
         assert result["dispatcher"] == {}
         assert max(result["experts"].values()) < ROUNDING
 
 
-@_SLOW
-@pytest.mark.parametrize("name", ["plain", "overlapped shared expert"])
-def test_pipeline_of_two_stages(ranks: Callable[[int], Cluster], name: str):
-    results = ranks(4).run(megatron_training.pipelined, fields=FIELDS[name])
+@pytest.mark.parametrize("num_chunks", [2, pytest.param(None, marks=_SLOW)])
+@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW)])
+@pytest.mark.parametrize("name", ["plain", "recomputed MoE layers", "recomputed layers", "overlapped shared expert"])
+def test_pipeline_of_two_stages(
+    ranks: Callable[[int], Cluster], num_ranks: int, ep: int, num_chunks: int | None, name: str
+):
+    """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
+    results = ranks(num_ranks).run(megatron_pipeline.pipelined, ep=ep, num_chunks=num_chunks, fields=FIELDS[name])
     assert_equal(results)
-    assert sorted((result["stage"], result["num_losses"]) for result in results) == [(0, 0), (0, 0), (1, 4), (1, 4)]
+    losses = sorted((result["stage"], result["num_losses"]) for result in results)
+    assert losses == [(0, 0)] * ep + [(1, 4)] * ep
+    for result in results:
+        assert result["leased_bytes"] == [0, 0, 0]
+        assert result["num_nonzero"] >= result["num_tensors"] - 4  # equal zeros would say nothing
+
+
+_STAGES = {  # stage, of, layers of a chunk, micro-batches in turn, recomputed
+    "first of 2": (0, 2, 2, 2, False),
+    "last of 2": (1, 2, 1, 4, False),
+    "second of 3, recomputed": (1, 3, 2, 4, True),
+}
+
+
+@pytest.mark.parametrize("name", _STAGES)
+def test_heap_of_an_interleaved_stage_is_exact(ranks: Callable[[int], Cluster], name: str):
+    """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) is enough, no smaller one is."""
+    names = ("stage", "num_stages", "layers_per_chunk", "group_size", "recompute")
+    for result in ranks(2).run(megatron_pipeline.heap_of_stage, **dict(zip(names, _STAGES[name], strict=True))):
+        assert isinstance(result["enough"], int), result
+        assert "lease '" in result["one block less"]
 
 
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
@@ -341,6 +367,18 @@ def test_checkpoint(ranks: Callable[[int], Cluster], tmp_path: Path, saved_by: s
             assert [result["wrong"] for result in results] == [[]] * num_ranks
             # All experts of both layers and both linears, on the ranks of each replica.
             assert sum(len(result["experts"]) for result in results) == 2 * 2 * 8 * num_ranks // ep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+def test_distributed_optimizer(ranks: Callable[[int], Cluster], ep: int):
+    """Parts of parameters on the data-parallel ranks: of all parameters at EP 1, of dense ones at EP 2."""
+    for result in ranks(2).run(megatron_optimizer.trained, ep=ep):
+        assert result["num_moved"] == result["num_parameters"]
+        assert max(result["distributed to plain"].values(), default=0.0) < ROUNDING
+        assert max(result["experts to megatron"].values()) < 100 * ROUNDING  # Adam divides by small numbers
+        plain, distributed = result["state_sizes"]
+        assert distributed < 0.7 * plain if ep == 1 else distributed < plain
 
 
 @pytest.mark.slow

@@ -1,0 +1,59 @@
+"""Megatron's GPTModel with Transformer Engine's modules around symmoe's layer, on one GPU.
+
+Attention, norms and linear layers are TE's in all models. The reference is Megatron's alltoall with TEGroupedMLP.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+
+# Also in the ranks, which import this module.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "integrations"))
+
+from megatron_cases import batch_of, config_of, filled, forms_of, gradients_of, opened_heap, use_groups
+
+pytestmark = pytest.mark.gpu
+
+BOUND = 0.05  # of bf16, root mean square, relative
+
+
+def compare(rank: int, num_ranks: int) -> dict[str, dict[str, float]]:
+    """Relative errors of losses and all gradients of our dispatcher around TEGroupedMLP, and of both of ours."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    use_groups()
+    wide = {"hidden_size": 64, "moe_ffn_hidden_size": 64}
+    config = config_of(
+        **wide, bf16=True, params_dtype=torch.bfloat16, moe_grouped_gemm=True, use_cpu_initialization=False
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=True)
+    batch = {name: tensor.cuda() for name, tensor in batch_of().items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    with opened_heap() as heap:
+        for form, form_spec in forms_of(spec, heap).items():
+            model: Any = filled(GPTModel(config, form_spec, 64, batch["input_ids"].shape[1])).cuda()
+            losses = model(**batch)
+            losses.float().mean().backward()
+            found[form] = {"losses": losses.detach().clone(), **gradients_of(model)}
+    want = {name: tensor.float() for name, tensor in found.pop("megatron").items()}
+    return {
+        form: {name: float((got[name].float() - want[name]).norm() / want[name].norm()) for name in want}
+        for form, got in found.items()
+    }
+
+
+def test_layers_between_transformer_engines_modules(cluster):
+    (errors,) = cluster(1, "cuda").run(compare)
+    assert errors.keys() == {"experts", "dispatcher"}
+    for form, by_name in errors.items():
+        assert sum(".mlp.experts." in name for name in by_name) == 2 * 2 * 8  # layers, linears, experts
+        assert max(by_name.values()) < BOUND, form
