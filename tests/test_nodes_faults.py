@@ -79,6 +79,7 @@ class Overlapping(Ready):
         y, _ = self._layer(x, topk_idx=self.ids, probs=self._probs)
         self.is_back = True
         y.sum().backward()
+        self.heap.synchronize()  # what a call that has failed has computed is nothing to compare
         found = [y.detach(), x.grad]
         self._wanted = self._wanted or found
         assert all(torch.equal(a, b) for a, b in zip(found, self._wanted, strict=True))
@@ -94,6 +95,8 @@ def wrong_calls(
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
+    # A rank of the next node on another rail: its peers and mates do not wait for those of the culprit.
+    across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (culprit + 1) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
         x = ready.x
@@ -117,6 +120,7 @@ def wrong_calls(
         expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))
         plan = ready.plan()
         expect("ArgumentError", lambda: dispatch_tokens(x[1:] if is_culprit else x, plan))
+        expect("ArgumentError", lambda: dispatch_tokens(x[1:] if rank in (culprit, across) else x, plan))
         expect("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan))
         expect("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan))
         rows, _ = dispatch_tokens(x, plan)
@@ -175,55 +179,63 @@ def test_full_heaps(cluster, num_ranks: int, ranks_per_node: int):
     assert cluster(num_ranks).run(full_heaps, ranks_per_node, 2) == [["HeapExhausted"] * 5] * num_ranks
 
 
-# In the middle of what code: a function, and which of its calls in a step.
-MIDDLE: dict[str, tuple[Any, str, int]] = {
-    "sending": (crossing, "_rows", 0),
-    "own rows": (overlapped_trip, "Part", 0),
-    "rows of a peer": (overlapped_trip, "Part", 1),
-    "rows of other nodes": (overlapped_trip, "Part", 2),
-    "FC2 of other nodes": (schedule, "Part", 0),
-    "FC2 of own rows": (schedule, "Part", 1),
-    "summing": (combine_nodes, "_sum_of_nodes", 0),
-    "own gradients": (overlapped_trip, "Part", 3),
-    "gradients of other nodes": (overlapped_trip, "Part", 5),
-    "weight gradients": (ep_step._EPStep, "weight_gradients", 0),
-    "summing in backward": (combine_nodes, "_sum_of_nodes", 1),
-}
-BACK = "own gradients", "gradients of other nodes", "weight gradients", "summing in backward"
-IN_SHORT = "sending", "own rows", "rows of other nodes", "FC2 of own rows", "summing", "weight gradients"
+def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
+    """In the middle of what code: a function, which of its calls in a step on two nodes, and whether in backward."""
+    parts = ranks_per_node + 1  # of a dispatch: the ranks of this node, and the other node
+    return {
+        "sending": (crossing, "_rows", 0, False),
+        "own rows": (overlapped_trip, "Part", 0, False),
+        "rows of a peer": (overlapped_trip, "Part", 1, False),
+        "rows of other nodes": (overlapped_trip, "Part", parts - 1, False),
+        "FC2 of other nodes": (schedule, "Part", 0, False),
+        "FC2 of own rows": (schedule, "Part", 1, False),
+        "summing": (combine_nodes, "_sum_of_nodes", 0, False),
+        "sending gradients": (crossing, "_rows", 4, True),  # after tokens and probs, for two nodes each
+        "own gradients": (overlapped_trip, "Part", parts, True),
+        "gradients of other nodes": (overlapped_trip, "Part", 2 * parts - 1, True),
+        "weight gradients": (ep_step._EPStep, "weight_gradients", 0, True),
+        "summing in backward": (combine_nodes, "_sum_of_nodes", 1, True),
+    }
 
 
-def unforeseen(rank: int, num_ranks: int, where: str) -> tuple[str, str, bool]:
-    """Class and text of an exception on rank 3, and whether it is raised in backward; the next step is right."""
-    with open_heap("cpu", ranks_per_node=2) as heap:
+def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str, str, bool]]:
+    """Class and text of exceptions on the last rank, and whether the step has come to backward. The steps that follow
+    are right."""
+    found = []
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         ready = Overlapping(heap, rank)
         ready.step()
-        owner, name, number = MIDDLE[where]
-        left, original = number, getattr(owner, name)
+        for owner, name, number, _ in middle(ranks_per_node).values():
+            left, original = number, getattr(owner, name)
 
-        def fail(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                raise RuntimeError("out of memory, say")
-            return original(*arguments, **options)
+            def fail(*arguments: Any, original: Callable[..., Any] = original, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == -1:
+                    raise RuntimeError("out of memory, say")
+                return original(*arguments, **options)
 
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 3:
-                patch.setattr(owner, name, fail)
-            found = outcome(lambda: (ready.step(), heap.synchronize()))
-            is_back = ready.is_back
-        ready.step()
-        return *found, is_back
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == num_ranks - 1:
+                    patch.setattr(owner, name, fail)
+                found.append((*outcome(ready.step), ready.is_back))
+            ready.step()
+    return found
 
 
-@pytest.mark.parametrize("where", [pytest.param(w, marks=[pytest.mark.slow] * (w not in IN_SHORT)) for w in MIDDLE])
-def test_unforeseen_errors(cluster, where: str):
-    """All ranks raise one in the same call, wherever it was."""
-    text, is_back = "out of memory, say", where in BACK
-    *others, victim = cluster(4).run(unforeseen, where)
-    assert victim == ("RuntimeError", text, is_back)
-    assert others == [("SymmoeError", f"RuntimeError: {text}", is_back)] * 3
+def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node: int) -> None:
+    """All ranks raise the error in the same step."""
+    text, *others, victim = "out of memory, say", *by_rank
+    assert [error[:2] for error in victim] == [("RuntimeError", text)] * len(victim)
+    for found in others:
+        assert [error[:2] for error in found] == [("SymmoeError", f"RuntimeError: {text}")] * len(victim)
+    assert [is_back for *_, is_back in victim] == [is_back for *_, is_back in middle(ranks_per_node).values()]
+
+
+def test_unforeseen_errors(cluster):
+    by_rank = cluster(4).run(unforeseen, 2)
+    check_unforeseen(by_rank, 2)
+    assert all([is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]] for found in by_rank)
 
 
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:

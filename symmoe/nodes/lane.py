@@ -73,25 +73,35 @@ class Lane:
         self._rail, self._node, self._num_nodes = rail, node, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
+        self._sent: Started = []
         self._reports: Started = []
         self._probes: list[object] = []
         self.number = 0
         self._listen()
 
-    def meet(self, header: Header, timeout_s: float) -> list[Header]:
+    def say(self, header: Header) -> None:
+        """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
+        self.number += 1
+        self._said = replace(header, number=self.number)
+        packed = self._said.pack()
+        self._last = [packed]  # also if a wait fails
+        self._problem: RailBroken | None = None
+        try:
+            self._sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
+        except RailBroken as broken:
+            self._problem = broken
+
+    def hear(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
 
         Raises:
             RailBroken: see Rail.wait.
         """
-        self.number += 1
-        mine = replace(header, number=self.number)
-        packed = mine.pack()
-        self._last = [packed]  # also if a wait fails
         deadline = time.monotonic() + timeout_s
-        headers = [mine] * self._num_nodes
+        headers = [self._said] * self._num_nodes
         try:
-            sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
+            if self._problem is not None:
+                raise self._problem
             for node, work in self._awaited:
                 headers[node] = said = self._hear(node, work, deadline - time.monotonic())
                 if said.kind == GAVE_UP:  # the others may be waiting for it
@@ -101,7 +111,7 @@ class Lane:
                 return [last]
             raise
         self._listen()
-        self._rail.wait(sent, timeout_s)
+        self._rail.wait(self._sent, timeout_s)
         return headers
 
     def give_up(self, origin: int, message: bytes) -> None:
@@ -142,6 +152,7 @@ class Lane:
         self._probes.clear()
         self._awaited.clear()
         self._last.clear()
+        self._sent.clear()
 
     def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
         """What a mate says."""

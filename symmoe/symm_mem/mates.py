@@ -55,6 +55,7 @@ class Mates:
         self._peers, self._counters, self._streams = waits.peers, counters(waits.peers), streams
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first = True
+        self._has_said = False
         self._watch = None if payload.progress is None else RailWatch(payload, self._mark_on_rail, lane.find_lost)
         self._watch_ends: threading.Event | None = None
         self._branch = Branch(None)
@@ -78,7 +79,8 @@ class Mates:
         """
         kind = call & _ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
-        headers = self._exchange(Header(GOES_ON, call=call, sizes=sizes))
+        self._lane.say(Header(GOES_ON, call=call, sizes=sizes))
+        headers = self._hear()
         if isinstance(headers, Report):
             return headers
         fault = _first_fault(headers)
@@ -88,10 +90,17 @@ class Mates:
             self._known_calls.add(kind)
         return fault
 
+    def say(self, fault: Fault) -> None:
+        """Has the mates know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
+        self._lane.say(Header(FAILED, origin=fault.origin, message=fault.message))
+        self._has_said = True
+
     def tell(self, fault: Fault) -> Fault | Report:
-        """Meets all mates with an error; the error that all ranks raise, this one or another. Collective."""
-        self._is_first = not self._known_calls
-        headers = self._exchange(Header(FAILED, origin=fault.origin, message=fault.message))
+        """Meets all mates with an error, which may have been said; the one that all ranks raise. Collective."""
+        if not self._has_said:
+            self.say(fault)
+        self._has_said, self._is_first = False, not self._known_calls
+        headers = self._hear()
         if isinstance(headers, Report):
             return headers
         return _first_fault(headers) or fault
@@ -218,10 +227,10 @@ class Mates:
     def _bound_s(self) -> float:
         return self._waits.bound(self._is_first)[1] * _PATIENCE
 
-    def _exchange(self, header: Header) -> list[Header] | Report:
+    def _hear(self) -> list[Header] | Report:
         try:
             with self._on_rail():
-                headers = self._lane.meet(header, self._bound_s)
+                headers = self._lane.hear(self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
         for each in headers:
