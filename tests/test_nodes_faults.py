@@ -23,6 +23,7 @@ from symmoe.combine import nodes as combine_nodes
 from symmoe.dispatch import crossing, overlapped_trip
 from symmoe.kernels import control
 from symmoe.moe import ep_step, schedule
+from symmoe.nodes.rail import Messages, Started
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow)]
@@ -274,7 +275,7 @@ def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...
     for _ in range(2):
         ready.step()
     if rank in victims:
-        _end_at(heap, how, *point)
+        _stop_half_way(heap, *point) if how == "stop half way" else _end_at(heap, how, *point)
     start = time.monotonic()
     try:
         for _ in range(3):
@@ -303,6 +304,25 @@ def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None
     setattr(owner, method, end)
 
 
+def _stop_half_way(heap: SymmetricHeap, number: int) -> None:
+    """This process stops when it has sent the tensors of that exchange to the last node, and to no other."""
+    payload = heap._faults._mates._payload
+    original, left = payload.begin, number
+
+    def begin(sends: Messages, receives: Messages, timeout_s: float) -> Started:
+        nonlocal left
+        left -= 1
+        if left:
+            return original(sends, receives, timeout_s)
+        last = heap.topology.num_nodes - 1
+        to_last = [[each if node == last else each[:0] for node, each in enumerate(by_node)] for by_node in sends]
+        original(to_last, receives, timeout_s)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return []
+
+    payload.begin = begin
+
+
 POINTS = {
     "plan: barrier": (Ready, "barrier", control.PHASE_PLAN),
     "plan: rail": (Ready, "meet", control.PHASE_NODES_PLAN),
@@ -327,14 +347,9 @@ def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], h
     ranks = Cluster(num_ranks)
     survivors = ranks.run_without(victims, lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
-    named = set(victims)
-    if num_ranks > 2 * ranks_per_node and how == "stop" and POINTS[point][1] == "end_to_move":
-        # Those that have all their rows come to the next meeting, where they miss mates that still wait for the victim.
-        named.update(range(victims[0] % ranks_per_node, num_ranks, ranks_per_node))
-    assert any(missing in victims for _, missing, *_ in survivors.values()), survivors
     for name, missing, node, raised_s, closed_s in survivors.values():
         assert (name, node) == ("PeerTimeout", missing // ranks_per_node), survivors
-        assert missing in named, survivors
+        assert missing in victims, survivors
         assert raised_s < BOUND_S, survivors
         assert closed_s < PROMPT_S, survivors
 
@@ -355,6 +370,22 @@ def test_lost_in_every_phase(victims: tuple[int, ...], how: str, point: str):
 @pytest.mark.parametrize("point", POINTS)
 def test_lost_among_three_nodes(how: str, point: str):
     _check_loss(6, 2, (2,), how, point)
+
+
+HALF_WAY = {"plan: counts": (Ready, 1), "plan: maps": (Ready, 2), "tokens": (Overlapping, 3), "sums": (Overlapping, 4)}
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", [pytest.param(p, marks=[pytest.mark.slow] * (p != "tokens")) for p in HALF_WAY])
+def test_stopped_half_way_through_an_exchange(num_ranks: int, ranks_per_node: int, point: str):
+    """One node has all rows, and waits for one that has not: all name the rank that stopped."""
+    victim, arguments = ranks_per_node, (ranks_per_node, (ranks_per_node,), "stop half way", HALF_WAY[point])
+    survivors = Cluster(num_ranks).run_without((victim,), lose, *arguments, timeout_s=HANG_S)
+    assert len(survivors) == num_ranks - 1
+    for name, missing, node, raised_s, closed_s in survivors.values():
+        assert (name, missing, node) == ("PeerTimeout", victim, 1), survivors
+        assert raised_s < BOUND_S, survivors
+        assert closed_s < PROMPT_S, survivors
 
 
 def give_up(rank: int, num_ranks: int) -> tuple[str, int, str, float]:

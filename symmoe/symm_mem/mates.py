@@ -29,6 +29,7 @@ from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder
 from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
+_OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
@@ -113,7 +114,7 @@ class Mates:
         self._branch = Branch(self._streams.rail_stream)
         try:
             with self._branch.after(self._branch.point()):
-                self._started = self._payload.begin(sends, receives, self._bound_s)
+                self._started = self._payload.begin(sends, receives, self._bound_s * _OF_PAYLOAD)
         except RailBroken as broken:
             return self._missing(broken)
         except NcclError:
@@ -125,7 +126,7 @@ class Mates:
         self.join()
         try:
             with self._on_rail():
-                self._payload.wait(self._started, self._bound_s)
+                self._payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
         except RailBroken as broken:
             return self._missing(broken)
         self._started = []
@@ -239,6 +240,8 @@ class Mates:
         return headers
 
     def _missing(self, broken: RailBroken) -> Report:
+        if not broken.is_late and (said := self._lane.last_words(broken.node)) is not None:
+            return replace(Report.unpack(said.message), sender=said.origin)
         number = self._lane.number
         rank, first, lost = self.topology.rail[broken.node], int(self._is_first), int(not broken.is_late)
         return Report("", rank, self._phase, number, number - 1, first, lost=lost)
