@@ -48,7 +48,7 @@ def test_what_the_parity_of_counts_is_for():
     assert "sends counts of plans" in found[False, False].violation
 
 
-def test_an_error_without_a_barrier_after_it_puts_ranks_out_of_step():
-    """What docs/nodes.md says of errors while nodes' sums are added: others raise in their next call."""
-    late = NodeScenario("late", ("combine", "plan"), fails=((0, 0, 4),))
+def test_an_error_after_the_last_meeting_puts_ranks_out_of_step():
+    """Which is why nothing but the last barrier comes after it, except in a plan, see docs/nodes.md."""
+    late = NodeScenario("late", ("combine", "plan"), fails=((0, 0, 5),))
     assert NodeModel(late, NodeProtocol()).search().violation is not None

@@ -21,7 +21,7 @@ import torch
 from cluster import Cluster
 from limits import HANG_S, PROMPT_S
 from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
-from test_nodes_faults import BOUND_S, TIMEOUT_S, Overlapping, Ready, outcome, wrong_calls
+from test_nodes_faults import BOUND_S, TIMEOUT_S, Overlapping, Ready, check_unforeseen, outcome, unforeseen, wrong_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import open_heap
 
@@ -120,6 +120,13 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
     """Every rank raises an error of that class, and the calls that follow are right."""
     for found in cluster(num_ranks).run(on_gpus, seed, wrong_calls, ranks_per_node, num_ranks - 1 - seed % 2):
         assert [error[0] for _, error in found] == [name for name, _ in found]
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
+    """All ranks raise one by the end of the step, whoever looks when, and the next step is right."""
+    check_unforeseen(cluster(2 * ranks_per_node).run(on_gpus, seed, unforeseen, ranks_per_node), ranks_per_node)
 
 
 def lose(

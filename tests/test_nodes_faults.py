@@ -23,6 +23,7 @@ from symmoe.combine import nodes as combine_nodes
 from symmoe.dispatch import crossing, overlapped_trip
 from symmoe.kernels import control
 from symmoe.moe import ep_step, schedule
+from symmoe.nodes.rail import Messages, Started
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow)]
@@ -79,6 +80,7 @@ class Overlapping(Ready):
         y, _ = self._layer(x, topk_idx=self.ids, probs=self._probs)
         self.is_back = True
         y.sum().backward()
+        self.heap.synchronize()  # what a call that has failed has computed is nothing to compare
         found = [y.detach(), x.grad]
         self._wanted = self._wanted or found
         assert all(torch.equal(a, b) for a, b in zip(found, self._wanted, strict=True))
@@ -94,6 +96,8 @@ def wrong_calls(
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
+    # A rank of the next node on another rail: its peers and mates do not wait for those of the culprit.
+    across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (culprit + 1) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
         x = ready.x
@@ -117,6 +121,7 @@ def wrong_calls(
         expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))
         plan = ready.plan()
         expect("ArgumentError", lambda: dispatch_tokens(x[1:] if is_culprit else x, plan))
+        expect("ArgumentError", lambda: dispatch_tokens(x[1:] if rank in (culprit, across) else x, plan))
         expect("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan))
         expect("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan))
         rows, _ = dispatch_tokens(x, plan)
@@ -175,55 +180,63 @@ def test_full_heaps(cluster, num_ranks: int, ranks_per_node: int):
     assert cluster(num_ranks).run(full_heaps, ranks_per_node, 2) == [["HeapExhausted"] * 5] * num_ranks
 
 
-# In the middle of what code: a function, and which of its calls in a step.
-MIDDLE: dict[str, tuple[Any, str, int]] = {
-    "sending": (crossing, "_rows", 0),
-    "own rows": (overlapped_trip, "Part", 0),
-    "rows of a peer": (overlapped_trip, "Part", 1),
-    "rows of other nodes": (overlapped_trip, "Part", 2),
-    "FC2 of other nodes": (schedule, "Part", 0),
-    "FC2 of own rows": (schedule, "Part", 1),
-    "summing": (combine_nodes, "_sum_of_nodes", 0),
-    "own gradients": (overlapped_trip, "Part", 3),
-    "gradients of other nodes": (overlapped_trip, "Part", 5),
-    "weight gradients": (ep_step._EPStep, "weight_gradients", 0),
-    "summing in backward": (combine_nodes, "_sum_of_nodes", 1),
-}
-BACK = "own gradients", "gradients of other nodes", "weight gradients", "summing in backward"
-IN_SHORT = "sending", "own rows", "rows of other nodes", "FC2 of own rows", "summing", "weight gradients"
+def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
+    """In the middle of what code: a function, which of its calls in a step on two nodes, and whether in backward."""
+    parts = ranks_per_node + 1  # of a dispatch: the ranks of this node, and the other node
+    return {
+        "sending": (crossing, "_rows", 0, False),
+        "own rows": (overlapped_trip, "Part", 0, False),
+        "rows of a peer": (overlapped_trip, "Part", 1, False),
+        "rows of other nodes": (overlapped_trip, "Part", parts - 1, False),
+        "FC2 of other nodes": (schedule, "Part", 0, False),
+        "FC2 of own rows": (schedule, "Part", 1, False),
+        "summing": (combine_nodes, "_sum_of_nodes", 0, False),
+        "sending gradients": (crossing, "_rows", 4, True),  # after tokens and probs, for two nodes each
+        "own gradients": (overlapped_trip, "Part", parts, True),
+        "gradients of other nodes": (overlapped_trip, "Part", 2 * parts - 1, True),
+        "weight gradients": (ep_step._EPStep, "weight_gradients", 0, True),
+        "summing in backward": (combine_nodes, "_sum_of_nodes", 1, True),
+    }
 
 
-def unforeseen(rank: int, num_ranks: int, where: str) -> tuple[str, str, bool]:
-    """Class and text of an exception on rank 3, and whether it is raised in backward; the next step is right."""
-    with open_heap("cpu", ranks_per_node=2) as heap:
+def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str, str, bool]]:
+    """Class and text of exceptions on the last rank, and whether the step has come to backward. The steps that follow
+    are right."""
+    found = []
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         ready = Overlapping(heap, rank)
         ready.step()
-        owner, name, number = MIDDLE[where]
-        left, original = number, getattr(owner, name)
+        for owner, name, number, _ in middle(ranks_per_node).values():
+            left, original = number, getattr(owner, name)
 
-        def fail(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                raise RuntimeError("out of memory, say")
-            return original(*arguments, **options)
+            def fail(*arguments: Any, original: Callable[..., Any] = original, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == -1:
+                    raise RuntimeError("out of memory, say")
+                return original(*arguments, **options)
 
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 3:
-                patch.setattr(owner, name, fail)
-            found = outcome(lambda: (ready.step(), heap.synchronize()))
-            is_back = ready.is_back
-        ready.step()
-        return *found, is_back
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == num_ranks - 1:
+                    patch.setattr(owner, name, fail)
+                found.append((*outcome(ready.step), ready.is_back))
+            ready.step()
+    return found
 
 
-@pytest.mark.parametrize("where", [pytest.param(w, marks=[pytest.mark.slow] * (w not in IN_SHORT)) for w in MIDDLE])
-def test_unforeseen_errors(cluster, where: str):
-    """All ranks raise one in the same call, wherever it was."""
-    text, is_back = "out of memory, say", where in BACK
-    *others, victim = cluster(4).run(unforeseen, where)
-    assert victim == ("RuntimeError", text, is_back)
-    assert others == [("SymmoeError", f"RuntimeError: {text}", is_back)] * 3
+def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node: int) -> None:
+    """All ranks raise the error in the same step."""
+    text, *others, victim = "out of memory, say", *by_rank
+    assert [error[:2] for error in victim] == [("RuntimeError", text)] * len(victim)
+    for found in others:
+        assert [error[:2] for error in found] == [("SymmoeError", f"RuntimeError: {text}")] * len(victim)
+    assert [is_back for *_, is_back in victim] == [is_back for *_, is_back in middle(ranks_per_node).values()]
+
+
+def test_unforeseen_errors(cluster):
+    by_rank = cluster(4).run(unforeseen, 2)
+    check_unforeseen(by_rank, 2)
+    assert all([is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]] for found in by_rank)
 
 
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
@@ -262,7 +275,7 @@ def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...
     for _ in range(2):
         ready.step()
     if rank in victims:
-        _end_at(heap, how, *point)
+        _stop_half_way(heap, *point) if how == "stop half way" else _end_at(heap, how, *point)
     start = time.monotonic()
     try:
         for _ in range(3):
@@ -291,6 +304,25 @@ def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None
     setattr(owner, method, end)
 
 
+def _stop_half_way(heap: SymmetricHeap, number: int) -> None:
+    """This process stops when it has sent the tensors of that exchange to the last node, and to no other."""
+    payload = heap._faults._mates._payload
+    original, left = payload.begin, number
+
+    def begin(sends: Messages, receives: Messages, timeout_s: float) -> Started:
+        nonlocal left
+        left -= 1
+        if left:
+            return original(sends, receives, timeout_s)
+        last = heap.topology.num_nodes - 1
+        to_last = [[each if node == last else each[:0] for node, each in enumerate(by_node)] for by_node in sends]
+        original(to_last, receives, timeout_s)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return []
+
+    payload.begin = begin
+
+
 POINTS = {
     "plan: barrier": (Ready, "barrier", control.PHASE_PLAN),
     "plan: rail": (Ready, "meet", control.PHASE_NODES_PLAN),
@@ -315,14 +347,9 @@ def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], h
     ranks = Cluster(num_ranks)
     survivors = ranks.run_without(victims, lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
     assert len(survivors) == num_ranks - len(victims)
-    named = set(victims)
-    if num_ranks > 2 * ranks_per_node and how == "stop" and POINTS[point][1] == "end_to_move":
-        # Those that have all their rows come to the next meeting, where they miss mates that still wait for the victim.
-        named.update(range(victims[0] % ranks_per_node, num_ranks, ranks_per_node))
-    assert any(missing in victims for _, missing, *_ in survivors.values()), survivors
     for name, missing, node, raised_s, closed_s in survivors.values():
         assert (name, node) == ("PeerTimeout", missing // ranks_per_node), survivors
-        assert missing in named, survivors
+        assert missing in victims, survivors
         assert raised_s < BOUND_S, survivors
         assert closed_s < PROMPT_S, survivors
 
@@ -343,6 +370,22 @@ def test_lost_in_every_phase(victims: tuple[int, ...], how: str, point: str):
 @pytest.mark.parametrize("point", POINTS)
 def test_lost_among_three_nodes(how: str, point: str):
     _check_loss(6, 2, (2,), how, point)
+
+
+HALF_WAY = {"plan: counts": (Ready, 1), "plan: maps": (Ready, 2), "tokens": (Overlapping, 3), "sums": (Overlapping, 4)}
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", [pytest.param(p, marks=[pytest.mark.slow] * (p != "tokens")) for p in HALF_WAY])
+def test_stopped_half_way_through_an_exchange(num_ranks: int, ranks_per_node: int, point: str):
+    """One node has all rows, and waits for one that has not: all name the rank that stopped."""
+    victim, arguments = ranks_per_node, (ranks_per_node, (ranks_per_node,), "stop half way", HALF_WAY[point])
+    survivors = Cluster(num_ranks).run_without((victim,), lose, *arguments, timeout_s=HANG_S)
+    assert len(survivors) == num_ranks - 1
+    for name, missing, node, raised_s, closed_s in survivors.values():
+        assert (name, missing, node) == ("PeerTimeout", victim, 1), survivors
+        assert raised_s < BOUND_S, survivors
+        assert closed_s < PROMPT_S, survivors
 
 
 def give_up(rank: int, num_ranks: int) -> tuple[str, int, str, float]:

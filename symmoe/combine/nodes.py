@@ -87,7 +87,7 @@ class FromNodes:
             values.copy_(_values_of_slots(found[-1], slot_to_node))
 
     def meet(self, agreed: control.CallFields) -> None:
-        """Ends the trip, after its last barrier: an error of any node is raised here on all others."""
+        """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
         self._plan.heap.meet(control.PHASE_NODES_HOME, **self._crossing.agreed_on_rail(agreed))
 
 

@@ -207,10 +207,9 @@ class Collection:
                 self._pull(self._from_nodes.own)
                 self._come()
                 self._from_nodes.add(self.out, self.values)
+                self._from_nodes.meet(self._agreed)
                 spoils = self.values if self.out is None else self.out
             arrived = heap.barrier(control.PHASE_COMBINE_DONE, spoils=spoils, **self._agreed)
-            if self._from_nodes is not None:
-                self._from_nodes.meet(self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return
             self._ops.sum_home(

@@ -78,7 +78,8 @@ def legs(tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields) ->
 
     Yields:
         an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
-        come, those that the ranks of its rail have sent it.
+        come, those that the ranks of its rail have sent it. It ends with a meeting, see SymmetricHeap.meet: the last
+        barrier comes next.
     """
     if (across := plan.across) is None:
         yield iter([(plan, tensors)])
@@ -89,10 +90,9 @@ def legs(tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields) ->
         def both() -> Iterator[Leg]:
             yield across.own, tensors
             yield across.foreign, come()
+            plan.heap.meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
 
         yield both()
-    # What has gone wrong inside another node.
-    plan.heap.meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
 
 
 def _push(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, ready: torch.Tensor, layout: str) -> None:

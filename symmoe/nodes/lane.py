@@ -24,6 +24,7 @@ DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _TO_NOBODY = 2  # a tag; TO_LANE and PAYLOAD are taken
 _REPORT_S = 0.5  # closing waits that long until mates that listen are told; they take no time
+_LAST_WORDS_S = 2.0  # a mate that has broken off gets that long to say why, if it lives; it takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +66,59 @@ class Lane:
     It always listens for the next header of every mate: what a rank says when it gives up arrives although it waits for
     nobody.
 
+    Args:
+        rail: of the hosts.
+        last_words: the same once more, for what a rank says when it gives up. A wait of gloo that is over its bound
+            closes the connections of its rail: those that wait for this rank would take it for lost.
+
     Attributes:
         number: headers that this rank has sent.
     """
 
-    def __init__(self, rail: Rail, *, node: int, num_nodes: int) -> None:
-        self._rail, self._node, self._num_nodes = rail, node, num_nodes
+    def __init__(self, rail: Rail, last_words: Rail, *, node: int, num_nodes: int) -> None:
+        self._rail, self._last_words, self._node, self._num_nodes = rail, last_words, node, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
+        self._sent: Started = []
         self._reports: Started = []
+        self._words, self._awaited_words = self._listen_on(last_words)
         self._probes: list[object] = []
         self.number = 0
         self._listen()
 
-    def meet(self, header: Header, timeout_s: float) -> list[Header]:
+    def say(self, header: Header) -> None:
+        """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
+        self.number += 1
+        self._said = replace(header, number=self.number)
+        packed = self._said.pack()
+        self._last = [packed]  # also if a wait fails
+        self._problem: RailBroken | None = None
+        try:
+            self._sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
+        except RailBroken as broken:
+            self._problem = broken
+
+    def hear(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
 
         Raises:
             RailBroken: see Rail.wait.
         """
-        self.number += 1
-        mine = replace(header, number=self.number)
-        packed = mine.pack()
-        self._last = [packed]  # also if a wait fails
         deadline = time.monotonic() + timeout_s
-        headers = [mine] * self._num_nodes
+        headers = [self._said] * self._num_nodes
         try:
-            sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
+            if self._problem is not None:
+                raise self._problem
             for node, work in self._awaited:
                 headers[node] = said = self._hear(node, work, deadline - time.monotonic())
                 if said.kind == GAVE_UP:  # the others may be waiting for it
                     return [said]
         except RailBroken:
-            if last := self._last_words():
+            if last := self._has_given_up():
                 return [last]
             raise
         self._listen()
-        self._rail.wait(sent, timeout_s)
+        self._rail.wait(self._sent, timeout_s)
         return headers
 
     def give_up(self, origin: int, message: bytes) -> None:
@@ -115,8 +132,18 @@ class Lane:
         for node in range(self._num_nodes):
             # One by one: where one connection is closed, the others may stand.
             sends = [packed if each == node else packed[:0] for each in range(self._num_nodes)]
-            with contextlib.suppress(RailBroken):
-                self._reports += self._rail.start(sends, self._nothing, tag=TO_LANE)
+            for rail in (self._last_words, self._rail):
+                with contextlib.suppress(RailBroken):
+                    self._reports += rail.start(sends, self._nothing, tag=TO_LANE)
+
+    def last_words(self, node: int) -> Header | None:
+        """What a node whose connection has closed has said when it gave up, if it did."""
+        awaited = [each for each in self._awaited_words if each[0] == node]
+        try:
+            self._last_words.wait(awaited, _LAST_WORDS_S)
+        except RailBroken:
+            return None
+        return Header.unpack(self._words[node]) if awaited else None
 
     def find_lost(self) -> int | None:
         """The first node whose connection is known to have closed, or None. Local; from any thread."""
@@ -136,19 +163,22 @@ class Lane:
         self._is_open = False
         with contextlib.suppress(RailBroken):
             self._rail.wait(self._reports, _REPORT_S)
-        self._rail.abort()
+        for rail in (self._last_words, self._rail):
+            rail.abort()
         # What is on its way keeps the connections open, and a mate that waits would not know that this rank has gone.
         self._reports.clear()
         self._probes.clear()
         self._awaited.clear()
+        self._awaited_words.clear()
         self._last.clear()
+        self._sent.clear()
 
     def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
         """What a mate says."""
         self._rail.wait([(node, work)], timeout_s)
         return Header.unpack(self._received[node])
 
-    def _last_words(self) -> Header | None:
+    def _has_given_up(self) -> Header | None:
         """What a mate has said that gave up: it has closed before this rank came, or another one is late."""
         for node, work in self._awaited:
             with contextlib.suppress(RailBroken):
@@ -158,10 +188,15 @@ class Lane:
         return None
 
     def _listen(self) -> None:
-        self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
-        self._awaited: Started = []
+        self._received, self._awaited = self._listen_on(self._rail)
+
+    def _listen_on(self, rail: Rail) -> tuple[list[torch.Tensor], Started]:
+        """Where the next headers of all nodes are going to be, and what brings them."""
+        received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
+        awaited: Started = []
         with contextlib.suppress(RailBroken):  # a mate has closed after the last meeting: the next one finds that out
-            self._awaited = self._rail.start(self._nothing, self._received, tag=TO_LANE)
+            awaited = rail.start(self._nothing, received, tag=TO_LANE)
+        return received, awaited
 
     @property
     def _nothing(self) -> list[torch.Tensor]:

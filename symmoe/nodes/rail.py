@@ -151,7 +151,7 @@ class GlooRail:
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
             try:
-                work.wait(timedelta(seconds=left_s))
+                work.wait(timedelta(milliseconds=math.ceil(left_s * 1e3)))  # as gloo counts; not before the deadline
             except RuntimeError as error:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
 

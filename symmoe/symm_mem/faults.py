@@ -9,10 +9,11 @@ it. Otherwise some rank has raised it already, and it is over.
 A rank knows that it has left a call if it comes to another plan without the barriers that belong between.
 
 *Between nodes* (symm_mem/mates.py) an error has to get through one barrier of a node and one meeting of each rail, in
-either order. A rank that fails a call enters the next barrier of its node with the error, and then the next meeting. A
-rank that learns of it in a barrier tells the rail, where all ranks of other nodes learn of it; one that learns of it at
-a meeting enters its node's next barrier with it. So on each rail either all ranks meet with the error or none does, and
-nobody waits for a meeting that the others have left out.
+either order. A rank that fails a call says so to its rail, and enters the next barrier of its node with the error; its
+mates hear it when they next meet. A rank that learns of it in a barrier tells the rail, where all ranks of other nodes
+learn of it; one that learns of it at a meeting enters its node's next barrier with it. So on each rail either all ranks
+meet with the error or none does, and nobody waits for a meeting that the others have left out. A call ends with a
+meeting, and with a barrier right after it: by then the barriers of every rank have found the error, if not its host.
 
 On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its mates for later exchanges
 meanwhile. What they get there says that it cannot be used (Mates.end), so that their node's next barrier fails as
@@ -284,7 +285,10 @@ class Faults:
         if phase is None or self._is_captured:
             return error
         with self._one_call:
-            self._enter_with(Fault(self._rank, encode(error)), control.pack_call(phase=phase))
+            fault = Fault(self._rank, encode(error))
+            if self._mates is not None:  # now: peers may wait for ranks whose mates wait for this one
+                self._mates.say(fault)
+            self._enter_with(fault, control.pack_call(phase=phase))
             return self.take(error)
 
     def tell(self, error: Exception, phase: int) -> None:

@@ -389,8 +389,8 @@ class SymmetricHeap:
 
     def meet(self, phase: int, *, sizes: int = 0, **agreed: int) -> None:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
-        a barrier is. Collective over the group. If a call has a meeting before its last barrier, and one after it, an
-        error of any rank is raised on all ranks of all nodes. For heaps that span nodes. Does not wait for the device.
+        a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
+        any rank before that gets to all ranks of all nodes. For heaps that span nodes. Does not wait for the device.
 
         Args:
             sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages

@@ -29,6 +29,7 @@ from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder
 from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
+_OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
@@ -55,6 +56,7 @@ class Mates:
         self._peers, self._counters, self._streams = waits.peers, counters(waits.peers), streams
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first = True
+        self._has_said = False
         self._watch = None if payload.progress is None else RailWatch(payload, self._mark_on_rail, lane.find_lost)
         self._watch_ends: threading.Event | None = None
         self._branch = Branch(None)
@@ -78,7 +80,8 @@ class Mates:
         """
         kind = call & _ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
-        headers = self._exchange(Header(GOES_ON, call=call, sizes=sizes))
+        self._lane.say(Header(GOES_ON, call=call, sizes=sizes))
+        headers = self._hear()
         if isinstance(headers, Report):
             return headers
         fault = _first_fault(headers)
@@ -88,10 +91,17 @@ class Mates:
             self._known_calls.add(kind)
         return fault
 
+    def say(self, fault: Fault) -> None:
+        """Has the mates know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
+        self._lane.say(Header(FAILED, origin=fault.origin, message=fault.message))
+        self._has_said = True
+
     def tell(self, fault: Fault) -> Fault | Report:
-        """Meets all mates with an error; the error that all ranks raise, this one or another. Collective."""
-        self._is_first = not self._known_calls
-        headers = self._exchange(Header(FAILED, origin=fault.origin, message=fault.message))
+        """Meets all mates with an error, which may have been said; the one that all ranks raise. Collective."""
+        if not self._has_said:
+            self.say(fault)
+        self._has_said, self._is_first = False, not self._known_calls
+        headers = self._hear()
         if isinstance(headers, Report):
             return headers
         return _first_fault(headers) or fault
@@ -104,7 +114,7 @@ class Mates:
         self._branch = Branch(self._streams.rail_stream)
         try:
             with self._branch.after(self._branch.point()):
-                self._started = self._payload.begin(sends, receives, self._bound_s)
+                self._started = self._payload.begin(sends, receives, self._bound_s * _OF_PAYLOAD)
         except RailBroken as broken:
             return self._missing(broken)
         except NcclError:
@@ -116,7 +126,7 @@ class Mates:
         self.join()
         try:
             with self._on_rail():
-                self._payload.wait(self._started, self._bound_s)
+                self._payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
         except RailBroken as broken:
             return self._missing(broken)
         self._started = []
@@ -218,10 +228,10 @@ class Mates:
     def _bound_s(self) -> float:
         return self._waits.bound(self._is_first)[1] * _PATIENCE
 
-    def _exchange(self, header: Header) -> list[Header] | Report:
+    def _hear(self) -> list[Header] | Report:
         try:
             with self._on_rail():
-                headers = self._lane.meet(header, self._bound_s)
+                headers = self._lane.hear(self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
         for each in headers:
@@ -230,6 +240,8 @@ class Mates:
         return headers
 
     def _missing(self, broken: RailBroken) -> Report:
+        if not broken.is_late and (said := self._lane.last_words(broken.node)) is not None:
+            return replace(Report.unpack(said.message), sender=said.origin)
         number = self._lane.number
         rank, first, lost = self.topology.rail[broken.node], int(self._is_first), int(not broken.is_late)
         return Report("", rank, self._phase, number, number - 1, first, lost=lost)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ def start_rail(
     """What hosts say to each other on this rank's rail, and what moves tensors of `device`. Collective over the group.
 
     Args:
-        timeout_s: bound of the waits of `bootstrap`. Connections have half of it, so that ranks which have theirs still
-            wait when others give up.
+        timeout_s: bound of the waits of `bootstrap`. Connections of hosts have half of it, and those of GPUs, so that
+            ranks which have theirs still wait when others give up.
 
     Raises:
         BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to look at.
@@ -39,13 +38,17 @@ def start_rail(
     name, store = f"symmoe/{token}/{topology.local_rank}", bootstrap.store
     node, num_nodes = topology.node, topology.num_nodes
     options: dict[str, Any] = {"node": node, "num_nodes": num_nodes, "timeout_s": timeout_s / 2}
-    rail = bootstrap.attempt(partial(_make_rail, topology, store, name, options))
+    of_hosts = {**options, "timeout_s": timeout_s / 4}  # there are two
+    rail, last_words = bootstrap.attempt(
+        lambda: [_make_rail(topology, store, each, of_hosts) for each in (name, f"{name}/last words")]
+    )
     try:
         payload = _make_payload(bootstrap, device, rail, store, f"{name}/payload", options)
     except SymmoeError:
-        rail.abort()
+        for each in (rail, last_words):
+            each.abort()
         raise
-    return Lane(rail, node=node, num_nodes=num_nodes), payload
+    return Lane(rail, last_words, node=node, num_nodes=num_nodes), payload
 
 
 def _check_reach(bootstrap: Bootstrap, topology: Topology, timeout_s: float) -> None:
