@@ -24,7 +24,7 @@ SLICES = {
     "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
     "model": ((4, 5, 13), 3),  # a step, signals, a rank that is late; the others below
 }
-LONG = ("lifecycle", "soak", "determinism", "gradients", "fuzz")
+LONG = ("lifecycle", "soak", "determinism", "gradients", "fuzz", "routings")
 ON_EIGHT = {
     "routings": range(14),
     "gradients": range(2),
