@@ -24,10 +24,10 @@ def ends(num_pairs: int, way: str, folder: Path) -> tuple[list[int], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["a heap", "a layer"])
-def test_a_hundred_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
-    codes, errors = ends(50, way, tmp_path)
+def test_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
+    codes, errors = ends(20, way, tmp_path)
     assert codes == [0] * len(codes), errors
-    assert len(codes) >= 10  # 100, unless other processes are busy too
+    assert len(codes) >= 4  # 40, unless other processes are busy too
 
 
 @pytest.mark.slow

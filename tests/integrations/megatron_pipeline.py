@@ -58,7 +58,9 @@ def pipelined(rank: int, num_ranks: int, *, ep: int, num_chunks: int | None, fie
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in schedules than in a loop of one's own
     use_groups(ep=ep, pp=2, num_chunks=num_chunks)
     config = config_of(
         num_layers=2 * 2 * (num_chunks or 1),  # two of every chunk
