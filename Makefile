@@ -1,7 +1,7 @@
 # make setup     create .venv and install everything the project needs (requirements.txt)
 # make train     the main job: train the example language model on CPUs (2 processes)
-# make test      the tests; make lint is one of them
-# make test-all  those that are marked slow, too, those of torchtitan, which it installs, and
+# make test      the tests; ruff is one of them
+# make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
 #                the core tests on other Pythons that are found (tests/README.md)
 # make lint      ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere

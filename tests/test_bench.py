@@ -72,7 +72,7 @@ def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
     return json.loads((folder / "out.json").read_text()), done.stdout
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2)])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
     """Number of ranks, records, output."""
     return request.param, *run(request.param, tmp_path_factory.mktemp("bench"))

@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
-    "command", [("ruff", "check", "symmoe", "tests", "examples", "benchmarks", "docs"), ("mypy",)], ids=lambda it: it[0]
+    "command",
+    [
+        pytest.param(("ruff", "check", "symmoe", "tests", "examples", "benchmarks", "docs"), id="ruff"),
+        pytest.param(("mypy",), id="mypy", marks=pytest.mark.slow),
+    ],
 )
 def test_finds_nothing(command: tuple[str, ...]) -> None:
     pytest.importorskip(command[0], reason="looks for faults in sources: pip install 'symmoe[dev]'")

@@ -40,7 +40,7 @@ from symmoe.symm_mem import heap as heap_module
 # (ranks, ranks per node)
 LAYOUTS = [
     pytest.param(4, 2, id="2 x 2"),
-    pytest.param(3, 1, id="3 x 1"),
+    pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow),
     pytest.param(6, 3, id="2 x 3", marks=pytest.mark.slow),
     pytest.param(8, 2, id="4 x 2", marks=pytest.mark.slow),
 ]
@@ -182,9 +182,7 @@ def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per
     assert cluster(num_ranks).findings(check_dispatch, numbers, "cpu", ranks_per_node) == []
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"), [LAYOUTS[0], pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow), *LAYOUTS[2:]]
-)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
     numbers = list(range(3, len(routings.CASES) + 3, STEP))
     assert cluster(num_ranks).findings(check_combine, numbers, "cpu", ranks_per_node) == []

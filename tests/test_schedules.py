@@ -235,6 +235,7 @@ def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
+@pytest.mark.slow
 @on_ranks(cpu=(2,), cuda=(2, 8))
 def test_one_forward_one_backward(cluster, num_ranks: int, device: str):
     assert cluster(num_ranks, device).findings(check_pipeline, device) == []

@@ -104,7 +104,7 @@ def against_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
         assert metrics.aux_loss == 0
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_results_and_gradients_are_those_of_a_loop(cluster: Callable[..., Cluster], compiled: bool):
     cluster(2).run(against_a_loop, compiled)
 
