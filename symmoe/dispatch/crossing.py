@@ -93,17 +93,15 @@ class RailCounts:
         Args:
             number: int32 [1], of HEAD_RAIL_DROPPED.
         """
-        peers = self._heap.peers
-        row = self._rows(barriers=1).select(0, self._heap.rank) * peers.layout.row_words
-        for rank in range(peers.num_ranks):
-            numel = 2 * self._heap.num_ranks * peers.layout.row_words
-            words = peers.region(rank, peers.layout.count_table, (numel,), torch.int32)
-            words.index_copy_(0, (row + control.HEAD_RAIL_DROPPED).view(1), number)
+        row = self._rows(barriers=1)[self._heap.rank : self._heap.rank + 1]
+        for rank in range(self._heap.peers.num_ranks):
+            self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, number)
 
     def share(self) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier."""
-        topology, maps, table, to_row = self._heap.topology, self._heap.rank_maps, self._table, self._rows()
+        topology, maps = self._heap.topology, self._heap.rank_maps
+        table, to_row = self._table(self._heap.peers.rank), self._rows()
         mine = torch.cat([table.index_select(0, to_row[maps.ranks[topology.node]]).flatten(), self._num_sent])
         received = [torch.zeros_like(mine) for _ in topology.nodes]  # in place of what does not come
         self._heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
@@ -115,15 +113,14 @@ class RailCounts:
 
     def told(self) -> torch.Tensor:
         """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
-        rows = self._table.index_select(0, self._rows())
-        return rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
+        table = self._table(self._heap.peers.rank)
+        return table[:, control.HEAD_RAIL_DROPPED].index_select(0, self._rows()).sum(dtype=torch.int32)
 
-    @property
-    def _table(self) -> torch.Tensor:
-        """int32 [2 * R, row_words], both halves of this rank's count table."""
+    def _table(self, rank: int) -> torch.Tensor:
+        """int32 [2 * R, row_words], both halves of the count table of a rank of the node."""
         peers = self._heap.peers
         shape = 2 * self._heap.num_ranks, peers.layout.row_words
-        return peers.region(peers.rank, peers.layout.count_table, shape, torch.int32)
+        return peers.region(rank, peers.layout.count_table, shape, torch.int32)
 
     def _rows(self, barriers: int = 0) -> torch.Tensor:
         """int64 [R], the rows of the last barrier's half in the table, or of the one that comes after so many more.
