@@ -76,15 +76,7 @@ def pipelined(rank: int, num_ranks: int, *, ep: int, num_chunks: int | None, fie
         for form, form_spec in forms_of(reference_spec(config), heap).items():
             chunks = _chunks(config, form_spec, stage, num_stages=2)
             with megatron_shim.CudaIsCpu():
-                reports = get_forward_backward_func()(
-                    forward_step_func=_forward_step,
-                    data_iterator=[iter(range(NUM_MICRO_BATCHES)) for _ in chunks],
-                    model=chunks,
-                    num_microbatches=NUM_MICRO_BATCHES,
-                    seq_length=SEQUENCE,
-                    micro_batch_size=BATCH,
-                    forward_only=False,
-                )
+                reports = get_forward_backward_func()(**_micro_batches_of(chunks), forward_only=False)
             found[form] = {name: parameter.grad for name, parameter in named_parameters(torch.nn.ModuleList(chunks))}
             found[form] |= {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
             left.append(heap.leased_bytes)
@@ -198,15 +190,20 @@ def _run_stage(config: Any, chunks: list[Any], stage: int, num_stages: int) -> N
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with megatron_shim.CudaIsCpu():
         forward_backward_pipelining_with_interleaving(
-            forward_step_func=_forward_step,
-            data_iterator=[iter(range(NUM_MICRO_BATCHES)) for _ in chunks],
-            model=chunks,
-            num_microbatches=NUM_MICRO_BATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
-            p2p_communicator=NoNeighbours(),
-            pg_collection=groups,
+            **_micro_batches_of(chunks), p2p_communicator=NoNeighbours(), pg_collection=groups
         )
+
+
+def _micro_batches_of(chunks: list[Any]) -> dict[str, Any]:
+    """The arguments of Megatron's schedules that say what they run."""
+    return {
+        "forward_step_func": _forward_step,
+        "data_iterator": [iter(range(NUM_MICRO_BATCHES)) for _ in chunks],
+        "model": chunks,
+        "num_microbatches": NUM_MICRO_BATCHES,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+    }
 
 
 def _changed_batch(step: int) -> dict[str, torch.Tensor]:
