@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from symmoe.dispatch.crossing import Crossing
+from symmoe import kernels
 from symmoe.dispatch.maps import Across, Plan
 from symmoe.kernels import control
 
@@ -32,6 +32,11 @@ class Inside:
     plan: Plan
     rows: torch.Tensor | None
     values: torch.Tensor | None
+
+    def first(self, plan: Plan) -> Inside:
+        """The beginning of it, for the tokens of a plan."""
+        rows, values = (None if each is None else each[: plan.num_tokens] for each in (self.rows, self.values))
+        return Inside(plan, rows, values)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -54,11 +59,12 @@ class FromNodes:
 
     def __init__(self, plan: Plan, across: Across, like: torch.Tensor | None, *, has_values: bool, order: str) -> None:
         self._plan, self._crossing, self._order = plan, across.crossing, order
-        self.own, self.foreign = (
-            _inside(of_tokens, like, has_values, plan.top_k if order == "slot" else 1)
-            for of_tokens in (across.own, across.foreign)
-        )
-        self._home = [self._crossing.room_at_home(tensor) for tensor in self.foreign.tensors]
+        self._token_to_row = across.crossing.token_to_home_row
+        num_rows = plan.top_k if order == "slot" else 1
+        # This rank's own tokens, then those that were sent to each node.
+        self._home = _inside(plan, plan.num_tokens + across.crossing.num_sent, like, has_values, num_rows)
+        self.own = self._home.first(across.own)
+        self.foreign = _inside(across.foreign, across.foreign.num_tokens, like, has_values, num_rows)
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
@@ -69,72 +75,43 @@ class FromNodes:
         """
         heap, crossing = self._plan.heap, self._crossing
         sends = [crossing.by_node(tensor) for tensor in self.foreign.tensors]
+        receives = [crossing.from_nodes(tensor) for tensor in self._home.tensors]
         heap.meet(control.PHASE_NODES_HOME, **crossing.agreed_on_rail(agreed))
-        with heap.moving(sends, self._home) as wait:
+        with heap.moving(sends, receives) as wait:
             yield wait
 
-    def add(self, out: torch.Tensor | None, values: torch.Tensor | None) -> None:
-        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own."""
-        crossing, slot_to_node = self._crossing, _slot_to_node(self._plan)
-        found = []
-        for mine, home in zip(self.own.tensors, self._home, strict=True):
-            here = crossing.heap.topology.node
-            found.append([mine if node == here else _of_tokens(crossing, node, rows) for node, rows in enumerate(home)])
-        if out is not None:
-            rows = found[0]
-            out.copy_(_sum_of_slots(rows, slot_to_node) if self._order == "slot" else _sum_of_nodes(rows))
-        if values is not None:
-            values.copy_(_values_of_slots(found[-1], slot_to_node))
+    def add(self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor) -> None:
+        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own.
+
+        ready: what the trip's first barrier returned; if the call has failed, `out` gets NaN.
+        """
+        ops = kernels.for_device(self._plan.heap.device)
+        index = self._token_to_row if self._order != "slot" else _slot_to_home_row(self._plan, self._token_to_row)
+        if out is not None and self._home.rows is not None:
+            # To this kernel, home is a group of one rank, on which a token has all that has come for it as its rows.
+            rows, zero = self._home.rows.flatten(0, 1), index.new_zeros(1)
+            ops.sum_home(rows, rows, index, zero, index.clamp(max=0), index, ready, ready, out, rank=0)
+        if values is not None and self._home.values is not None:
+            index = _slot_to_home_row(self._plan, self._token_to_row)
+            ops.gather_values(self._home.values.flatten(), index, index.new_full((1,), len(values)), values)
 
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
         self._plan.heap.meet(control.PHASE_NODES_HOME, **self._crossing.agreed_on_rail(agreed))
 
 
-def _inside(plan: Plan, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Inside:
+def _inside(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Inside:
     """Room for what is collected; num_rows: of a token."""
-    rows = None if like is None else like.new_empty((plan.num_tokens, num_rows, like.shape[1]))
+    rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
     values = None
     if has_values:
-        values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=plan.heap.device)
+        values = torch.empty((num_tokens, plan.top_k), dtype=torch.float32, device=plan.heap.device)
     return Inside(plan, rows, values)
 
 
-def _sum_of_nodes(rows: list[torch.Tensor]) -> torch.Tensor:
-    """[T, H] from the sums of each node [T, 1, H], in the order of nodes."""
-    total = torch.zeros_like(rows[0], dtype=torch.float32)
-    for of_node in rows:
-        total += of_node.float()
-    return total[:, 0].to(rows[0].dtype)
-
-
-def _sum_of_slots(rows: list[torch.Tensor], slot_to_node: torch.Tensor) -> torch.Tensor:
-    """[T, H] from the rows of each node [T, K, H], in k order; slot_to_node says which of them a slot has."""
-    total = torch.zeros_like(rows[0][:, 0], dtype=torch.float32)
-    for k in range(slot_to_node.shape[1]):
-        for node, of_node in enumerate(rows):
-            here = (slot_to_node[:, k] == node)[:, None]
-            total = torch.where(here, total + of_node[:, k].float(), total)
-    return total.to(rows[0].dtype)
-
-
-def _values_of_slots(values: list[torch.Tensor], slot_to_node: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, K] from the values of each node [T, K]; 0 for slots without an expert."""
-    found = torch.zeros_like(values[0])
-    for node, of_node in enumerate(values):
-        found = torch.where(slot_to_node == node, of_node, found)
-    return found
-
-
-def _of_tokens(crossing: Crossing, node: int, rows: torch.Tensor) -> torch.Tensor:
-    """[T, ...] from the rows that came from a node for the tokens that were sent there; 0 for other tokens."""
-    row = crossing.token_to_rail_row[:, node].long()
-    if not len(rows):
-        return rows.new_zeros((crossing.num_tokens, *rows.shape[1:]))
-    found = rows.index_select(0, row.clamp(min=0))
-    return found.masked_fill((row < 0).view(-1, *[1] * (rows.dim() - 1)), 0)
-
-
-def _slot_to_node(plan: Plan) -> torch.Tensor:
-    """int64 [T, K], the node of each slot's expert; -1 for none."""
-    return plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]
+def _slot_to_home_row(plan: Plan, token_to_home_row: torch.Tensor) -> torch.Tensor:
+    """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
+    slot_to_node = plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]
+    row = token_to_home_row.gather(1, slot_to_node.clamp(min=0)) * plan.top_k
+    row += torch.arange(plan.top_k, dtype=torch.int32, device=row.device)
+    return row.masked_fill_(slot_to_node < 0, -1)

@@ -206,7 +206,7 @@ class Collection:
             if self._from_nodes is not None:
                 self._pull(self._from_nodes.own)
                 self._come()
-                self._from_nodes.add(self.out, self.values)
+                self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.meet(self._agreed)
                 spoils = self.values if self.out is None else self.out
             arrived = heap.barrier(control.PHASE_COMBINE_DONE, spoils=spoils, **self._agreed)

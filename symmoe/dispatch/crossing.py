@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -193,9 +193,28 @@ class Crossing:
         """Fields of a call on which the ranks of a rail must agree, from those of the ranks of a node."""
         return {**agreed, "plan": self.number}
 
-    def room_at_home(self, foreign: torch.Tensor) -> list[torch.Tensor]:
-        """By node, the rows [S, .] of the tokens that were sent there, of a tensor that has rows [num_foreign, .]."""
-        return [foreign.new_empty((index.numel(), *foreign.shape[1:])) for index in self.rail_row_to_token]
+    @property
+    def num_sent(self) -> int:
+        """Rows that go to other nodes, and come home from there."""
+        return sum(map(torch.Tensor.numel, self.rail_row_to_token))
+
+    @cached_property
+    def token_to_home_row(self) -> torch.Tensor:
+        """int32 [T, N], where what a node has for a token is, at home: among T of this rank's own tokens, and then what
+        comes from each node; -1 for nothing."""
+        first, columns = self.num_tokens, []
+        for node, index in enumerate(self.rail_row_to_token):
+            if node == self.heap.topology.node:
+                columns.append(torch.arange(self.num_tokens, dtype=torch.int32, device=index.device))
+            else:
+                row = self.token_to_rail_row[:, node]
+                columns.append((row + first).masked_fill_(row < 0, -1))
+            first += index.numel()
+        return torch.stack(columns, 1)
+
+    def from_nodes(self, home: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of a tensor [T + num_sent, .] that come from each node."""
+        return list(home[self.num_tokens :].split(list(map(torch.Tensor.numel, self.rail_row_to_token))))
 
     def by_node(self, foreign: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a tensor [num_foreign, .] that belong to each node."""
