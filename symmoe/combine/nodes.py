@@ -61,8 +61,8 @@ class FromNodes:
         self._plan, self._crossing, self._order = plan, across.crossing, order
         self._token_to_row = across.crossing.token_to_home_row
         num_rows = plan.top_k if order == "slot" else 1
-        # This rank's own tokens, then those that were sent to each node.
-        self._home = _inside(plan, plan.num_tokens + across.crossing.num_sent, like, has_values, num_rows)
+        # This rank's own tokens, then the away rows.
+        self._home = _inside(plan, plan.num_tokens + across.crossing.num_away, like, has_values, num_rows)
         self.own = self._home.first(across.own)
         self.foreign = _inside(across.foreign, across.foreign.num_tokens, like, has_values, num_rows)
 
@@ -75,7 +75,7 @@ class FromNodes:
         """
         heap, crossing = self._plan.heap, self._crossing
         sends = [crossing.by_node(tensor) for tensor in self.foreign.tensors]
-        receives = [crossing.from_nodes(tensor) for tensor in self._home.tensors]
+        receives = [crossing.to_nodes(tensor[crossing.num_tokens :]) for tensor in self._home.tensors]
         heap.meet(control.PHASE_NODES_HOME, **crossing.agreed_on_rail(agreed))
         with heap.moving(sends, receives) as wait:
             yield wait

@@ -30,46 +30,60 @@ class RailRows:
         token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
             is its home.
         num_sent: int32 [N], tokens that go to each node.
-        too_many: int32 [1], the tokens that would go to the node to which most would, if the rail has no room for them;
-            else 0.
-        num_dropped: int32 [1], slots that were dropped.
     """
 
     topk_idx: torch.Tensor
     token_to_rail_row: torch.Tensor
     num_sent: torch.Tensor
+
+
+def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int) -> RailRows:
+    """Counts the tokens for each node. Local; does not synchronise.
+
+    topk_idx: int [T, K]; ids that are out of range count as none.
+    """
+    goes = (_slot_to_other_node(topk_idx, heap, num_experts)[:, :, None] == heap.rank_maps.nodes).any(1)
+    row = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1)
+    return RailRows(topk_idx, row, goes.sum(0, dtype=torch.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Overflow:
+    """What a rail has no room for.
+
+    Attributes:
+        too_many: int32 [1], the tokens that would go to the node to which most would, if the rail has no room for them;
+            else 0.
+        num_dropped: int32 [1], slots that were dropped.
+    """
+
     too_many: torch.Tensor
     num_dropped: torch.Tensor
 
 
-def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, capacity: int | None) -> RailRows:
-    """Counts the tokens for each node. Local; does not synchronise.
-
-    Args:
-        topk_idx: int [T, K]; ids that are out of range count as none.
-        capacity: the most tokens that go to a node, the first ones; None: all.
-    """
-    maps = heap.rank_maps
-    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
-    slot_to_node = maps.to_node[topk_idx.where(is_expert, 0).long() // (num_experts // heap.num_ranks)]
-    slot_to_node = slot_to_node.where(is_expert, -1)
-    goes = (slot_to_node[:, :, None] == maps.nodes).any(1) & (maps.nodes != heap.topology.node)
-    row = goes.cumsum(0) - goes.long()
-    has_room = goes if capacity is None else goes & (row < capacity)
-    lost = (goes & ~has_room).gather(1, slot_to_node.clamp(min=0)) & is_expert
-    return RailRows(
-        topk_idx=topk_idx.masked_fill(lost, -1),
-        token_to_rail_row=row.where(has_room, -1).int(),
-        num_sent=has_room.sum(0, dtype=torch.int32),
-        too_many=_too_many(goes.sum(0), capacity),
-        num_dropped=lost.sum(dtype=torch.int32).view(1),
+def keep_first(
+    rails: RailRows, heap: SymmetricHeap, *, num_experts: int, rail_capacity: int
+) -> tuple[RailRows, Overflow]:
+    """The rows of the first tokens, as many as a rail has room for. Local; does not synchronise."""
+    row = rails.token_to_rail_row
+    has_no_room = row >= rail_capacity
+    slot_to_node = _slot_to_other_node(rails.topk_idx, heap, num_experts)
+    lost = has_no_room.gather(1, slot_to_node.clamp(min=0)) & (slot_to_node >= 0)
+    most = rails.num_sent.max().view(1)
+    return (
+        RailRows(
+            topk_idx=rails.topk_idx.masked_fill(lost, -1),
+            token_to_rail_row=row.masked_fill(has_no_room, -1),
+            num_sent=rails.num_sent.clamp(max=rail_capacity),
+        ),
+        Overflow(most.where(most > rail_capacity, 0), lost.sum(dtype=torch.int32).view(1)),
     )
 
 
-def _too_many(wanted: torch.Tensor, capacity: int | None) -> torch.Tensor:
-    """int32 [1], see RailRows; wanted: [N], tokens for each node."""
-    most = wanted.max().int().view(1)
-    return torch.zeros_like(most) if capacity is None else most.where(most > capacity, 0)
+def _slot_to_other_node(topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int) -> torch.Tensor:
+    """int64 [T, K], the node of each slot's expert; -1 for this node, and for no expert."""
+    rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp(-1, heap.num_ranks)
+    return heap.rank_maps.to_other_node[rank.long()]
 
 
 class RailCounts:
@@ -102,10 +116,10 @@ class RailCounts:
         Collective over the group, after the plan's barrier."""
         topology, maps = self._heap.topology, self._heap.rank_maps
         table, to_row = self._table(self._heap.peers.rank), self._rows()
-        mine = torch.cat([table.index_select(0, to_row[maps.ranks[topology.node]]).flatten(), self._num_sent])
+        mine = torch.cat([table.index_select(0, to_row[maps.by_node[topology.node]]).flatten(), self._num_sent])
         received = [torch.zeros_like(mine) for _ in topology.nodes]  # in place of what does not come
         self._heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
-        for node, ranks in enumerate(maps.ranks):
+        for node, ranks in enumerate(maps.by_node):
             if node != topology.node:
                 rows, theirs = received[node].split([mine.numel() - topology.num_nodes, topology.num_nodes])
                 table.index_copy_(0, to_row[ranks], rows.view(len(ranks), -1))
@@ -133,28 +147,28 @@ class RailCounts:
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """The way of one plan's tokens to the other nodes. *Foreign* tokens are those that this rank gets from other nodes,
-    in the order of nodes.
+    """The way of one plan's tokens to the other nodes. *Away* rows are those that this rank sends, an equal number for
+    each other node, in their order; *foreign* tokens are those that it gets from other nodes, in the order of nodes.
 
     Attributes:
         heap: of the plan.
-        rail_row_to_token: by node, int64 [S] each: the tokens that go there; -1 in rows that stay unused. Of this node
-            none.
-        token_to_rail_row: int32 [T, N], see RailRows.
-        num_received: by node, rows that it sends; 0 of this node.
+        away_row_to_token: int64 [A]; -1 in rows that stay unused.
+        token_to_away_row: int32 [T, N]; -1 if a token does not go to a node, or if that is its home.
+        num_sent, num_received: by node, rows that go there and come from there; 0 of this node.
         number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
     """
 
     heap: SymmetricHeap
-    rail_row_to_token: tuple[torch.Tensor, ...]
-    token_to_rail_row: torch.Tensor
+    away_row_to_token: torch.Tensor
+    token_to_away_row: torch.Tensor
+    num_sent: tuple[int, ...]
     num_received: tuple[int, ...]
     number: int
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return self.token_to_rail_row.shape[0]
+        return self.token_to_away_row.shape[0]
 
     @property
     def num_foreign(self) -> int:
@@ -174,7 +188,7 @@ class Crossing:
             a function that waits for what other nodes send: of each tensor, [num_foreign, .].
         """
         heap = self.heap
-        sends = [[_rows(tensor, index) for index in self.rail_row_to_token] for tensor in tensors]
+        sends = [self.to_nodes(self.away_rows(tensor)) for tensor in tensors]
         foreign = [tensor.new_empty((self.num_foreign, *tensor.shape[1:])) for tensor in tensors]
         heap.meet(phase, **self.agreed_on_rail(agreed))
         with ExitStack() as travels:
@@ -194,27 +208,41 @@ class Crossing:
         return {**agreed, "plan": self.number}
 
     @property
-    def num_sent(self) -> int:
-        """Rows that go to other nodes, and come home from there."""
-        return sum(map(torch.Tensor.numel, self.rail_row_to_token))
+    def num_away(self) -> int:
+        """A."""
+        return self.away_row_to_token.numel()
+
+    def away_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
+        if not self.num_tokens:
+            return tensor.new_zeros((self.num_away, *tensor.shape[1:]))
+        return tensor.index_select(0, self._any_token)
+
+    def away_rows_of_nodes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[A, .], the same of a tensor [T, N, .]: the rows for the node where each goes."""
+        if not self.num_tokens:
+            return tensor.new_zeros((self.num_away, *tensor.shape[2:]))
+        node = self.heap.rank_maps.other_nodes.repeat_interleave(max(self.num_sent), output_size=self.num_away)
+        return tensor.flatten(0, 1).index_select(0, self._any_token * len(self.num_sent) + node)
+
+    @cached_property
+    def _any_token(self) -> torch.Tensor:
+        return self.away_row_to_token.clamp(min=0)
 
     @cached_property
     def token_to_home_row(self) -> torch.Tensor:
-        """int32 [T, N], where what a node has for a token is, at home: among T of this rank's own tokens, and then what
-        comes from each node; -1 for nothing."""
-        first, columns = self.num_tokens, []
-        for node, index in enumerate(self.rail_row_to_token):
-            if node == self.heap.topology.node:
-                columns.append(torch.arange(self.num_tokens, dtype=torch.int32, device=index.device))
-            else:
-                row = self.token_to_rail_row[:, node]
-                columns.append((row + first).masked_fill_(row < 0, -1))
-            first += index.numel()
-        return torch.stack(columns, 1)
+        """int32 [T, N], where what a node has for a token is, at home: among T of this rank's own tokens, and then the
+        away rows; -1 for nothing."""
+        row = self.token_to_away_row
+        home = (row + self.num_tokens).masked_fill_(row < 0, -1)
+        home[:, self.heap.topology.node] = torch.arange(self.num_tokens, dtype=torch.int32, device=home.device)
+        return home
 
-    def from_nodes(self, home: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a tensor [T + num_sent, .] that come from each node."""
-        return list(home[self.num_tokens :].split(list(map(torch.Tensor.numel, self.rail_row_to_token))))
+    def to_nodes(self, away: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of a tensor [A, .] that go to each node."""
+        here, most = self.heap.topology.node, max(self.num_sent)
+        starts = [most * (node - (node > here)) for node in range(len(self.num_sent))]
+        return [away[first : first + rows] for first, rows in zip(starts, self.num_sent, strict=True)]
 
     def by_node(self, foreign: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a tensor [num_foreign, .] that belong to each node."""
@@ -231,18 +259,12 @@ def make_crossing(
     heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> Crossing:
     """The crossing with these numbers of rows to and from each node; 0 for this one. Local."""
-    tokens = torch.arange(token_to_rail_row.shape[0], device=token_to_rail_row.device)
-    indices = []
-    for node, num_rows in enumerate(sent):
-        row = token_to_rail_row[:, node].long()
-        # Those that do not go share a row past the end.
-        index = tokens.new_full((num_rows + 1,), -1).scatter_(0, row.where(row >= 0, num_rows), tokens)
-        indices.append(index[:num_rows])
-    return Crossing(heap, tuple(indices), token_to_rail_row, tuple(received), heap.num_meetings)
-
-
-def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """These rows, contiguous; where the index is -1, any row."""
-    if not tensor.shape[0]:
-        return tensor.new_zeros((index.numel(), *tensor.shape[1:]))
-    return tensor.index_select(0, index.clamp(min=0))
+    num_tokens, most, maps = len(token_to_rail_row), max(sent), heap.rank_maps
+    num_away = most * (heap.topology.num_nodes - 1)
+    row, goes_not = token_to_rail_row + most * maps.others_before, token_to_rail_row < 0
+    tokens = torch.arange(num_tokens, device=row.device)[:, None].expand_as(row).flatten()
+    # Those that do not go share a row past the end.
+    places = row.masked_fill(goes_not, num_away).flatten().long()
+    token = tokens.new_full((num_away + 1,), -1).scatter_(0, places, tokens)
+    row.masked_fill_(goes_not, -1)
+    return Crossing(heap, token[:num_away], row, tuple(sent), tuple(received), heap.num_meetings)

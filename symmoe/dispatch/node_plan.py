@@ -10,6 +10,7 @@ other, and those of all ranks after it. So two sources stand for all others: the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -20,6 +21,7 @@ from symmoe.dispatch.maps import Across, Plan, Region
 from symmoe.kernels import control
 
 _TOP_K_BITS = 8
+_ALIGNED_ROWS = 4  # of int32, however many columns
 
 
 class NodePlan(Plan):
@@ -35,45 +37,55 @@ class NodePlan(Plan):
 
 
 def plan_inside(plan: Plan, crossing: Crossing, rail_capacity: int) -> Across:
-    """The plans of the tokens inside the node, of which the ranks of the rail send each other the maps.
+    """The plans of the tokens inside the node, of which the ranks of the rail send each other the maps: lines of the
+    plan's, with all slots of a token, and where it is on the ranks of the node it goes to.
 
     Collective over the group; does not synchronise the host.
 
     rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
     """
-    heap, node = plan.heap, plan.heap.topology.node
-    rank_maps = heap.rank_maps
-    maps = [_maps_of_node(plan, *of_node) for of_node in zip(rank_maps.ranks, rank_maps.to_local, strict=True)]
-    starts_and_limits = torch.stack([plan.packed_start, plan.packed_limit])
-    regions = [starts_and_limits.index_select(1, ranks) for ranks in rank_maps.ranks]  # int32 [2, G]
-    sends = [_rows_or_none(of_node, index) for of_node, index in zip(maps, crossing.rail_row_to_token, strict=True)]
-    # In place of what does not come: nothing.
-    foreign = maps[node].new_full((crossing.num_foreign, maps[node].shape[1]), -1)
-    received_regions = [torch.zeros_like(region) for region in regions]
+    heap, node, maps = plan.heap, plan.heap.topology.node, plan.heap.rank_maps
+    slots = torch.cat([plan.slot_to_row, plan.slot_to_rank], 1)
+    to_rows = (each[:, maps.by_node] for each in (plan.token_to_packed_row, plan.token_to_primary_row))
+    on_nodes = torch.cat(list(to_rows), 2)  # [T, N, 2 G]
+    away = torch.cat([crossing.away_rows(slots), crossing.away_rows_of_nodes(on_nodes)], 1)
+    away.masked_fill_((crossing.away_row_to_token < 0)[:, None], -1)
+    regions = torch.stack([plan.packed_start, plan.packed_limit])[:, maps.by_node].transpose(0, 1).contiguous()
+
+    # This rank's own tokens, then the foreign ones, which begin at 16 bytes. In place of what does not come: nothing.
+    first_foreign = -(-plan.num_tokens // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    lines = slots.new_full((first_foreign + crossing.num_foreign, away.shape[1]), -1)
+    lines[: plan.num_tokens] = torch.cat([slots, on_nodes[:, node]], 1)
+    foreign_regions = torch.zeros_like(regions)
     sizes = rail_capacity << _TOP_K_BITS | plan.top_k
-    receives = [crossing.by_node(foreign), received_regions]
-    heap.exchange([sends, regions], receives, control.PHASE_NODES_PLAN, sizes=sizes)
+    sends = [crossing.to_nodes(away), list(regions)]
+    receives = [crossing.by_node(lines[first_foreign:]), list(foreign_regions)]
+    heap.exchange(sends, receives, control.PHASE_NODES_PLAN, sizes=sizes)
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
 
-    made = _node_plan(plan, maps[node]), _node_plan(plan, foreign)
-    own_rows = _split_by_arrival(plan, made) if heap.topology.is_in_order else None
-    vars(made[0])["regions"] = (_region(made[0], None, regions[node]),)
-    vars(made[1])["regions"] = tuple(
-        _region(made[1], slice(first, end), region)
-        for (first, end), region in zip(crossing.foreign_ranges, received_regions, strict=True)
+    slot_to_row, slot_to_rank, packed, primary = lines.split([plan.top_k] * 2 + [len(heap.topology.ranks)] * 2, 1)
+    slot_to_rank = maps.to_local[slot_to_rank.long()]
+    index = slot_to_row.where(slot_to_rank >= 0, -1), slot_to_rank, packed.contiguous(), primary.contiguous()
+    own = _node_plan(plan, [each[: plan.num_tokens] for each in index])
+    foreign = _node_plan(plan, [each[first_foreign:] for each in index])
+    own_rows = _split_by_arrival(plan, (own, foreign)) if heap.topology.is_in_order else None
+    vars(own)["regions"] = (_region(own, None, regions[node]),)
+    vars(foreign)["regions"] = tuple(
+        _region(foreign, slice(first, end), foreign_regions[source])
+        for source, (first, end) in enumerate(crossing.foreign_ranges)
         if end > first
     )
-    return Across(crossing, *made, own_rows)
+    return Across(crossing, own, foreign, own_rows)
 
 
-def _node_plan(plan: Plan, maps: torch.Tensor) -> NodePlan:
-    """The plan of tokens with these maps, int32 [T, 2 K + 2 G]."""
-    widths = plan.top_k, plan.top_k, *[len(plan.heap.topology.ranks)] * 2
+def _node_plan(plan: Plan, index: Sequence[torch.Tensor]) -> NodePlan:
+    """The plan of the tokens with these lines of slot_to_row, slot_to_rank, token_to_packed_row and
+    token_to_primary_row."""
     made = NodePlan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})
-    made.num_tokens = len(maps)
+    made.num_tokens = len(index[0])
     # Found before the views of the storage, which are of the plan over all ranks.
     names = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
-    vars(made).update(zip(names, (part.contiguous() for part in maps.split(widths, 1)), strict=True))
+    vars(made).update(zip(names, index, strict=True))
     return made
 
 
@@ -106,19 +118,3 @@ def _region(plan: NodePlan, tokens: slice | None, starts_and_limits: torch.Tenso
     to_packed_row, (start, limit) = plan.token_to_packed_row[which], starts_and_limits
     block_tokens = (to_packed_row >= 0).sum(0, dtype=torch.int32)[None]
     return Region(tokens, *slots, to_packed_row, block_tokens, start, limit)
-
-
-def _rows_or_none(maps: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """These lines of maps; -1 where the index is."""
-    if not len(maps):
-        return maps.new_full((index.numel(), maps.shape[1]), -1)
-    return maps.index_select(0, index.clamp(min=0)).masked_fill((index < 0)[:, None], -1)
-
-
-def _maps_of_node(plan: Plan, ranks: torch.Tensor, to_local: torch.Tensor) -> torch.Tensor:
-    """int32 [T, 2 K + 2 G]: slot_to_row, slot_to_rank, token_to_packed_row and token_to_primary_row, as far as they are
-    about these ranks, which are numbered from 0. ranks, to_local: of RankMaps."""
-    slot_to_rank = to_local[plan.slot_to_rank.long()]
-    slot_to_row = plan.slot_to_row.where(slot_to_rank >= 0, -1)
-    to_rows = (rows.index_select(1, ranks) for rows in (plan.token_to_packed_row, plan.token_to_primary_row))
-    return torch.cat([slot_to_row, slot_to_rank, *to_rows], 1)

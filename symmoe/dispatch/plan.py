@@ -14,7 +14,7 @@ import torch
 from symmoe import kernels
 from symmoe.checks.buffers import tensor_problem
 from symmoe.checks.choices import is_choice, words_problem
-from symmoe.dispatch.crossing import RailCounts, find_rail_rows, make_crossing
+from symmoe.dispatch.crossing import RailCounts, find_rail_rows, keep_first, make_crossing
 from symmoe.dispatch.maps import Plan, PlanIntegers, num_blocks, plan_layout
 from symmoe.dispatch.node_plan import plan_inside
 from symmoe.errors import ArgumentError, StaleLease
@@ -160,14 +160,16 @@ def _plan_between_nodes(
     """The plan on a heap that spans nodes. words: of the header. The host waits for the plan with exact capacity."""
     num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
     rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
-    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, capacity=rail_capacity)
-    drops = options.overflow == "drop"
+    rails, overflow, drops = find_rail_rows(topk_idx, heap, num_experts=options.num_experts), None, False
+    if rail_capacity is not None and rail_capacity < num_tokens:  # on all ranks, then
+        rails, overflow = keep_first(rails, heap, num_experts=options.num_experts, rail_capacity=rail_capacity)
+        drops = options.overflow == "drop"
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
     counts = RailCounts(heap, rails.num_sent)
 
     def tell() -> None:
-        if rail_capacity is not None:
-            counts.tell(rails.num_dropped if drops else rails.too_many)
+        if overflow is not None:
+            counts.tell(overflow.num_dropped if drops else overflow.too_many)
 
     plan = _place_slots(rails.topk_idx, heap, _header(words), tell, counts.share)
     if rail_capacity is None:
