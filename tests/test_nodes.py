@@ -472,3 +472,20 @@ def repeat(rank: int, num_ranks: int, ranks_per_node: int) -> bool:
 
 def test_runs_repeat(cluster):
     assert cluster(4).run(repeat, 2, timeout_s=HANG_S) == [True] * 4
+
+
+def profiled(rank: int, num_ranks: int) -> int:
+    """Rounds of a routing each of which is in a profile; torch's operators in the last one."""
+    with open_heap("cpu", ranks_per_node=1) as heap:
+        ids = torch.arange(num_ranks)[None].repeat(64, 1)
+        for _ in range(30):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                plan = make_plan(ids, num_experts=num_ranks, heap=heap)
+                combine_tokens(dispatch_tokens(torch.ones((64, 8)), plan)[0], plan)
+            num_events = len(profile.events())
+        return num_events
+
+
+def test_a_profile_ends_while_ranks_listen(cluster):
+    """It ends the process if torch records the messages that are still awaited."""
+    assert all(num_events > 20 for num_events in cluster(2).run(profiled))
