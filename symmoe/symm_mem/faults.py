@@ -7,6 +7,8 @@ enters the barrier, and publishes that it has an error which it has not raised. 
 it. Otherwise some rank has raised it already, and it is over.
 
 A rank knows that it has left a call if it comes to another plan without the barriers that belong between.
+Between nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail
+do; so all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
 
 *Between nodes* (symm_mem/mates.py) an error has to get through one barrier of a node and one meeting of each rail, in
 either order. A rank that fails a call says so to its rail, and enters the next barrier of its node with the error; its
