@@ -125,6 +125,7 @@ def test_the_next_call_of_a_rank_that_left(cluster):
 
 
 PLAN, READY, DONE = control.PHASE_PLAN, control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
+NODES_PLAN = control.PHASE_NODES_PLAN
 COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
 
 
@@ -135,6 +136,9 @@ COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
         (READY, [DONE, PLAN], True),
         (DONE, [PLAN, READY], True),
         (PLAN, [PLAN], True),
+        (PLAN, [NODES_PLAN, PLAN], True),
+        (NODES_PLAN, [PLAN], True),
+        (NODES_PLAN, [READY, DONE, PLAN], False),
         (READY, [None], False),
         (READY, [DONE, READY], False),
         (READY, [DONE, COMBINE], False),
