@@ -240,6 +240,25 @@ def test_unforeseen_errors(cluster):
     assert all([is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]] for found in by_rank)
 
 
+def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:
+    """What a dispatch raises that ranks 1 and 2 fail, on two nodes and two rails. Rank 0 is at the meeting before the
+    first barrier and waits for rank 2, and rank 3 for rank 1, while these wait for them in barriers."""
+    with open_heap("cpu", ranks_per_node=2, timeout_s=PROMPT_S) as heap:
+        ready = Ready(heap, rank)
+        ready.step()
+        plan = ready.plan()
+        found = outcome(lambda: dispatch_tokens(ready.x[1:] if rank in (1, 2) else ready.x, plan))
+        if found[0] == "ArgumentError":  # else the heap is poisoned
+            ready.step()
+        return found
+
+
+def test_who_fails_says_so_to_its_rail_first(cluster):
+    first, *others = cluster(4).run(fail_across)
+    assert first[0] == "ArgumentError"
+    assert others == [first] * 3
+
+
 def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
     """A rank ends while the rails are made."""
     with pytest.MonkeyPatch.context() as patch:

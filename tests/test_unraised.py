@@ -36,19 +36,19 @@ def plan_of(heap: SymmetricHeap, *, capacity: int | None = None):
 
 
 def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tuple[str, str]:
-    """A dispatch in which rank 0 brings another hidden size. What this rank raises by the end of the call; a leaver is
-    gone before it looks."""
+    """A dispatch in which the first rank of each node brings another hidden size, so that nobody but barriers finds it.
+    What this rank raises by the end of the call; a leaver is gone before it looks."""
     plan = plan_of(heap, capacity=capacity)
     with looking_away(heap):
-        rows, _ = dispatch_tokens(torch.ones(T, 2 * H if heap.rank == 0 else H), plan)
+        rows, _ = dispatch_tokens(torch.ones(T, 2 * H if heap.topology.local_rank == 0 else H), plan)
     if leaver:
         return "", ""
     return outcome(combine_tokens, rows, plan)
 
 
-def leave(rank: int, num_ranks: int, leavers: tuple[int, ...], capacity: int | None) -> list[str]:
+def leave(rank: int, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None) -> list[str]:
     findings = Findings()
-    with open_heap("cpu") as heap:
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         for turn in range(4):
             findings.where = f"turn {turn}, rank {rank} of {num_ranks}"
             name, text = fail_together(heap, capacity, rank in leavers)
@@ -67,9 +67,23 @@ def leave(rank: int, num_ranks: int, leavers: tuple[int, ...], capacity: int | N
 
 
 @pytest.mark.parametrize("capacity", [None, 4 * T * K])
-@pytest.mark.parametrize(("num_ranks", "leavers"), [(2, (0,)), (2, (1,)), (3, (0, 2)), (3, (0, 1, 2))])
-def test_the_next_correct_call_works(cluster, num_ranks: int, leavers: tuple[int, ...], capacity: int | None):
-    assert cluster(num_ranks).run(leave, leavers, capacity) == [[]] * num_ranks
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "leavers"),
+    [
+        (2, 2, (0,)),
+        (2, 2, (1,)),
+        (3, 3, (0, 2)),
+        (3, 3, (0, 1, 2)),
+        (4, 2, (2, 3)),  # a node
+        (4, 2, (0, 2)),  # a rail
+        (4, 2, (0, 1, 3)),
+        (4, 2, (0, 1, 2, 3)),
+    ],
+)
+def test_the_next_correct_call_works(
+    cluster, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None
+):
+    assert cluster(num_ranks).run(leave, ranks_per_node, leavers, capacity) == [[]] * num_ranks
 
 
 def leave_and_go_on(rank: int, num_ranks: int) -> list[str]:
@@ -111,6 +125,7 @@ def test_the_next_call_of_a_rank_that_left(cluster):
 
 
 PLAN, READY, DONE = control.PHASE_PLAN, control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
+NODES_PLAN = control.PHASE_NODES_PLAN
 COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
 
 
@@ -121,6 +136,9 @@ COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
         (READY, [DONE, PLAN], True),
         (DONE, [PLAN, READY], True),
         (PLAN, [PLAN], True),
+        (PLAN, [NODES_PLAN, PLAN], True),
+        (NODES_PLAN, [PLAN], True),
+        (NODES_PLAN, [READY, DONE, PLAN], False),
         (READY, [None], False),
         (READY, [DONE, READY], False),
         (READY, [DONE, COMBINE], False),

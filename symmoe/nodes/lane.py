@@ -18,7 +18,7 @@ import torch
 from symmoe.errors import FAULT_BYTES
 from symmoe.nodes.rail import TO_LANE, Rail, RailBroken, Started
 
-GOES_ON, FAILED, GAVE_UP = range(3)
+GOES_ON, FAILED, UNRAISED, GAVE_UP = range(4)
 _WORDS = struct.Struct("<qqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
@@ -32,7 +32,7 @@ class Header:
     """What a rank says.
 
     Attributes:
-        kind: GOES_ON, FAILED or GAVE_UP.
+        kind: GOES_ON, FAILED, GAVE_UP; UNRAISED: the rank has left the call that has failed, and keeps the error.
         number: how many headers it has sent.
         call: what the ranks must agree on, as in control.pack_call.
         sizes: the same, of what says how long the messages are that follow.

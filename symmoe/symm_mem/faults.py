@@ -7,6 +7,8 @@ enters the barrier, and publishes that it has an error which it has not raised. 
 it. Otherwise some rank has raised it already, and it is over.
 
 A rank knows that it has left a call if it comes to another plan without the barriers that belong between.
+Between nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail
+do; so all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
 
 *Between nodes* (symm_mem/mates.py) an error has to get through one barrier of a node and one meeting of each rail, in
 either order. A rank that fails a call says so to its rail, and enters the next barrier of its node with the error; its
@@ -45,6 +47,7 @@ UNRAISED = (1,)  # published by a rank with an error; others publish 0
 # The barrier that follows that of the key, unless the call is left.
 _NEXT = {
     control.PHASE_PLAN: control.PHASE_DISPATCH_READY,
+    control.PHASE_NODES_PLAN: control.PHASE_DISPATCH_READY,
     control.PHASE_DISPATCH_READY: control.PHASE_COMBINE_READY,
     control.PHASE_DISPATCH_DONE: control.PHASE_COMBINE_READY,
 }
@@ -86,58 +89,91 @@ class Faults:
         """
         if self._words[control.STATUS_KIND] == control.STATUS_OK:
             return None  # another thread has raised the error meanwhile
-        failed_phase = int(self._words[control.STATUS_PHASE])
-        error = self.take()
-        if self.poison is None and not self._is_captured:
-            since = self._flight.phases_since(self._flight.epoch)  # the epoch of the error by now
-            if was_left(failed_phase, [*since, phase]):
-                if control.PHASE_PLAN in since:  # on the device it was no barrier: the peers are still in it
-                    return self.fail(error, control.PHASE_PLAN)
-                self.unraised = error
-                return None
-        return error
+        words, error = self._end_call()
+        if error is not None:
+            return error
+        failed_phase, since = words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)
+        if was_left(failed_phase, since) or not was_left(failed_phase, [*since, phase]):
+            error, _ = self._agree(words)
+            return error
+        error, is_unraised = self._agree(words, is_unraised=True)
+        if self.poison is not None:
+            return error
+        if is_unraised:
+            self.unraised = error
+        else:
+            self._is_over(error)
+        return None
 
     def settle(self, received: list[list[int]]) -> SymmoeError | None:
         """The error that was kept for this barrier, if this rank raises it.
 
         Args:
-            received: [R][NUM_PUBLISHED], what ranks have published in the barrier.
+            received: [R][NUM_PUBLISHED], what ranks of this node have published in the barrier.
         """
         error, self.unraised = self.unraised, None
-        if all(published[0] == UNRAISED[0] for published in received):  # no rank has raised it
-            return error
-        logger.warning(
-            "rank %d has left a call by an exception of its own, in which its peers have raised: %s",
-            self._rank,
-            error,
-        )
-        return None
+        assert error is not None
+        if any(published[0] != UNRAISED[0] for published in received):
+            self._is_over(error)
+            return None
+        if self._mates is not None:  # where this plan may have failed for another reason
+            answer = self._mates.tell(Fault(-1, encode(error)))
+            if isinstance(answer, Report):
+                return self._mate_failure(answer)
+        return error
+
+    def _is_over(self, error: SymmoeError) -> None:
+        text = "rank %d has left a call by an exception of its own, in which its peers have raised: %s"
+        logger.warning(text, self._rank, error)
 
     def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
         """The error on record, which is then over: the next barrier counts again, unless a peer is gone.
 
         Synchronises.
 
-        Args:
-            own: the error by which this rank has failed the call.
-            told: what the rail has met with, if it has; of an UNKNOWN error all of the rail tell what they know now.
+        Args: see _agree.
         """
+        words, error = self._end_call()
+        if error is None:
+            error, _ = self._agree(words, own, told=told)
+        return error
+
+    def _end_call(self) -> tuple[list[int], SymmoeError | None]:
+        """Has the next barrier count again. What was on record, and the error if there is nothing to agree on."""
         words = [int(word) for word in self._words]
-        kind = words[control.STATUS_KIND]
-        self.unraised = None  # every rank raises this one instead
-        error: SymmoeError
-        if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT, control.STATUS_RAIL):
+        self.unraised = None  # every rank raises what is on record instead
+        if words[control.STATUS_KIND] in (control.STATUS_TIMEOUT, control.STATUS_ABORT, control.STATUS_RAIL):
             error = self._peer_failure(words)
             self.poison = str(error)
             self._write_down(error)
-            return error
+            return words, error
         if self._is_captured:
-            return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
+            text = "an earlier call has failed; end the capture and call heap.check() for the error"
+            return words, SymmoeError(text)
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
         self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may come on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
+        return words, None
+
+    def _agree(
+        self,
+        words: list[int],
+        own: SymmoeError | None = None,
+        *,
+        told: Fault | None = None,
+        is_unraised: bool = False,
+    ) -> tuple[SymmoeError, bool]:
+        """The error that was on record, which the rail has been told, and whether nobody on it raises the error now.
+
+        Args:
+            words: the record.
+            own: the error by which this rank has failed the call.
+            told: what the rail has met with, if it has; of an UNKNOWN error all of the rail tell what they know now.
+            is_unraised: whether this rank has left the call and is about to make a plan.
+        """
+        kind = words[control.STATUS_KIND]
         if kind == control.STATUS_PLAN:
             fault = Fault(-1, encode(plan_error(words)))
         elif kind == control.STATUS_FAULT:
@@ -147,18 +183,23 @@ class Faults:
             mismatch = mismatch_error(first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN])
             fault = Fault(-1, encode(mismatch))
         if self._mates is not None:
+            fault = replace(fault, is_unraised=is_unraised)
             answer: Fault | Report = self._mates.tell(fault) if told is None else told
             if isinstance(answer, Fault) and answer.origin == UNKNOWN:
                 answer = self._mates.tell(fault)
             if isinstance(answer, Report):
-                return self._mate_failure(answer)
+                return self._mate_failure(answer), False
+            is_unraised = answer.is_unraised
             if told is None or UNKNOWN in (told.origin, fault.origin):  # else the record says which it is
                 fault = answer
         if own is not None and fault.origin == self._rank:
             error = own
         else:
             error = plan_error(words) if kind == control.STATUS_PLAN else fault.error
-        return self._written_down(error, words)
+        error = self._written_down(error, words)
+        if was_left(words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)):
+            error = self.fail(error, control.PHASE_PLAN)  # on the device it was no barrier: the peers are still in it
+        return error, is_unraised
 
     def meet(self, call: int, sizes: int) -> SymmoeError | None:
         """Meets the ranks of the rail, which are about to enter the same call; what this rank raises, or None."""
@@ -195,7 +236,9 @@ class Faults:
         if self._is_captured:
             return fault.error
         with self._one_call:
-            self._enter_with(fault, call)
+            self._streams.synchronize()
+            if self._words[control.STATUS_KIND] == control.STATUS_OK:  # else its barriers have failed already
+                self._enter_with(fault, call)
             return self.take(told=fault)
 
     def look_at_rail(self) -> bool:

@@ -63,10 +63,13 @@ class Fault:
     Attributes:
         origin: the rank (in the EP group); -1: no rank in particular, all have found it; or UNKNOWN.
         message: the encoded error.
+        is_unraised: whether who tells it has left the call and keeps it for the next plan; of what a rail has met with,
+            whether all ranks on it do.
     """
 
     origin: int
     message: bytes
+    is_unraised: bool = False
 
     @property
     def error(self) -> SymmoeError:

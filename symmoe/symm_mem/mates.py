@@ -18,7 +18,7 @@ import torch
 
 from symmoe.errors import FAULT_BYTES, ConfigMismatch, encode
 from symmoe.kernels import control
-from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, Header, Lane
+from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
 from symmoe.nodes.nccl import NcclError
 from symmoe.nodes.rail import Messages, Payload, RailBroken, Started
 from symmoe.nodes.topology import Topology
@@ -93,7 +93,8 @@ class Mates:
 
     def say(self, fault: Fault) -> None:
         """Has the mates know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
-        self._lane.say(Header(FAILED, origin=fault.origin, message=fault.message))
+        kind = UNRAISED if fault.is_unraised else FAILED
+        self._lane.say(Header(kind, origin=fault.origin, message=fault.message))
         self._has_said = True
 
     def tell(self, fault: Fault) -> Fault | Report:
@@ -267,8 +268,8 @@ class Mates:
 
 def _first_fault(headers: list[Header]) -> Fault | None:
     """Of all errors that of the first rank; one of which a rank knows only that there is one comes last."""
-    failed = [header for header in headers if header.kind == FAILED]
+    failed = [header for header in headers if header.kind in (FAILED, UNRAISED)]
     if not failed:
         return None
     first = min(failed, key=lambda header: header.origin)
-    return Fault(first.origin, first.message[:FAULT_BYTES])
+    return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
