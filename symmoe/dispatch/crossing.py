@@ -75,16 +75,15 @@ def _too_many(wanted: torch.Tensor, capacity: int | None) -> torch.Tensor:
 class RailCounts:
     """What the ranks of a group tell each other for a plan in addition to the counts of their node.
 
-    Args:
-        num_sent: int32 [N] of RailRows.
-
     Attributes:
         num_received: int32 [N], tokens that each node sends to this rank; after :meth:`share`.
+        num_tokens: by node, T of its rank on this rail, as hosts know it; after :meth:`share`.
     """
 
-    def __init__(self, heap: SymmetricHeap, num_sent: torch.Tensor) -> None:
-        self._heap, self._num_sent = heap, num_sent
-        self.num_received = torch.zeros_like(num_sent)
+    def __init__(self, heap: SymmetricHeap, rails: RailRows) -> None:
+        self._heap, self._rails = heap, rails
+        self.num_received = torch.zeros_like(rails.num_sent)
+        self.num_tokens: list[int] = []
 
     def tell(self, number: torch.Tensor) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
@@ -102,9 +101,14 @@ class RailCounts:
         Collective over the group, after the plan's barrier."""
         topology, maps = self._heap.topology, self._heap.rank_maps
         table, to_row = self._table(self._heap.peers.rank), self._rows()
-        mine = torch.cat([table.index_select(0, to_row[maps.ranks[topology.node]]).flatten(), self._num_sent])
+        mine = torch.cat([table.index_select(0, to_row[maps.ranks[topology.node]]).flatten(), self._rails.num_sent])
         received = [torch.zeros_like(mine) for _ in topology.nodes]  # in place of what does not come
-        self._heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
+        self.num_tokens = self._heap.exchange(
+            [[mine] * topology.num_nodes],
+            [received],
+            control.PHASE_NODES_PLAN,
+            num_tokens=len(self._rails.topk_idx),
+        )
         for node, ranks in enumerate(maps.ranks):
             if node != topology.node:
                 rows, theirs = received[node].split([mine.numel() - topology.num_nodes, topology.num_nodes])
@@ -211,7 +215,9 @@ class Crossing:
 def make_crossing(
     heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> Crossing:
-    """The crossing with these numbers of rows to and from each node; 0 for this one. Local."""
+    """The crossing with these numbers of rows to and from each other node. Local."""
+    here = heap.topology.node
+    sent, received = ([0 if node == here else rows for node, rows in enumerate(each)] for each in (sent, received))
     tokens = torch.arange(token_to_rail_row.shape[0], device=token_to_rail_row.device)
     indices = []
     for node, num_rows in enumerate(sent):
