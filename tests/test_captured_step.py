@@ -14,7 +14,7 @@ from worker import Findings, open_heap
 
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.errors import ArgumentError, ExpertIdError
+from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
 from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.training.captured_step import CapturedStep
 
@@ -28,7 +28,7 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
     with ExitStack() as patches:
         for name, value in (("capture", 1), ("raises_at_once", False)):
             patches.enter_context(mock.patch.object(SymmetricHeap, name, mock.PropertyMock(return_value=value)))
-        patches.enter_context(mock.patch.object(SymmetricHeap, "check", lambda *arguments, **options: None))
+        patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
         for owner, name in ((SymmetricHeap, "meet"), (RowHistory, "room")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
@@ -294,6 +294,19 @@ def test_a_layer_that_was_not_called_before():
         with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
             captured(torch.ones(3, H))
         assert heap.captured_reports is None
+
+
+def test_nothing_is_replayed_on_a_heap_on_which_nothing_works():
+    heap, model = heap_and_model()
+    with heap:
+        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
+        captured.make_graph = lambda function, heaps: HostGraph(model, captured.states(), function)
+        for _ in range(2):
+            captured([torch.ones(3, H)], scale=1.0)
+        heap.abort("enough")
+        with mock.patch.object(HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
+            captured([torch.ones(3, H)], scale=1.0)
+        assert not replay.called
 
 
 def test_what_could_not_be_taken_back_is_refused():
