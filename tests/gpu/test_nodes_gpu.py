@@ -144,7 +144,7 @@ def test_capture_step_is_exact(cluster, num_ranks: int, ranks_per_node: int):
     found = cluster(num_ranks, "cuda").run(check_exact, "cuda", 10, ranks_per_node)
     assert [text for *_, texts in found for text in texts] == []
     ((num_replays, num_repeated, num_captures),) = {tuple(counts) for *counts, _ in found}
-    assert num_replays >= 3
+    assert num_replays >= 2
     assert num_repeated >= 1
     assert num_replays + num_repeated == 8
     assert num_captures <= num_repeated + 1
