@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,19 +14,40 @@ from worker import Findings, open_heap
 
 import symmoe
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
+from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.training.captured_step import CapturedStep
 
 H, I, E, K, T = 16, 24, 8, 3, 200
 
 
+@contextmanager
+def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """In this context calls do what a graph has of them: no host looks for errors. What hosts find out, room and what
+    they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
+    with ExitStack() as patches:
+        for name, value in (("capture", 1), ("raises_at_once", False)):
+            patches.enter_context(mock.patch.object(SymmetricHeap, name, mock.PropertyMock(return_value=value)))
+        patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
+        for owner, name in ((SymmetricHeap, "meet"), (RowHistory, "room")):
+            patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
+        yield
+
+
 class HostGraph:
-    """What a CUDA graph does: the function runs once for its memory, and again in every replay."""
+    """What a CUDA graph does: the function runs once for its memory, and again in every replay, with what the host has
+    found out then."""
 
     def __init__(self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None]) -> None:
         self._parameters, self._function = list(model.parameters()), function
+        self._found: list[Any] = []
         before = [state.clone() for state in states]
-        function()
+
+        def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given, **options: (self._found.append(method(*given, **options)), self._found[-1])[1]
+
+        with in_a_graph(noting):
+            function()
         for state, kept in zip(states, before, strict=True):
             state.copy_(kept)
         self._gradients = [parameter.grad for parameter in self._parameters]
@@ -31,7 +55,10 @@ class HostGraph:
     def replay(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._function()
+        found = iter(self._found)
+        with in_a_graph(lambda method: lambda *given, **options: next(found)):
+            self._function()
+        assert list(found) == []
         for kept, parameter in zip(self._gradients, self._parameters, strict=True):
             if kept is not None:
                 kept.copy_(parameter.grad)
@@ -75,10 +102,11 @@ def make_step(model: Model) -> Callable[..., dict[str, torch.Tensor]]:
 
 
 def batches(rank: int, count: int):
-    """Two micro-batches of each step; tokens of every fourth step are alike, so few experts get them all."""
+    """Two micro-batches of each step, of fewer tokens on later ranks; tokens of every fourth step are alike, so few
+    experts get them all."""
     for number in range(count):
         own = torch.Generator().manual_seed(1000 * number + rank)
-        batch = [torch.randn(T, H, generator=own) for _ in range(2)]
+        batch = [torch.randn(T - 7 * rank, H, generator=own) for _ in range(2)]
         yield [x[:1] + 0.01 * x for x in batch] if number % 4 == 3 else batch
 
 
@@ -87,9 +115,11 @@ def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
 
 
-def check_exact(rank: int, num_ranks: int, device: str, count: int) -> tuple[int, int, int, list[str]]:
+def check_exact(
+    rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None
+) -> tuple[int, int, int, list[str]]:
     findings = Findings()
-    with open_heap(device, num_bytes=64 << 20) as heap:
+    with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = Model(heap), Model(heap)
         plain.load_state_dict(model.state_dict())
@@ -116,9 +146,17 @@ def check_exact(rank: int, num_ranks: int, device: str, count: int) -> tuple[int
         return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_step_is_exact(cluster, num_ranks):
-    found = cluster(num_ranks).run(check_exact, "cpu", 14)
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"),
+    [
+        pytest.param(1, None, id="1", marks=pytest.mark.slow),
+        pytest.param(2, None, id="2"),
+        pytest.param(2, 1, id="2 x 1"),
+        pytest.param(4, 2, id="2 x 2", marks=pytest.mark.slow),
+    ],
+)
+def test_every_step_is_exact(cluster, num_ranks, ranks_per_node):
+    found = cluster(num_ranks).run(check_exact, "cpu", 14, ranks_per_node)
     assert [text for *_, texts in found for text in texts] == []
     assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
     num_replays, num_repeated, num_captures, _ = found[0]
@@ -127,6 +165,62 @@ def test_every_step_is_exact(cluster, num_ranks):
     assert num_captures <= num_repeated + 1
     if num_ranks > 1:
         assert num_repeated >= 1
+
+
+def train(rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None) -> tuple[tuple[int, ...], list]:
+    """Steps with given routings: counts of a captured step, or no counts, and of each step its tensors or its error.
+
+    In step 3 all tokens go to the last rank, in step 5 the first one has an id that is out of range.
+    """
+    generator = torch.Generator().manual_seed(num_ranks)
+    num_tokens, found = (24, 5, 0, 17)[rank], []
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        num_experts = 2 * num_ranks
+        sizes = {"hidden": H, "ffn": I, "num_experts": num_experts, "top_k": 2}
+        model = nn.ModuleList([nn.Linear(H, H), MoELayer(MoEConfig(**sizes, order="slot", router="none"), heap)])
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.01 * rank)
+
+        def step(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            y, _ = model[1](model[0](x), topk_idx=ids, probs=torch.full(ids.shape, 0.5))
+            y.square().sum().backward()
+            return y
+
+        captured: CapturedStep = symmoe.capture_step(step, model, room=room or 1.0, num_eager=2)
+        if room is not None:
+            captured.make_graph = lambda function, heaps: HostGraph(model, [], function)
+        for number in range(8):
+            slots = torch.arange(2 * num_tokens).view(-1, 2)
+            ids = (slots + number) % num_experts
+            if number == 3:
+                ids = slots % 2 + num_experts - 2
+            if number == 5 and rank == 0:
+                ids[3, 1] = num_experts
+            x = torch.randn((num_tokens, H), generator=torch.Generator().manual_seed(10 * number + rank))
+            try:
+                y = captured(x, ids)
+                found.append([y, *(parameter.grad.clone() for parameter in model.parameters())])
+                del y
+            except ExpertIdError as error:
+                found.append(str(error))
+        captured.close()
+        assert heap.leased_bytes == 0
+        return (captured.num_replays, captured.num_repeated, captured.num_captures), found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [pytest.param(2, 1, id="2 x 1"), pytest.param(4, 2, id="2 x 2")]
+)
+def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(cluster, num_ranks, ranks_per_node):
+    """Also one that has too little room on one rank of one node, and those after an error."""
+    by_rank = cluster(num_ranks).run(train, ranks_per_node, 1.5)
+    for (counts, found), (_, wanted) in zip(by_rank, cluster(num_ranks).run(train, None, None), strict=True):
+        assert counts == (4, 1, 2)
+        assert found[5] == wanted[5]
+        assert "rank 0" in found[5]
+        for number in (0, 1, 2, 3, 4, 6, 7):
+            assert all(map(torch.equal, found[number], wanted[number])), number
+        assert all(float(gradient.abs().sum()) > 0 for gradient in by_rank[0][1][7])
 
 
 def heap_and_model() -> tuple[SymmetricHeap, Model]:
@@ -200,6 +294,19 @@ def test_a_layer_that_was_not_called_before():
         with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
             captured(torch.ones(3, H))
         assert heap.captured_reports is None
+
+
+def test_nothing_is_replayed_on_a_heap_on_which_nothing_works():
+    heap, model = heap_and_model()
+    with heap:
+        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
+        captured.make_graph = lambda function, heaps: HostGraph(model, captured.states(), function)
+        for _ in range(2):
+            captured([torch.ones(3, H)], scale=1.0)
+        heap.abort("enough")
+        with mock.patch.object(HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
+            captured([torch.ones(3, H)], scale=1.0)
+        assert not replay.called
 
 
 def test_what_could_not_be_taken_back_is_refused():

@@ -28,7 +28,7 @@ from worker import open_heap
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
-from symmoe.symm_mem import faults, rail_start
+from symmoe.symm_mem import faults, mates, rail_start
 from symmoe.symm_mem.inbox import Report, end_waits, mailbox, read_report
 
 
@@ -203,6 +203,25 @@ def give_up(rank: int, num_ranks: int) -> tuple[str, str]:
 def test_a_rank_that_gives_up(cluster):
     found = cluster(4).run(give_up)
     assert found[0] == found[2] == found[3] == ("PeerAborted", "rank 1 gave up: it has had enough")
+
+
+def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
+    """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
+    is_told: list[bool] = []
+    with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
+        rail = heap._faults._mates
+        hear = rail._lane.hear
+        patch.setattr(
+            rail._lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
+        )
+        for capture in (0, 1):
+            patch.setattr(mates, "capture_id", lambda device, capture=capture: capture)
+            heap.meet(control.PHASE_START)
+    return is_told[:2]
+
+
+def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(cluster):
+    assert cluster(2).run(watch_meetings) == [[True, False]] * 2
 
 
 class OpNames(TorchDispatchMode):

@@ -89,16 +89,15 @@ def _slot_to_other_node(topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts
 class RailCounts:
     """What the ranks of a group tell each other for a plan in addition to the counts of their node.
 
-    Args:
-        num_sent: int32 [N] of RailRows.
-
     Attributes:
         num_received: int32 [N], tokens that each node sends to this rank; after :meth:`share`.
+        num_tokens: by node, T of its rank on this rail, as hosts know it; after :meth:`share`.
     """
 
-    def __init__(self, heap: SymmetricHeap, num_sent: torch.Tensor) -> None:
-        self._heap, self._num_sent = heap, num_sent
-        self.num_received = torch.zeros_like(num_sent)
+    def __init__(self, heap: SymmetricHeap, rails: RailRows) -> None:
+        self._heap, self._rails = heap, rails
+        self.num_received = torch.zeros_like(rails.num_sent)
+        self.num_tokens: list[int] = []
 
     def tell(self, number: torch.Tensor) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
@@ -116,14 +115,20 @@ class RailCounts:
         Collective over the group, after the plan's barrier."""
         topology, maps = self._heap.topology, self._heap.rank_maps
         table, to_row = self._table(self._heap.peers.rank), self._rows()
-        mine = torch.cat([table.index_select(0, to_row[maps.by_node[topology.node]]).flatten(), self._num_sent])
-        received = [torch.zeros_like(mine) for _ in topology.nodes]  # in place of what does not come
-        self._heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
-        for node, ranks in enumerate(maps.by_node):
-            if node != topology.node:
-                rows, theirs = received[node].split([mine.numel() - topology.num_nodes, topology.num_nodes])
-                table.index_copy_(0, to_row[ranks], rows.view(len(ranks), -1))
-                self.num_received[node : node + 1] = theirs[topology.node : topology.node + 1]
+        ours = table.index_select(0, to_row[maps.by_node[topology.node]])
+        mine = torch.cat([ours.flatten(), self._rails.num_sent])
+        received = mine.new_zeros((topology.num_nodes - 1, mine.numel()))  # in place of what does not come
+        receives = [*received[: topology.node], mine, *received[topology.node :]]
+        self.num_tokens = self._heap.exchange(
+            [[mine] * topology.num_nodes],
+            [receives],
+            control.PHASE_NODES_PLAN,
+            num_tokens=len(self._rails.topk_idx),
+        )
+        rows, num_received = received.split([ours.numel(), topology.num_nodes], 1)
+        others = maps.by_node.index_select(0, maps.other_nodes).flatten()
+        table.index_copy_(0, to_row[others], rows.reshape(len(others), -1))
+        self.num_received.index_copy_(0, maps.other_nodes, num_received[:, topology.node])
 
     def told(self) -> torch.Tensor:
         """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
@@ -258,7 +263,9 @@ class Crossing:
 def make_crossing(
     heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> Crossing:
-    """The crossing with these numbers of rows to and from each node; 0 for this one. Local."""
+    """The crossing with these numbers of rows to and from each other node. Local."""
+    here = heap.topology.node
+    sent, received = ([0 if node == here else rows for node, rows in enumerate(each)] for each in (sent, received))
     num_tokens, most, maps = len(token_to_rail_row), max(sent), heap.rank_maps
     num_away = most * (heap.topology.num_nodes - 1)
     row, goes_not = token_to_rail_row + most * maps.others_before, token_to_rail_row < 0

@@ -5,7 +5,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -114,12 +114,12 @@ def plan_call(
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
-        room = find_room() if capacity is None and not heap.spans_nodes else None
-        if capacity is None and room is None and heap.captured_reports is not None:
-            problem = "a step that is captured calls a layer that earlier calls did not"
-            if heap.spans_nodes:
-                problem = "capacity (None) makes the hosts of several nodes read the plan; a capture needs rows"
-            heap.fail(ArgumentError(problem), None)
+        reports = heap.captured_reports
+        # Between nodes the host reads the sizes of messages in any case, except in a capture.
+        can_have_room = capacity is None and (reports is not None or not heap.spans_nodes)
+        room = find_room() if can_have_room else None
+        if can_have_room and room is None and reports is not None:
+            heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
         elif room is not None:
@@ -137,27 +137,27 @@ def plan_call(
             control.HEAD_PRECISION: precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
+        topk_idx = topk_idx.detach().contiguous()
         if heap.spans_nodes:
-            return _plan_between_nodes(topk_idx.detach().contiguous(), heap, words, options)
-        plan = _place_slots(topk_idx.detach().contiguous(), heap, _header(words))
-        if capacity is not None:
-            return plan
-        if room is not None and heap.captured_reports is not None:
-            plan.expected_rows = room.expected_rows
-            heap.captured_reports.append(plan.report)
-            return plan
-        plan._read_report = heap.read_back(plan.report)
-        if room is None:
-            plan.settle()
+            plan = _plan_between_nodes(topk_idx, heap, words, options)
         else:
+            plan = _place_slots(topk_idx, heap, _header(words))
+        if room is not None:
             plan.expected_rows = room.expected_rows
+        if capacity is None and reports is not None:
+            reports.append(plan.report)
+        elif capacity is None and not heap.spans_nodes:
+            plan._read_report = heap.read_back(plan.report)
+            if room is None:
+                plan.settle()
         return plan
 
 
 def _plan_between_nodes(
     topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions
 ) -> Plan:
-    """The plan on a heap that spans nodes. words: of the header. The host waits for the plan with exact capacity."""
+    """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
+    plan, and reads how long messages are."""
     num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
     rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
     rails, overflow, drops = find_rail_rows(topk_idx, heap, num_experts=options.num_experts), None, False
@@ -165,25 +165,29 @@ def _plan_between_nodes(
         rails, overflow = keep_first(rails, heap, num_experts=options.num_experts, rail_capacity=rail_capacity)
         drops = options.overflow == "drop"
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
-    counts = RailCounts(heap, rails.num_sent)
+    counts = RailCounts(heap, rails)
 
     def tell() -> None:
         if overflow is not None:
             counts.tell(overflow.num_dropped if drops else overflow.too_many)
 
     plan = _place_slots(rails.topk_idx, heap, _header(words), tell, counts.share)
-    if rail_capacity is None:
+    sent: Sequence[int]
+    received: Sequence[int]
+    if rail_capacity is not None:
+        if drops:
+            plan.num_dropped.add_(counts.told())
+        sent = received = [rail_capacity] * heap.topology.num_nodes
+    elif words[control.HEAD_CAPACITY] >= 0:  # there is room for all tokens, and all have the number of a replay
+        sent, received = [len(topk_idx)] * heap.topology.num_nodes, counts.num_tokens
+    else:
         plan._read_report, read_sizes = (
             heap.read_back(plan.report),
             heap.read_back(torch.stack([rails.num_sent, counts.num_received])),
         )
         plan.settle()
-        sent, num_received = read_sizes()
-    else:
-        if drops:
-            plan.num_dropped.add_(counts.told())
-        sent = num_received = [0 if n == heap.topology.node else rail_capacity for n in range(heap.topology.num_nodes)]
-    crossing = make_crossing(heap, rails.token_to_rail_row, sent, num_received)
+        sent, received = read_sizes()
+    crossing = make_crossing(heap, rails.token_to_rail_row, sent, received)
     plan.across = plan_inside(plan, crossing, rail_capacity or 0)
     return plan
 

@@ -19,7 +19,7 @@ from symmoe.errors import FAULT_BYTES
 from symmoe.nodes.rail import TO_LANE, Rail, RailBroken, Started
 
 GOES_ON, FAILED, UNRAISED, GAVE_UP = range(4)
-_WORDS = struct.Struct("<qqqqq")
+_WORDS = struct.Struct("<qqqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _TO_NOBODY = 2  # a tag; TO_LANE and PAYLOAD are taken
@@ -36,6 +36,7 @@ class Header:
         number: how many headers it has sent.
         call: what the ranks must agree on, as in control.pack_call.
         sizes: the same, of what says how long the messages are that follow.
+        num_tokens: of the rank, where that says it; ranks need not have the same.
         origin: the rank of the group that has the error, or that gave up; -1: no one rank.
         message: of an error or of a report.
     """
@@ -44,20 +45,21 @@ class Header:
     number: int = 0
     call: int = 0
     sizes: int = 0
+    num_tokens: int = 0
     origin: int = -1
     message: bytes = b""
 
     def pack(self) -> torch.Tensor:
         """uint8 [_HEADER_BYTES]."""
-        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.origin)
+        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.num_tokens, self.origin)
         return torch.frombuffer(bytearray((words + self.message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Header:
         """The header that was packed."""
         data: bytes = packed.numpy().tobytes()
-        kind, number, call, sizes, origin = _WORDS.unpack_from(data)
-        return cls(kind, number, call, sizes, origin, data[_WORDS.size :])
+        kind, number, call, sizes, num_tokens, origin = _WORDS.unpack_from(data)
+        return cls(kind, number, call, sizes, num_tokens, origin, data[_WORDS.size :])
 
 
 class Lane:

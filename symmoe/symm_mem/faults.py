@@ -201,10 +201,10 @@ class Faults:
             error = self.fail(error, control.PHASE_PLAN)  # on the device it was no barrier: the peers are still in it
         return error, is_unraised
 
-    def meet(self, call: int, sizes: int) -> SymmoeError | None:
+    def meet(self, call: int, sizes: int = 0, num_tokens: int = 0) -> SymmoeError | None:
         """Meets the ranks of the rail, which are about to enter the same call; what this rank raises, or None."""
         assert self._mates is not None
-        answer = self._mates.meet(call, sizes)
+        answer = self._mates.meet(call, sizes, num_tokens)
         if isinstance(answer, Fault):
             return self._fail_node(answer, control.pack_call(phase=call & 0xFF))
         return None if answer is None else self._mate_failure(answer)

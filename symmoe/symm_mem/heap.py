@@ -387,7 +387,7 @@ class SymmetricHeap:
         """Whether the host knows at the end of a barrier how it went; else it does when it next looks."""
         return self.device.type == "cpu"
 
-    def meet(self, phase: int, *, sizes: int = 0, **agreed: int) -> None:
+    def meet(self, phase: int, *, sizes: int = 0, num_tokens: int = 0, **agreed: int) -> list[int]:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
         a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
         any rank before that gets to all ranks of all nodes. For heaps that span nodes. Does not wait for the device.
@@ -395,17 +395,23 @@ class SymmetricHeap:
         Args:
             sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
                 are.
+            num_tokens: of this rank, if the others have to know.
             phase, agreed: as in :meth:`barrier`.
+
+        Returns:
+            by node, the num_tokens of the rank with this rank's index.
         """
+        assert self._mates is not None
         with self._access:
-            raise_for(self._faults.meet(control.pack_call(phase=phase, **agreed), sizes))
+            raise_for(self._faults.meet(control.pack_call(phase=phase, **agreed), sizes, num_tokens))
+            return self._mates.num_tokens
 
     @property
     def num_meetings(self) -> int:
         """Meetings of this rank's rail so far: it is the same for the ranks on it. 0 on one node."""
         return 0 if self._mates is None else self._mates.num_meetings
 
-    def exchange(self, sends: Messages, receives: Messages, phase: int, *, sizes: int = 0, **agreed: int) -> None:
+    def exchange(self, sends: Messages, receives: Messages, phase: int, **options: int) -> list[int]:
         """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
         is work of the current stream. What is received may be used as it is only after the next barrier, or where
         :attr:`failed_so_far` is 0.
@@ -413,12 +419,13 @@ class SymmetricHeap:
         Args:
             sends, receives: by message, and in it by node; contiguous, and of sizes that fit each other. Tensors for
                 this node itself do not travel.
-            phase, sizes, agreed: as in :meth:`meet`.
+            phase, options: of :meth:`meet`, whose result this returns.
         """
         with self._access:
-            self.meet(phase, sizes=sizes, **agreed)
+            num_tokens = self.meet(phase, **options)
             with self.moving(sends, receives):
                 pass
+        return num_tokens
 
     @contextmanager
     def moving(self, sends: Messages, receives: Messages) -> Iterator[Callable[[], None]]:
@@ -661,7 +668,7 @@ class SymmetricHeap:
                 if not together:
                     error = faults.take()
                 elif self._mates is not None:
-                    error = faults.meet(control.pack_call(phase=control.PHASE_CLOSE), 0)
+                    error = faults.meet(control.pack_call(phase=control.PHASE_CLOSE))
                     together = error is None
         except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
             self.abort_for(problem)

@@ -25,7 +25,7 @@ from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.inbox import Fault, Report, counters, mailbox, write_word
 from symmoe.symm_mem.rail_watch import Looks, RailWatch, start_watch
 from symmoe.symm_mem.status_errors import mismatch_error
-from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder
+from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
@@ -46,12 +46,14 @@ class Mates:
 
     Attributes:
         topology: of the group.
+        num_tokens: by node, what its rank has brought to the last meeting.
     """
 
     def __init__(
         self, lane: Lane, payload: Payload, topology: Topology, waits: Waits, streams: StreamOrder | NoStreams
     ) -> None:
         self.topology = topology
+        self.num_tokens: list[int] = []
         self._lane, self._payload, self._waits, self._phase = lane, payload, waits, control.PHASE_START
         self._peers, self._counters, self._streams = waits.peers, counters(waits.peers), streams
         self._known_calls: set[int] = set()  # others may take start_timeout_s
@@ -68,19 +70,20 @@ class Mates:
             )
         self.hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
-    def meet(self, call: int, sizes: int) -> Fault | Report | None:
+    def meet(self, call: int, sizes: int, num_tokens: int) -> Fault | Report | None:
         """Meets all mates, which must be in the same call. Collective.
 
         Args:
             call: as in control.pack_call.
             sizes: an integer that must be the same, of what says how long the messages are.
+            num_tokens: of this rank, for the mates.
 
         Returns:
             None if all go on; the same Fault on all ranks of the rail if not.
         """
         kind = call & _ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
-        self._lane.say(Header(GOES_ON, call=call, sizes=sizes))
+        self._lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
@@ -89,6 +92,7 @@ class Mates:
             fault = self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
+            self.num_tokens = [header.num_tokens for header in headers]
         return fault
 
     def say(self, fault: Fault) -> None:
@@ -216,6 +220,8 @@ class Mates:
             write_word(self._counters[control.ON_RAIL], 1)
             yield
             write_word(self._counters[control.ON_RAIL], 0)
+        elif capture_id(self._counters.device):
+            yield  # the watch would write where peers see it, which would end the capture
         else:
             self._watch.waits_since = time.monotonic()
             yield

@@ -43,7 +43,8 @@ def capture_step(
     with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
     rank needed more has moved no rows there. The host notices that before the call returns, and runs the step again,
     eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with more room.
-    On CPUs there are no graphs: every call is eager.
+    On CPUs there are no graphs: every call is eager. On a heap that spans nodes a replay sends all tokens to every
+    other node, whether they have experts there or not, and :meth:`CapturedStep.close` comes before the heap's.
 
     Collective over the EP group of the model's layers: on all its ranks, the shapes of inputs change in the same calls.
     Each call synchronises the host once, at its end. Constants among the inputs (a factor, a flag) are a part of the
@@ -207,6 +208,7 @@ class CapturedStep(Generic[R]):
 
         Raises:
             ArgumentError: an argument requires a gradient: only parameters get theirs from a replay.
+            SymmoeError: what calls of the step's layers raise, in a replay at its end.
         """
         leaves, spec = tree_flatten((args, kwargs))
         for leaf in leaves:
@@ -221,6 +223,8 @@ class CapturedStep(Generic[R]):
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         if self.make_graph is None or self._num_calls[kind] <= self._num_eager:
             return self._run_eagerly(args, kwargs)
+        for heap in self.heaps:
+            heap.check()  # of a rank that is gone: a replay would use connections that have ended
         replay = self._replays.get(kind)
         if replay is None:
             replay = self._replays[kind] = _Replay(self, leaves, spec)

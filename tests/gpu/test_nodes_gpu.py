@@ -13,6 +13,7 @@ import routings
 import torch
 from cluster import Cluster
 from limits import PROMPT_S
+from test_captured_step import check_exact
 from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
 from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
@@ -136,6 +137,17 @@ def replay(rank: int, num_ranks: int, ranks_per_node: int, what: str) -> list[st
 @pytest.mark.parametrize("what", ["rows", "layer"])
 def test_captured_calls_are_replayed(cluster, num_ranks: int, ranks_per_node: int, what: str):
     assert cluster(num_ranks, "cuda").findings(replay, ranks_per_node, what) == []
+
+
+@layouts
+def test_capture_step_is_exact(cluster, num_ranks: int, ranks_per_node: int):
+    found = cluster(num_ranks, "cuda").run(check_exact, "cuda", 10, ranks_per_node)
+    assert [text for *_, texts in found for text in texts] == []
+    ((num_replays, num_repeated, num_captures),) = {tuple(counts) for *counts, _ in found}
+    assert num_replays >= 2
+    assert num_repeated >= 1
+    assert num_replays + num_repeated == 8
+    assert num_captures <= num_repeated + 1
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
