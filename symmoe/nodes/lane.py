@@ -58,7 +58,8 @@ class Header:
     def unpack(cls, packed: torch.Tensor) -> Header:
         """The header that was packed."""
         data: bytes = packed.numpy().tobytes()
-        return cls(*_WORDS.unpack_from(data), data[_WORDS.size :])
+        kind, number, call, sizes, num_tokens, origin = _WORDS.unpack_from(data)
+        return cls(kind, number, call, sizes, num_tokens, origin, data[_WORDS.size :])
 
 
 class Lane:
