@@ -1,7 +1,7 @@
 """Pairs of ranks that end as a script does, and close and destroy nothing: `python many_ends.py PAIRS WAY FOLDER`.
 
-They are forked from one process, which has imported everything. A busy process has their core, and gloo's threads get
-what it leaves: so what these threads have still to do, they do as late as they can.
+They are forked from one process, which has imported everything, until one has failed. A busy process has their core, and
+gloo's threads get what it leaves: so what these have still to do, they do as late as they can.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def be_busy() -> int:
 
 
 def slow_down_gloo() -> None:
-    """Its threads run when nobody else wants to."""
+    """Its threads get what others leave. Not SCHED_IDLE: what such a thread holds in the kernel it may never let go of,
+    and then whoever waits for that spins in the kernel for ever (seen with Linux 6.18)."""
     time.sleep(0.05)  # they have names by then
     for thread in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
             if file.read().strip() == "pt_gloo_runloop":
-                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
 
 def main(rank: int, store: str, way: str) -> None:
@@ -61,7 +62,7 @@ def start(num_pairs: int, way: str, folder: str) -> tuple[int, str] | list[int]:
     """On a rank: its number and its store; in the parent, at last, how every rank has ended."""
     busy, codes, begun = be_busy(), [], time.monotonic()
     for pair in range(num_pairs):
-        if time.monotonic() - begun > ENOUGH_S:
+        if any(codes) or time.monotonic() - begun > ENOUGH_S:
             break
         store, ranks = f"{folder}/store-{pair}", []
         for rank in range(2):

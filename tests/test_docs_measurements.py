@@ -5,9 +5,10 @@ Rows and columns may come in any order, and there may be others: a cell is found
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -219,11 +220,17 @@ def wrong_convergence(text: str) -> list[str]:
 # -- whole steps ------------------------------------------------------------------------------------------------------
 
 
-def wrong_steps(text: str) -> list[str]:
-    table, wanted = table_with(text, "## Whole steps, 2 GPUs", "layer, losses"), {}
+STEPS = {
+    "## Whole steps, 2 GPUs": ("steps-h200-ep2", "deepep-h200-ep2"),
+    "## Whole steps, one H100": ("steps-h100-ep1",),
+}
+
+
+def wrong_steps(heading: str, text: str) -> list[str]:
+    table, wanted = table_with(text, heading, "layer, losses"), {}
     for name, row in table.items():
         wanted |= {(name, column): (cell, "") for column, cell in row.items()}
-    for one in record("steps-h200-ep2") + record("deepep-h200-ep2"):
+    for one in itertools.chain.from_iterable(map(record, STEPS[heading])):
         if one["suite"] == "steps":
             place = one["variant"], f"{one['preset']}, {one['tokens']}"
             wanted[place] = table[place[0]][place[1]], f"{one['ms_median']:.2f}"
@@ -233,7 +240,7 @@ def wrong_steps(text: str) -> list[str]:
 # -- all tables -------------------------------------------------------------------------------------------------------
 
 TABLES = {  # page, section, words of the table, what it has wrong, columns that are not compared
-    "whole steps": (PAGE, "## Whole steps, 2 GPUs", "layer, losses", wrong_steps, 1),
+    **{heading: (PAGE, heading, "layer, losses", partial(wrong_steps, heading), 1) for heading in STEPS},
     "layers in FP8": (PAGE, "## FP8 on Hopper", SPEED_UPS, wrong_layers, 1),
     "suites on GPUs": (PAGE, "### On GPUs", FAILED, wrong_suites, 1),
     "router": (PAGE, "## Router", ERRORS, wrong_router, 2),
