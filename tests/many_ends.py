@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -32,22 +33,23 @@ def be_busy() -> int:
     os._exit(0)
 
 
-def slow_down_gloo() -> None:
-    """Its threads get what others leave. Not SCHED_IDLE: what such a thread holds in the kernel it may never let go of,
-    and then whoever waits for that spins in the kernel for ever (seen with Linux 6.18)."""
-    time.sleep(0.05)  # they have names by then
-    for thread in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
-            if file.read().strip() == "pt_gloo_runloop":
-                os.setpriority(os.PRIO_PROCESS, int(thread), 19)
+def start_slow_gloo(rank: int, store: str) -> None:
+    """The process group. Its threads are as nice as the one that makes it: they get what others leave."""
+
+    def make() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
 
 
 def main(rank: int, store: str, way: str) -> None:
     global heap, layer
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    slow_down_gloo()
+    start_slow_gloo(rank, store)
     if way != "without a heap":
         heap = symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host")
     if way == "a layer":
