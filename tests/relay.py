@@ -1,7 +1,8 @@
 """TCP relays between nodes, which can delay what they pass on, hold it back for ever, or cut the connection.
 
 gloo's ranks write into a store where they listen. A rank of node 0 writes its relay's address there instead, so that
-rank of node 1 on its rail reaches it only through the relay, in both directions: a pair has one connection.
+rank of node 1 on its rail reaches it only through the relay, in both directions: a pair has one connection for each
+group of gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ADDRESS = re.compile(re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)"
 
 
 class Relay:
-    """Passes one connection on to a rank of this process.
+    """Passes the connections of one rail on to a rank of this process.
 
     Attributes:
         delay_s: how long each piece of what is passed on is held back.
@@ -49,7 +50,7 @@ class Relay:
         return port
 
     def open(self, port: int) -> None:
-        """Begins to pass on to the listener at that port."""
+        """Begins to pass the next connection on to the listener at that port."""
         self._start(self._accept, port)
 
     def stall(self) -> None:
@@ -57,10 +58,8 @@ class Relay:
         self._flows.clear()
 
     def cut(self) -> None:
-        """Closes the connection on both sides."""
-        for end in self._ends:
-            with contextlib.suppress(OSError):  # its peer may have gone
-                end.shutdown(socket.SHUT_RDWR)
+        """Closes all connections on both sides."""
+        _shut(*self._ends)
 
     def close(self) -> None:
         """Ends everything, threads included."""
@@ -100,7 +99,13 @@ class Relay:
                 target.sendall(data)
                 self.num_bytes += len(data)
         self._flows.wait()
-        self.cut()
+        _shut(source, target)
+
+
+def _shut(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):  # its peer may have gone
+            end.shutdown(socket.SHUT_RDWR)
 
 
 class _Publishing(dist.Store):  # type: ignore[misc, name-defined]
