@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -86,14 +87,23 @@ class FromNodes:
         ready: what the trip's first barrier returned; if the call has failed, `out` gets NaN.
         """
         ops = kernels.for_device(self._plan.heap.device)
-        index = self._token_to_row if self._order != "slot" else _slot_to_home_row(self._plan, self._token_to_row)
+        index = self._slot_to_row if self._order == "slot" else self._token_to_row
         if out is not None and self._home.rows is not None:
             # To this kernel, home is a group of one rank, on which a token has all that has come for it as its rows.
             rows, zero = self._home.rows.flatten(0, 1), index.new_zeros(1)
             ops.sum_home(rows, rows, index, zero, index.clamp(max=0), index, ready, ready, out, rank=0)
         if values is not None and self._home.values is not None:
-            index = _slot_to_home_row(self._plan, self._token_to_row)
+            index = self._slot_to_row
             ops.gather_values(self._home.values.flatten(), index, index.new_full((1,), len(values)), values)
+
+    @cached_property
+    def _slot_to_row(self) -> torch.Tensor:
+        """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
+        plan = self._plan
+        slot_to_node = plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]
+        row = self._token_to_row.gather(1, slot_to_node.clamp(min=0)) * plan.top_k
+        row += torch.arange(plan.top_k, dtype=torch.int32, device=row.device)
+        return row.masked_fill_(slot_to_node < 0, -1)
 
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
@@ -107,11 +117,3 @@ def _inside(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: 
     if has_values:
         values = torch.empty((num_tokens, plan.top_k), dtype=torch.float32, device=plan.heap.device)
     return Inside(plan, rows, values)
-
-
-def _slot_to_home_row(plan: Plan, token_to_home_row: torch.Tensor) -> torch.Tensor:
-    """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
-    slot_to_node = plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]
-    row = token_to_home_row.gather(1, slot_to_node.clamp(min=0)) * plan.top_k
-    row += torch.arange(plan.top_k, dtype=torch.int32, device=row.device)
-    return row.masked_fill_(slot_to_node < 0, -1)
