@@ -1,7 +1,7 @@
 """What mkdocs does besides: links that leave docs/, and Sphinx roles in docstrings.
 
 Pages link to files of the repository (`../examples/fsdp2_moe.py`), so that the links work there too. The site gets a
-copy of each such file; of a link to a folder, the name stays.
+copy of each such file; of a link to a folder or to another page (notes/), the name stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what pages of docs/ link to outside of it."""
     for page in list(filter(_is_at_top, files.documentation_pages())):
         for _, target in LINK.findall(page.content_string):
-            if (REPOSITORY / target).is_file() and files.get_file_from_path(target) is None:
+            if (REPOSITORY / target).is_file() and not target.endswith(".md") and files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(REPOSITORY / target)))
     return files
 
@@ -32,7 +32,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match[str]) -> str:
         name, target = match.groups()
-        if (REPOSITORY / target).is_dir():
+        if (REPOSITORY / target).is_dir() or (target.endswith(".md") and (REPOSITORY / target).is_file()):
             return name
         return f"[{name}]({target})" if files.get_file_from_path(target) else match[0]
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("symmoe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the hardware does, per second. The defaults are for an H200 with NVLink (docs/measurements.md).
+    """What the hardware does, per second. The defaults are for an H200 with NVLink (notes/2026-11-21-overlap.md).
 
     Attributes:
         link_bytes: over NVLink to all peers together, one direction, by our push.

@@ -219,7 +219,7 @@ def store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP: gl.constexpr,
         BATCH: gl.constexpr = PIPE.batch
         if out_table is not None:
             matrix = matrix_place(out_table, out, group)
-        elif PIPE.accumulate:  # adding through this descriptor takes 8 to 10 % less time (docs/performance.md)
+        elif PIPE.accumulate:  # 8 to 10 % less time: notes/2026-11-23-fp8-scattered-weights.md
             matrix = distant_place(group.to(gl.int64) * (PIPE.out_rows * PIPE.columns * 4))
         else:
             matrix = (group,)

@@ -1,0 +1,600 @@
+"""Writes docs/measurements.md from the records in benchmarks/results, so that every figure of the page is a record's.
+
+    python benchmarks/measurements.py
+
+A new record takes the place of the old one under its name; a test compares the page with what this makes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measurements.md"
+PRESETS = ("qwen3-30b", "mixtral-8x7b", "deepseek-like")
+BOTH = ("forward", "backward")
+
+H200 = "NVIDIA H200, driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, NVSHMEM 3.4.5"
+
+TOP = f"""\
+# Measurements
+
+Written by `benchmarks/measurements.py` from the records in [benchmarks/results](../benchmarks/results), which also have
+10th and 90th percentiles. *H200* is {H200}.
+Unless a table says otherwise: medians, bf16, T = 8192 tokens per rank, uniform random routing. Layers, as (hidden H,
+ffn I, experts E, choices K): qwen3-30b (2048, 768, 128, 8), mixtral-8x7b (4096, 14336, 8, 2), deepseek-like (7168,
+2048, 64, 8), deepseek-v3 (7168, 2048, 256, 8). What suites and ways are: [benchmarking](benchmarking.md),
+[reliability](reliability.md#suites). What was tried, and why: [notes](../notes/README.md).
+"""
+
+Record = dict[str, Any]
+
+
+@cache
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def pick(name: str, **fields: object) -> Record:
+    """The one of a record's rows that has these values."""
+    found = [row for row in load(name) if all(row.get(key) == value for key, value in fields.items())]
+    if len(found) != 1:
+        raise LookupError(f"{name}.json has {len(found)} rows of {fields}; there must be one")
+    return found[0]
+
+
+def ways(places: Iterable[tuple[str, str]], **fields: object) -> str:
+    """Forward / backward in ms, of the first (record, variant)."""
+    ((name, variant),) = places
+    return " / ".join(f"{pick(name, variant=variant, direction=d, **fields)['ms_median']:.2f}" for d in BOTH)
+
+
+def machine(row: Record) -> str:
+    nvshmem = re.sub(r"nvidia-nvshmem-cu13 (.*), .*", r"NVSHMEM \1", row.get("nvshmem") or "")
+    driver = f"driver {row['driver']}" if row["driver"] else ""
+    parts = (row["gpu"], driver, f"torch {row['torch']}", f"Triton {row['triton']}", nvshmem)
+    return ", ".join(filter(None, parts)).replace(H200, "H200")
+
+
+def when(row: Record) -> str:
+    commit, *_ = (row.get("commit") or "no commit recorded").split(" and ")
+    short = re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit)
+    return f"{row['date'][:10]}, {short}"
+
+
+def source(*names: str, note: str = "") -> str:
+    """Where figures come from: machine, versions, date, commit and command of each record."""
+    parts = []
+    for name in names:
+        rows = load(name) if isinstance(load(name), list) else [load(name).get("env", load(name))]
+        commands: dict[str, list[str]] = {}
+        for row in rows:
+            commands.setdefault(when(row), []).append(re.sub(r" --json \S+", "", row["command"]))
+        runs = (f"{date}: {'; '.join(dict.fromkeys(called))}" for date, called in commands.items())
+        parts.append(f"{name}.json, {machine(rows[0])}. {'. '.join(runs)}.")
+    return fill(" ".join([*parts, note]).strip())
+
+
+def fill(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], num_names: int = 1) -> str:
+    lines = [head, [*["---"] * num_names, *["--:"] * (len(head) - num_names)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |".replace("  ", " ") for line in lines)
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+KINDS = ("layer", "layer, losses", "layer, static", "layer, graph", "experts", "experts, static", "experts, graph")
+
+
+def steps(name: str, columns: Sequence[tuple[str, int]], more: str | None = None) -> str:
+    def cell(kind: str, preset: str, tokens: int) -> str:
+        here = more if kind == "deepep" and more else name
+        rows = [row for row in load(here) if (row["variant"], row["preset"], row["tokens"]) == (kind, preset, tokens)]
+        return f"{rows[0]['ms_median']:.2f}" if rows else ""
+
+    kinds = [*KINDS, *(["deepep"] if more else []), "stock torch"]
+    head = ["ms of a step", *(f"{preset}, {tokens}" for preset, tokens in columns)]
+    return table(head, ([kind, *(cell(kind, *column) for column in columns)] for kind in kinds))
+
+
+def host(name: str) -> str:
+    keys = ("launches", "waits", "copies", "allocations")
+    rows = ((kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192)) for kind in KINDS)
+    head = ["qwen3-30b, a step", "host us after a pause", *keys]
+    return table(head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows))
+
+
+PLACES = [
+    *((preset, 2, "layer-h200-ep2") for preset in PRESETS),
+    *((preset, 4, "layer-h200-ep4") for preset in PRESETS),
+    *((preset, 1, "steps-h100-ep1") for preset in ("qwen3-30b", "deepseek-like")),
+]
+
+
+def layers() -> Iterable[list[object]]:
+    for preset, num_ranks, name in PLACES:
+        for way in ("static", "graph", "exact"):
+            both = [pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH]
+            stock = [pick(name, suite="layer", variant="stock torch", preset=preset, direction=d) for d in BOTH]
+            cells = [
+                f"{one['ms_median']:.2f} | {one['tflops']:.0f} | {one['tflops'] / one['ceiling_tflops']:.2f}"
+                for one in both
+            ]
+            faster = sum(one["ms_median"] for one in stock) / sum(one["ms_median"] for one in both)
+            yield [preset, num_ranks, way, *cells, f"{faster:.2f}"]
+
+
+def ceilings() -> Iterable[list[object]]:
+    for preset, num_ranks, name in PLACES:
+        alone, stock = (
+            [pick(name, suite="layer", variant=way, preset=preset, direction=d) for d in BOTH]
+            for way in ("gemms alone", "stock torch")
+        )
+        figures = [f"{one['ms_median']:.2f} / {one['tflops']:.0f}" for one in alone]
+        yield [preset, num_ranks, *figures, " / ".join(f"{one['ms_median']:.2f}" for one in stock)]
+
+
+WAYS = ("graph", "static", "exact", "gemms alone", "stock torch")
+
+
+def by_tokens() -> Iterable[list[object]]:
+    name = "layer-tokens-h200-ep2"
+    for tokens in (128, 512, 2048, 8192, 32768):
+        both = [[pick(name, variant=way, tokens=tokens, direction=d)["ms_median"] for d in BOTH] for way in WAYS]
+        yield [f"{tokens:,}", *(f"{forward * 1e3:.0f} / {backward * 1e3:.0f}" for forward, backward in both)]
+
+
+def by_skew() -> Iterable[list[object]]:
+    name = "layer-skew-h200-ep2"
+    for skew in ("zipf", "hot"):
+        shares = [pick(name, variant="graph", skew=skew, direction=d) for d in BOTH]
+        share = " / ".join(f"{one['tflops'] / one['ceiling_tflops']:.2f}" for one in shares)
+        yield [skew, *(ways([(name, way)], skew=skew) for way in WAYS), share]
+
+
+def variants() -> Iterable[list[object]]:
+    name = "variants-h200-ep2"
+    rows = (
+        "static",
+        "packed",
+        "expert-major",
+        "order=slot",
+        "stash=rows",
+        "stash=hidden",
+        "stash=none",
+        "public parts",
+    )
+    for variant in rows:
+        cells = []
+        for preset in PRESETS:
+            one = pick(name, variant=variant, preset=preset, direction="forward")
+            mib = " + ".join(f"{one[key] / 2**20:.0f}" for key in ("peak_ordinary_bytes", "peak_heap_bytes"))
+            cells += [ways([(name, variant)], preset=preset), mib]
+        yield [variant, *cells]
+
+
+def trips() -> Iterable[list[object]]:
+    for num_ranks, name in ((2, "trips-h200-ep2"), (4, "trips-h200-ep4")):
+        for preset in ("qwen3-30b", "deepseek-like"):
+            of = {
+                (one["suite"], one["variant"], one["direction"]): f"{one['wire_gbs']:.0f}"
+                for one in load(name)
+                if one["preset"] == preset and one["wire_gbs"]
+            }
+            yield [
+                preset,
+                num_ranks,
+                *(of["dispatch", layout, d] for layout in ("packed", "expert-major") for d in BOTH),
+                of["dispatch", "copy", "forward"],
+                *(of["combine", f"order={order}", "forward"] for order in ("rank", "slot")),
+                *(of["combine", f"copy {order}", "forward"] for order in ("rank", "slot")),
+            ]
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def router() -> Iterable[list[object]]:
+    def short(error: float) -> str:
+        number, exponent = f"{error:.1e}".split("e")
+        return f"{number}e{int(exponent)}"
+
+    for preset, found in load("router-h200")["results"].items():
+        both = (f"{one['forward_us']:.0f} / {one['backward_us']:.0f}" for one in found.values())
+        yield [preset, *both, ", ".join(short(one["error"]) for one in found.values())]
+
+
+PRODUCTS = {
+    "fc1": "FC1",
+    "fc2": "FC2",
+    "dfc2": "FC2 dgrad",
+    "dfc1": "FC1 dgrad",
+    "wgrad2": "W2 gradient",
+    "wgrad1": "W1 gradient",
+}
+FUSIONS = {"forward-fusion": "FC1 + SwiGLU * scale", "backward-fusion": "FC2 dgrad + dSwiGLU + dscale, a again"}
+HOW = {
+    "symmoe": "one kernel",
+    "unfused": "our kernels, one after the other",
+    "torch": "torch._grouped_mm and eager activations",
+}
+
+
+def products() -> Iterable[list[object]]:
+    of = {(x["shape"], x["op"], x["way"]): f"{x['tflops']:.0f}" for x in load("gemm-h200")["results"]}
+    for op, name in PRODUCTS.items():
+        yield [
+            name,
+            *(f"{of[preset, f'{op}-plain', 'symmoe']} ({of[preset, f'{op}-plain', 'torch']})" for preset in PRESETS),
+        ]
+    for op, name in FUSIONS.items():
+        for way, how in HOW.items():
+            yield [f"{name}: {how}", *(of[preset, op, way] for preset in PRESETS)]
+
+
+def gathered() -> Iterable[list[object]]:
+    names = {
+        f"{op}{end}": f"{name}{', contiguous rows' if end else ''}"
+        for op, name in PRODUCTS.items()
+        for end in ("", "-plain")
+    }
+    for op, name in names.items():
+        cells = []
+        for preset in PRESETS[1:]:
+            found = [row for row in load("gemm-records-h200") if (row["variant"], row["preset"]) == (op, preset)]
+            cells += [f"{row['tflops']:.0f} ({row['stock_tflops']:.0f})" for row in found]
+        if cells:
+            yield [name, *cells]
+
+
+def fp8_products() -> Iterable[list[object]]:
+    """FP8 / bf16 of the last run that has both."""
+    for preset in PRESETS:
+        cells = []
+        for op in PRODUCTS:
+            runs = [
+                {x["way"]: x["tflops"] for x in run["results"] if (x["shape"], x["op"]) == (preset, op)}
+                for run in load("fp8-gemm-h200")
+            ]
+            last = [run for run in runs if {"hopper", "bf16"} <= run.keys()][-1]
+            cells.append(f"{last['hopper']:.0f} / {last['bf16']:.0f}")
+        yield [preset, *cells]
+
+
+FP8 = {
+    "bf16": "static",
+    "bf16, graph": "graph",
+    "Float8Block": "float8-block",
+    "Float8Block, E4M3 on the wire": "float8-block, wire",
+    "the same, graph": "float8-block, wire, graph",
+    "the same, weights quantised before (constant_weights)": "float8-block, wire, constant weights",
+    "float8-auto": "float8-auto",
+}
+
+
+def fp8_layers() -> Iterable[list[object]]:
+    name = "precision-h200-ep2"
+    for label, variant in FP8.items():
+        cells = []
+        for preset in PRESETS:
+            taken = pick(name, suite="precision", variant=variant, preset=preset, direction="forward").get("precision")
+            chosen = f" ({'bf16' if taken == 'bf16' else 'FP8'})" if variant == "float8-auto" else ""
+            cells.append(ways([(name, variant)], suite="precision", preset=preset) + chosen)
+        yield [label, *cells]
+
+
+def fp8_trips() -> Iterable[list[object]]:
+    def us(preset: str, variant: str, directions: Sequence[str] = BOTH) -> str:
+        rows = (
+            pick("precision-h200-ep2", suite="dispatch", variant=variant, preset=preset, direction=d)
+            for d in directions
+        )
+        return " / ".join(f"{row['ms_median'] * 1e3:.0f}" for row in rows)
+
+    for preset in PRESETS:
+        for layout in ("packed", "expert-major"):
+            figures = [
+                [us(preset, f"{layout}{end}"), us(preset, f"copy{end}", BOTH[:1])] for end in ("", ", float8-block")
+            ]
+            yield [f"{preset}, {layout}", *figures[0], *figures[1]]
+
+
+def grouped() -> Iterable[list[object]]:
+    name = "grouped-h200"
+    for module, torchs in (("GroupedLinear", "Linear"), ("GroupedMLP", "MLP")):
+        for recipe in ("bf16", "float8-block", "mxfp8", "nvfp4"):
+            theirs = ways([(name, f"torch._grouped_mm, {torchs}")]) if recipe == "bf16" else ""
+            yield [
+                f"{module}, {recipe}",
+                *(ways([(name, f"{module}, {recipe}{end}")]) for end in ("", ", scattered")),
+                theirs,
+            ]
+
+
+def overhead() -> Iterable[list[object]]:
+    for variant in ("GroupedMLP packed", "GroupedMLP discrete", "nn.Linear loop", "torch._grouped_mm"):
+        rows = [pick("overhead-h200", variant=variant, direction=d)["ms_median"] for d in BOTH]
+        yield [variant, *(f"{ms * 1e3:.0f}" for ms in rows)]
+
+
+def pointers() -> Iterable[list[object]]:
+    rows = [row for row in load("overhead-h200") if row.get("in_a_row_us") is not None]
+    for variant in dict.fromkeys(row["variant"] for row in rows if not row["variant"].startswith("a copy")):
+        found = [pick("overhead-h200", variant=variant, preset=f"{count}x128x128") for count in (8, 64, 256)]
+        yield [variant, *(f"{row['ms_median'] * 1e3:.0f} / {row['in_a_row_us']:.0f}" for row in found)]
+
+
+def bounds() -> Iterable[list[object]]:
+    for way in ("eager", "graph"):
+        for d in BOTH:
+            bounded, free = (
+                pick("bounds-h200-ep2", variant=f"{way}, {kind}", direction=d)["ms_median"]
+                for kind in ("bounded", "unbounded")
+            )
+            yield [f"{way}, {d}", f"{bounded:.4f}", f"{free:.4f}", f"{100 * (bounded / free - 1):.2f} %"]
+
+
+# -- trainers ---------------------------------------------------------------------------------------------------------
+
+
+def megatron() -> Iterable[list[object]]:
+    for name, one in load("megatron-h200-ep2")[0]["layers"].items():
+        times = (f"{one[f'{what}_ms']['median']:.2f}" for what in ("forward", "backward", "total"))
+        yield [name.replace("+", ", "), one["experts"], *times, f"{one['speedup']:.2f}x"]
+
+
+def megatron_training() -> Iterable[list[object]]:
+    for one in load("megatron-h200-ep2")[1:]:
+        shape, ms = one["shape"], one["step_ms"]["median"]
+        tokens = shape["sequence"] * shape["micro_batch"] * shape["micro_batches"] * one["ranks"]
+        factor = f", capacity {one['load_factor']} times the mean" if one["load_factor"] else ""
+        losses = f"{one['first_loss']:.3f}, {one['last_loss']:.3f}"
+        yield [one["trained"].replace("+", ", ") + factor, f"{ms:.0f}", f"{tokens / ms * 1e3:,.0f}", losses]
+
+
+def trainer() -> Iterable[list[object]]:
+    for one in load("trainer-h200-ep1")["results"]:
+        losses = f"{min(one['losses']):.4f} to {max(one['losses']):.4f}"
+        yield [one["way"], ", ".join(f"{rate:,}" for rate in one["tokens_per_s"]), losses]
+
+
+# -- reliability ------------------------------------------------------------------------------------------------------
+
+CALL = "python -m tests.reliability"
+SUITES = (
+    "routings",
+    "gradients",
+    "determinism",
+    "faults",
+    "stalls",
+    "fuzz",
+    "soak",
+    "lifecycle",
+    "model",
+    "mutations",
+    "litmus",
+)
+
+
+def found_of(one: Record) -> str:
+    """What a suite counts besides cases."""
+    if "num_stalls" in one:
+        return f"{one['num_stalls']} calls stalled"
+    if "observations" in one:
+        stale = {kind: counts["stale"] for kind, counts in one["kinds"].items()}
+        controls = stale.pop("flag first"), stale.pop("relaxed", None)
+        shown = ", ".join(f"{count:,}" for count in controls if count is not None)
+        return f"{one['observations'] / 1e6:,.1f} million words, {sum(stale.values())} stale; controls {shown}"
+    if "scenarios" in one:
+        return f"{sum(each['states'] for each in one['scenarios']):,} states"
+    if one["suite"] == "faults":
+        kinds = (
+            f"{kind} {x['cases']}: {x['detect_ms']['p50']:.0f}, {x['detect_ms']['max']:.0f} ms"
+            for kind, x in one["kinds"].items()
+        )
+        return "; ".join(kinds)
+    return ""
+
+
+def suites(of: dict[str, Record]) -> Iterable[list[object]]:
+    for name in SUITES:
+        if one := of.get(name):
+            yield [name, f"{one['cases_run']:,}", one["cases_failed"], f"{one['wall_s']:.0f}", when(one), found_of(one)]
+
+
+def sanitizer(text: str) -> Iterable[list[object]]:
+    for tool in ("memcheck", "initcheck", "synccheck"):
+        yield [tool, *re.search(rf"^{tool}: .*?(\d+) errors; tests: (\d+) passed", text, re.MULTILINE).groups()]
+    hazards, passed = re.search(r"^racecheck: .*?(\d+) hazards .*?tests: (\d+) passed", text, re.MULTILINE).groups()
+    yield [f"racecheck ({re.search(r'^racecheck: (.*others)', text, re.MULTILINE)[1]})", hazards, passed]
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def sections() -> Iterable[tuple[str, list[str]]]:
+    passes = "forward / backward"
+    cpu = [f"reliability-cpu-{name}" for name in SUITES]
+    head = ["suite", "cases", "failed", "s", "run", "found"]
+    columns = [
+        ("qwen3-30b", 8192),
+        ("qwen3-30b", 2048),
+        ("qwen3-30b", 512),
+        ("mixtral-8x7b", 8192),
+        ("deepseek-like", 8192),
+    ]
+    yield (
+        "## Whole steps, 2 GPUs",
+        [
+            source("steps-h200-ep2", "deepep-h200-ep2"),
+            steps("steps-h200-ep2", columns, "deepep-h200-ep2"),
+            host("steps-h200-ep2"),
+        ],
+    )
+    yield (
+        "## Whole steps, one H100",
+        [
+            source("steps-h100-ep1"),
+            steps("steps-h100-ep1", [columns[0], columns[-1]]),
+        ],
+    )
+    three = ["ms", "TFLOP/s", "of ceiling"]
+    yield (
+        "## Layer",
+        [
+            source("layer-h200-ep2", "layer-h200-ep4", note="EP 1: steps-h100-ep1.json, as above, one H100."),
+            table(["layer", "EP", "way", *(f"{d} {what}" for d in BOTH for what in three), "x stock"], layers(), 3),
+            table(["layer", "EP", "GEMMs alone forward ms / TFLOP/s", "backward", f"stock {passes} ms"], ceilings(), 2),
+        ],
+    )
+    yield (
+        "### Tokens and skewed routing",
+        [
+            source("layer-tokens-h200-ep2", "layer-skew-h200-ep2"),
+            table([f"qwen3-30b, T, us {passes}", *WAYS], by_tokens()),
+            table([f"qwen3-30b, routing, ms {passes}", *WAYS, "graph, of ceiling"], by_skew()),
+        ],
+    )
+    yield (
+        "## Router",
+        [
+            source(
+                "router-h200",
+                note=f"us {passes}; errors of logits against float64, of the sum of the terms' magnitudes.",
+            ),
+            table(["layer", "ours", "fp32", "tf32", "bf16", "error: ours, fp32, tf32, bf16"], router()),
+        ],
+    )
+    yield (
+        "## Grouped GEMM, one GPU",
+        [
+            source("gemm-h200", note="TFLOP/s, torch._grouped_mm in brackets; contiguous rows."),
+            table(["product", *PRESETS], products()),
+            source("gemm-records-h200", note="Products as in the layer: fused, and gathered where rows are packed."),
+            table(["product", *PRESETS[1:]], gathered()),
+        ],
+    )
+    yield (
+        "## Host time",
+        [
+            source("overhead-h200", note="us; pointer loading in turn / in a row, by the number of experts."),
+            table(["64 experts, hidden 128, ffn 128, 16 rows each", *BOTH], overhead()),
+            table(["addresses, and scales swizzled", "8", "64", "256"], pointers()),
+        ],
+    )
+    yield (
+        "## Grouped layers by themselves",
+        [
+            source("grouped-h200", note=f"qwen3-30b, ms {passes}."),
+            table(["", "packed", "scattered", "torch._grouped_mm"], grouped()),
+        ],
+    )
+    yield (
+        "## Stash choices, layouts, order",
+        [
+            source("variants-h200-ep2", note="Peak of what one step takes: ordinary memory + heap."),
+            table(["", *(f"{preset} {what}" for preset in PRESETS for what in ("ms", "MiB"))], variants()),
+        ],
+    )
+    trip = [f"dispatch {layout}, {d}" for layout in ("packed", "expert-major") for d in BOTH]
+    yield (
+        "## Dispatch and combine",
+        [
+            source("trips-h200-ep2", "trips-h200-ep4", note="GB/s over NVLink; copy: as many bytes by plain copies."),
+            table(["layer", "EP", *trip, "copy", "combine, rank", "slot", "copy, rank", "slot"], trips(), 2),
+        ],
+    )
+    yield (
+        "## FP8 on Hopper",
+        [
+            source("fp8-gemm-h200", note="TFLOP/s, FP8 / bf16 in the last run of both."),
+            table(["products, Float8Block / bf16", *PRODUCTS.values()], fp8_products()),
+            source(
+                "precision-h200-ep2",
+                note=f"Layers in ms, dispatch in us, {passes}; copy: as many bytes by plain copies.",
+            ),
+            table(["2 GPUs", *PRESETS], fp8_layers()),
+            table(["dispatch", "bf16 rows", "copy", "E4M3 rows, quantised in it", "copy"], fp8_trips()),
+        ],
+    )
+    one = load("megatron-h200-ep2")[0]
+    yield (
+        "## Megatron-Core",
+        [
+            fill(
+                f"megatron-h200-ep2.json, {one['device']}, {one['ranks']} ranks, torch {one['torch']}, Megatron-Core "
+                f"{one['megatron']}, no Transformer Engine, balanced routing: examples/megatron_gpt.py --preset "
+                f"{one['preset']} --force-balance, with --steps 0 --compare and with --layer-steps 0 --dispatcher. "
+                "Date and commit are not recorded."
+            ),
+            table(["dispatcher, experts", "class", *(f"{d} ms" for d in (*BOTH, "both")), ""], megatron(), 2),
+            table(
+                ["training 4 layers", "step ms", "tokens/s on 2 GPUs", "loss after 1, 15 steps"], megatron_training()
+            ),
+        ],
+    )
+    yield (
+        "## transformers' Trainer",
+        [
+            source(
+                "trainer-h200-ep1", note="A Qwen3-MoE with four layers of Qwen3-30B-A3B, 20 steps, three runs of each."
+            ),
+            table(["", "tokens/s", "losses"], trainer()),
+        ],
+    )
+    yield (
+        "## Reliability suites on CPUs",
+        [
+            fill(
+                f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."
+            ),
+            table(head, suites({name.rpartition("-")[2]: load(name) for name in cpu}), 5),
+        ],
+    )
+    yield (
+        "### On GPUs",
+        [
+            fill(
+                f"reliability-h200-ep4.json and -ep2.json, H200: {CALL} SUITE --device cuda --ranks R. Survivors of "
+                "faults raise after median, maximum."
+            ),
+            *(
+                table([f"{count} H200s", *head[1:]], suites(load(f"reliability-h200-ep{count}")["suites"]), 5)
+                for count in (4, 2)
+            ),
+        ],
+    )
+    trace = (RESULTS / "trace-h200-ep2.txt").read_text(encoding="utf-8")
+    sanitized = (RESULTS / "sanitize-h200.txt").read_text(encoding="utf-8")
+    counted = ("device-to-device copies", "calls that wait for the GPU", "kernels")
+    counts = [re.search(rf"^{what}: (\d+)$", trace, re.MULTILINE)[1] for what in counted]
+    yield (
+        "### Bounds, sanitizer, trace",
+        [
+            source("bounds-h200-ep2", note="qwen3-30b, a bound on every wait and none."),
+            table(["ms", "bounded", "unbounded", "cost"], bounds()),
+            fill(f"sanitize-h200.txt, by benchmarks/sanitize.sh: {sanitized.splitlines()[0]}."),
+            table(["compute-sanitizer", "errors", "tests passed"], sanitizer(sanitized)),
+            f"trace-h200-ep2.txt: {trace.splitlines()[0]}.",
+            table(
+                ["a step of MoELayer, qwen3-30b, static", "copies on the device", "waits", "kernels"], [["", *counts]]
+            ),
+        ],
+    )
+
+
+def page() -> str:
+    return TOP + "".join(f"\n{heading}\n\n" + "\n\n".join(parts) + "\n" for heading, parts in sections())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
