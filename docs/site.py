@@ -22,7 +22,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what pages of docs/ link to outside of it."""
     for page in list(filter(_is_at_top, files.documentation_pages())):
         for _, target in LINK.findall(page.content_string):
-            if (REPOSITORY / target).is_file() and not target.endswith(".md") and files.get_file_from_path(target) is None:
+            if target.endswith(".md") or not (REPOSITORY / target).is_file():
+                continue
+            if files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(REPOSITORY / target)))
     return files
 

@@ -15,7 +15,6 @@ from symmoe.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = "symmoe|torchrun|make|pip|pytest|python"
-GONE = {f"benchmarks/{name}.py" for name in ("gemm", "overhead")}  # the page that has them says so
 YOURS = {"train.py"}  # files of the reader
 
 
@@ -92,9 +91,6 @@ def test_commands_of_symmoe_parse(parse, words: tuple[str, ...], capsys: pytest.
 
 @pytest.mark.parametrize("words", SCRIPTS, ids=" ".join)
 def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
-    if words[0] in GONE:
-        assert not (ROOT / words[0]).exists()
-        return
     text = (ROOT / words[0]).read_text(encoding="utf-8")
     for word in words[1:]:
         if word.startswith("--"):  # an option, or a field of a dataclass that options are made from

@@ -13,21 +13,22 @@ from symmoe import errors
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md"
 OTHERS = {"RuntimeError", "AttributeError", "UserWarning"}  # sections that are not about an error of symmoe's
-PARTS = ("```text", "*Cause:*", "*Fix:*")
+ENTRY = re.compile(r"\* \*\*([^*]+)\.\*\* `[^`]+` .*\*Cause:\* .+ \*Fix:\* .+")
 
 
 def problems_of(page: str) -> list[str]:
     """Classes without a section, sections without an entry, entries that are not whole or that are there twice."""
     classes = {c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.SymmoeError)}
     raised = classes - {base for c in classes for base in c.__bases__} | {errors.ArgumentError}
-    sections = [re.split(r"^### ", text, flags=re.M) for text in re.split(r"^## ", page, flags=re.M)[1:]]
-    names = {section[0].split("\n", 1)[0].strip() for section in sections}
-    problems = [f"class: {name}" for name in names ^ ({c.__name__ for c in raised} | OTHERS)]
-    problems += [f"no entry: {section[0]}" for section in sections if len(section) == 1]
-    entries = [entry.split("\n", 1) for section in sections for entry in section[1:]]
-    headings = [heading for heading, _ in entries]
-    problems += [f"twice: {heading}" for heading in headings if headings.count(heading) > 1]
-    return problems + [f"{part} of {heading}" for heading, body in entries for part in PARTS if body.count(part) != 1]
+    sections = dict(section.split("\n", 1) for section in re.split(r"^## ", page, flags=re.M)[1:])
+    problems = [f"class: {name}" for name in sections.keys() ^ ({c.__name__ for c in raised} | OTHERS)]
+    headings = []
+    for name, text in sections.items():
+        entries = [" ".join(entry.split()) for entry in re.findall(r"^\* .*\n(?:  .*\n)*", text, re.M)]
+        found = [ENTRY.fullmatch(entry) for entry in entries]
+        headings += [match[1] for match in found if match]
+        problems += [] if found and all(found) else [f"entries of {name}"]
+    return problems + [f"twice: {heading}" for heading in headings if headings.count(heading) > 1]
 
 
 def test_every_class_is_on_the_page_and_every_entry_is_whole():
@@ -37,4 +38,4 @@ def test_every_class_is_on_the_page_and_every_entry_is_whole():
     assert problems_of(page.replace("## StaleRows\n", "## StaleRow\n")) != []
     assert problems_of(page.replace("*Fix:*", "*What to do:*", 1)) != []
     assert problems_of(page + "\n## UserWarning\n") != []
-    assert problems_of(page + page[page.rindex("### ") :]) != []
+    assert problems_of(page + page[page.rindex("* **") :]) != []

@@ -1,4 +1,4 @@
-"""The figures of README.md are those of the committed records, and the page is as short as it is meant to be."""
+"""Figures of README.md and docs/measurements.md are those of the committed records; what pages name is there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import measurements
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MAX_LINES = 120  # two screens
 COLUMNS = ("layer", "layer, graph", "deepep", "stock torch")
 
 
@@ -101,14 +103,6 @@ def test_promises_have_the_figures_of_the_records():
     assert len([text for text in promises() if text not in changed]) == 1
 
 
-def test_the_page_is_two_screens_with_an_example_of_fifteen_lines():
-    lines = README.splitlines()
-    assert len(lines) <= MAX_LINES
-    (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert len(block.splitlines()) == 15
-    assert all(len(line) <= MAX_LINES for line in lines if not line.startswith("|"))
-
-
 def test_every_folder_of_the_package_is_in_the_tree():
     folders = {path.parent.name for path in (ROOT / "symmoe").glob("*/__init__.py")}
     assert folders == set(re.findall(r"^    symmoe/(\w+)/ ", README, re.MULTILINE))
@@ -116,9 +110,35 @@ def test_every_folder_of_the_package_is_in_the_tree():
         assert (ROOT / named).exists(), named
 
 
-def test_the_path_of_a_token_is_short_and_names_files_that_are_there():
-    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
-    path = page.partition("## The path of one token")[2]
-    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", path))
-    assert 20 <= len(named) <= 25
-    assert [name for name in sorted(named) if not (ROOT / "symmoe" / name).exists()] == []
+def test_measurements_are_made_of_the_records():
+    assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), "run python benchmarks/measurements.py"
+
+
+FOLDERS = ("symmoe", "docs", "notes", "tests", "examples", "benchmarks")
+FILES = [path for name in FOLDERS for kind in ("py", "md") for path in (ROOT / name).rglob(f"*.{kind}")]
+BELOW = ("", "symmoe", "symmoe/kernels", "tests", "tests/integrations")
+
+
+def missing(text: str, names: str) -> list[str]:
+    return [name for name in re.findall(names, text) if not any((ROOT / below / name).exists() for below in BELOW)]
+
+
+def test_files_that_pages_and_comments_name_are_there():
+    pages, code = r"\b(?:docs|notes)/[\w/.-]+\.md\b", r"(?<![\w/.])\w+/[\w/]+\.py\b"
+    for path in (ROOT / "README.md", *FILES):
+        text = path.read_text(encoding="utf-8")
+        assert not missing(text, pages), path
+        if path != measurements.PAGE and (path.parent == ROOT or (ROOT / "docs") in path.parents):  # records' commands
+            assert not missing(text, code), path
+    assert missing("see docs/no_such" + ".md", pages) != []  # negative controls
+    assert missing("`moe/no_such.py`", code) != []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notes").glob("*.md")), ids=lambda path: path.name)
+def test_a_note_has_a_date_a_line_in_the_list_and_links_that_lead_somewhere(path: Path):
+    text = path.read_text(encoding="utf-8")
+    if path.name != "README.md":
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d-[\w.-]+\.md", path.name)
+        assert f"({path.name})" in (ROOT / "notes" / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (path.parent / target).exists(), target

@@ -186,31 +186,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert "num_ranks (16) must be divisible by num_nodes (3)" in capsys.readouterr().err
 
 
-def cells(plan: NetworkPlan) -> list[str]:
-    """A row of the table of docs/nodes.md."""
-    sent, home = plan.dispatch, plan.combine
-    exact, fixed = plan.exact, plan.fixed
-    return [
-        " / ".join(f"{it.rows:.2f}" for it in (sent.slots, sent.ranks, sent.nodes)),
-        " / ".join(f"{it.num_bytes / 1e6:.0f}" for it in (sent.nodes, sent.fixed)),
-        " / ".join(f"{it.seconds * 1e6:.0f}" for it in (sent.nodes, sent.fixed)),
-        " / ".join(f"{it.seconds * 1e6:.0f}" for it in (sent.link, home.link)),
-        f"{exact.gemms_s * 1e6:.0f}",
-        " / ".join(f"{it.serial_s * 1e6:.0f}" for it in (exact, fixed)),
-        " / ".join(f"{it.hidden_s * 1e6:.0f}" for it in (exact, fixed)),
-        exact.bound if exact.bound == fixed.bound else f"{exact.bound} / {fixed.bound}",
-    ]
-
-
-def test_the_table_is_the_models():
-    shown = re.findall(r"^\| ([\w-]+) \| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
-    assert {(layer, num_ranks): row for layer, num_ranks, row in shown} == {
-        (layer, str(num_ranks)): " | ".join(cells(of_layer(config, num_ranks)))
-        for layer, config in LAYERS.items()
-        for num_ranks in (16, 32, 64)
-    }
-
-
 def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]):
     command, shown = re.search(r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE).groups()
     assert cli.main(shlex.split(command)) == 0
