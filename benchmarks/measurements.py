@@ -95,20 +95,29 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], num_names: int 
 KINDS = ("layer", "layer, losses", "layer, static", "layer, graph", "experts", "experts, static", "experts, graph")
 
 
-def steps(name: str, columns: Sequence[tuple[str, int]], more: str | None = None) -> str:
-    def cell(kind: str, preset: str, tokens: int) -> str:
-        here = more if kind == "deepep" and more else name
-        rows = [row for row in load(here) if (row["variant"], row["preset"], row["tokens"]) == (kind, preset, tokens)]
-        return f"{rows[0]['ms_median']:.2f}" if rows else ""
+STEPS = ("steps-h200-ep2", "deepep-h200-ep2", "steps-h100-ep1")
+COLUMNS = [
+    *(("qwen3-30b", tokens, STEPS[:2]) for tokens in (8192, 2048, 512)),
+    *((preset, 8192, STEPS[:2]) for preset in PRESETS[1:]),
+    *((preset, 8192, STEPS[2:]) for preset in ("qwen3-30b", "deepseek-like")),
+]
 
-    kinds = [*KINDS, *(["deepep"] if more else []), "stock torch"]
-    head = ["ms of a step", *(f"{preset}, {tokens}" for preset, tokens in columns)]
-    return table(head, ([kind, *(cell(kind, *column) for column in columns)] for kind in kinds))
+
+def steps() -> Iterable[list[object]]:
+    rows = {
+        (row["variant"], row["preset"], row["tokens"], name): f"{row['ms_median']:.2f}"
+        for name in STEPS
+        for row in load(name)
+        if row["suite"] == "steps"
+    }
+    for kind in (*KINDS, "deepep", "stock torch"):
+        cells = ([rows.get((kind, preset, tokens, name), "") for name in names] for preset, tokens, names in COLUMNS)
+        yield [kind, *("".join(cell) for cell in cells)]
 
 
 def host(name: str) -> str:
     keys = ("launches", "waits", "copies", "allocations")
-    rows = ((kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192)) for kind in KINDS)
+    rows = ((kind, pick(name, suite="steps", variant=kind, preset="qwen3-30b", tokens=8192)) for kind in KINDS[:4])
     head = ["qwen3-30b, a step", "host us after a pause", *keys]
     return table(head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows))
 
@@ -239,21 +248,6 @@ def products() -> Iterable[list[object]]:
     for op, name in FUSIONS.items():
         for way, how in HOW.items():
             yield [f"{name}: {how}", *(of[preset, op, way] for preset in PRESETS)]
-
-
-def gathered() -> Iterable[list[object]]:
-    names = {
-        f"{op}{end}": f"{name}{', contiguous rows' if end else ''}"
-        for op, name in PRODUCTS.items()
-        for end in ("", "-plain")
-    }
-    for op, name in names.items():
-        cells = []
-        for preset in PRESETS[1:]:
-            found = [row for row in load("gemm-records-h200") if (row["variant"], row["preset"]) == (op, preset)]
-            cells += [f"{row['tflops']:.0f} ({row['stock_tflops']:.0f})" for row in found]
-        if cells:
-            yield [name, *cells]
 
 
 def fp8_products() -> Iterable[list[object]]:
@@ -420,6 +414,13 @@ def suites(of: dict[str, Record]) -> Iterable[list[object]]:
             yield [name, f"{one['cases_run']:,}", one["cases_failed"], f"{one['wall_s']:.0f}", when(one), found_of(one)]
 
 
+def both_suites() -> Iterable[list[object]]:
+    """Of 4 and of 2 ranks."""
+    four, two = (suites(load(f"reliability-h200-ep{count}")["suites"]) for count in (4, 2))
+    for one, other in zip(four, two, strict=True):
+        yield [one[0], *(str(a) if a == b else f"{a} / {b}" for a, b in zip(one[1:], other[1:], strict=True))]
+
+
 def sanitizer(text: str) -> Iterable[list[object]]:
     for tool in ("memcheck", "initcheck", "synccheck"):
         yield [tool, *re.search(rf"^{tool}: .*?(\d+) errors; tests: (\d+) passed", text, re.MULTILINE).groups()]
@@ -434,26 +435,13 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     passes = "forward / backward"
     cpu = [f"reliability-cpu-{name}" for name in SUITES]
     head = ["suite", "cases", "failed", "s", "run", "found"]
-    columns = [
-        ("qwen3-30b", 8192),
-        ("qwen3-30b", 2048),
-        ("qwen3-30b", 512),
-        ("mixtral-8x7b", 8192),
-        ("deepseek-like", 8192),
-    ]
+    columns = (f"{preset}, {tokens}{', one H100' * (names == STEPS[2:])}" for preset, tokens, names in COLUMNS)
     yield (
-        "## Whole steps, 2 GPUs",
+        "## Whole steps",
         [
-            source("steps-h200-ep2", "deepep-h200-ep2"),
-            steps("steps-h200-ep2", columns, "deepep-h200-ep2"),
+            source(*STEPS, note="2 H200s, and one H100, where nothing travels."),
+            table(["ms of a step", *columns], steps()),
             host("steps-h200-ep2"),
-        ],
-    )
-    yield (
-        "## Whole steps, one H100",
-        [
-            source("steps-h100-ep1"),
-            steps("steps-h100-ep1", [columns[0], columns[-1]]),
         ],
     )
     three = ["ms", "TFLOP/s", "of ceiling"]
@@ -488,8 +476,6 @@ def sections() -> Iterable[tuple[str, list[str]]]:
         [
             source("gemm-h200", note="TFLOP/s, torch._grouped_mm in brackets; contiguous rows."),
             table(["product", *PRESETS], products()),
-            source("gemm-records-h200", note="Products as in the layer: fused, and gathered where rows are packed."),
-            table(["product", *PRESETS[1:]], gathered()),
         ],
     )
     yield (
@@ -583,10 +569,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
                 f"reliability-h200-ep4.json and -ep2.json, H200: {CALL} SUITE --device cuda --ranks R. Survivors of "
                 "faults raise after median, maximum."
             ),
-            *(
-                table([f"{count} H200s", *head[1:]], suites(load(f"reliability-h200-ep{count}")["suites"]), 5)
-                for count in (4, 2)
-            ),
+            table(["4 / 2 H200s", *head[1:]], both_suites(), 5),
         ],
     )
     trace = (RESULTS / "trace-h200-ep2.txt").read_text(encoding="utf-8")
@@ -600,9 +583,9 @@ def sections() -> Iterable[tuple[str, list[str]]]:
             table(["ms", "bounded", "unbounded", "cost"], bounds()),
             fill(f"sanitize-h200.txt, by benchmarks/sanitize.sh: {sanitized.splitlines()[0]}."),
             table(["compute-sanitizer", "errors", "tests passed"], sanitizer(sanitized)),
-            f"trace-h200-ep2.txt: {trace.splitlines()[0]}.",
-            table(
-                ["a step of MoELayer, qwen3-30b, static", "copies on the device", "waits", "kernels"], [["", *counts]]
+            fill(
+                f"trace-h200-ep2.txt, {trace.splitlines()[0]}. A step of qwen3-30b's layer with static capacity: "
+                f"{counts[0]} copies on the device, {counts[1]} waits for it, {counts[2]} kernels."
             ),
         ],
     )
