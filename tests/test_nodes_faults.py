@@ -118,7 +118,7 @@ def wrong_calls(
         expect("ConfigMismatch", lambda: make_plan(ready.ids, num_experts=more, heap=heap))
         rail_capacity = 50 if on_its_node else 40
         expect("ConfigMismatch", lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity))
-        for has_capacity in (is_culprit, not is_culprit, on_its_node):  # hosts that read the plan, and others that do not
+        for has_capacity in (is_culprit, not is_culprit, on_its_node):  # the others' hosts read the plan
             expect("ConfigMismatch", lambda static=has_capacity: ready.plan(capacity=100 if static else None))
         expect("CapacityError", lambda: ready.plan(capacity=1))
         expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))

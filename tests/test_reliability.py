@@ -207,22 +207,24 @@ def yield_pid(rank: int, num_ranks: int) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
-    with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught, launcher.start(2, "cpu") as job:
+    with launcher.start(2, "cpu") as job:
         job.run(yield_pid, deadline_s=HANG_S)  # imports this module
-        list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
+        with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught:
+            list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
     assert "in sleep_on_the_last_rank" in str(caught.value)
     assert job.processes() == []
 
 
 def test_a_rank_that_raises_ends_with_its_traceback(launcher: Launcher, monkeypatch):
-    with pytest.raises(JobFailure, match="rank 1 ended with exit code 1") as caught, launcher.start(2, "cpu") as job:
+    with launcher.start(2, "cpu") as job:
         exit_code, begin = launcher.exit_code, time.monotonic()
 
         def late(pid: int) -> int | None:  # as on a busy machine
             return None if pid == job.pids[1] and time.monotonic() < begin + 3.0 else exit_code(pid)
 
         monkeypatch.setattr(launcher, "exit_code", late)
-        job.run(raise_on_the_last_rank, deadline_s=HANG_S)
+        with pytest.raises(JobFailure, match="rank 1 ended with exit code 1") as caught:
+            job.run(raise_on_the_last_rank, deadline_s=HANG_S)
     assert "ZeroDivisionError: on purpose" in str(caught.value)
 
 
