@@ -75,6 +75,17 @@ def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:
     return None
 
 
+def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:
+    """The error if something is around a module whose call kernels replace, and hides its attributes, or None."""
+    if module is None or hasattr(module, attribute):
+        return None
+    return ArgumentError(
+        f"{name} is in a {type(module).__name__}, which would be left out: kernels take the place of its call. Call "
+        "symmoe.add_lora in place of peft's target_parameters, or symmoe.integrations.peft.get_peft_model of a model "
+        "whose experts are swapped"
+    )
+
+
 def working_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype to compute with x in: autocast's where it is enabled, else that of x."""
     device_type = x.device.type
