@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,9 @@ class Linear(Protocol):
 
     in_features: int
     out_features: int
-    _parameters: dict[str, torch.Tensor | None]
+
+    @property
+    def _parameters(self) -> Mapping[str, torch.Tensor | None]: ...
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Parameters, the weights first."""
