@@ -713,7 +713,7 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     kinds = [bad for bad in unreadable("the gradient") if any(part in bad.parts[0] for part in PASSED_ON)]
     assert len(kinds) == len(PASSED_ON)
-    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         layer, x = layer_of(heap), torch.randn(T, H, requires_grad=True)
 
         def outputs(name: str) -> list[torch.Tensor]:

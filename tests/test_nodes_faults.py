@@ -290,12 +290,12 @@ BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
 
 def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, where: tuple[Any, ...]):
     """What a survivor raises, when, and how long closing takes."""
-    bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 30.0}
-    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=ranks_per_node, **bounds)
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=ranks_per_node, timeout_s=HANG_S / 2)
     kind, *point = where
     ready = kind(heap, rank)
     for _ in range(2):
         ready.step()
+    heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 30.0
     if rank in victims:
         _stop_half_way(heap, *point) if how == "stop half way" else _end_at(heap, how, *point)
     start = time.monotonic()
