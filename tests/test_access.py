@@ -140,9 +140,10 @@ def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
     """Two threads on each rank: whatever comes, no result is wrong."""
     findings = Findings()
     findings.where = f"rank {rank}"
-    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=2.0)
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     [layer] = layers_on(heap)
     want = train(layer, 0)
+    heap.timeout_s = 2.0
     dist.barrier()
     got = train_in_threads([layer, layer])
     for step in range(NUM_STEPS):

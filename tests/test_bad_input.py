@@ -477,6 +477,12 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
             found = Stage("make_plan", heap).call(topk_idx=last, capacity=capacity)
             findings.equal("overflow", found, ("CapacityError", wanted))
             goes_on(heap, findings, capacity)
+        layer, x = layer_of(heap), torch.randn(T, H)
+        want = layer(x)[0].detach()
+        layer.experts.to(torch.float64 if rank == 0 else torch.float32)
+        name, text = outcome(layer, x)
+        findings.check(name == "ArgumentError" and "the weights are torch.float64" in text, f"{name}: {text}")
+        findings.equal("experts of float64 are cast back", layer.float()(x)[0].detach(), want)
         stage = Stage("expert_parallel_mlp", heap)
         if num_ranks > 1:
             mismatches_of_misuse(heap, findings)
@@ -707,7 +713,7 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     kinds = [bad for bad in unreadable("the gradient") if any(part in bad.parts[0] for part in PASSED_ON)]
     assert len(kinds) == len(PASSED_ON)
-    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         layer, x = layer_of(heap), torch.randn(T, H, requires_grad=True)
 
         def outputs(name: str) -> list[torch.Tensor]:

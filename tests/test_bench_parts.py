@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +15,13 @@ import torch
 
 from symmoe import cli
 from symmoe.errors import WrongResult
+from symmoe.tools.bench import layer as suites
 from symmoe.tools.bench import records, regression
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
+from symmoe.tools.bench.experts_alone import experts_alone
+from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.reference import relative_error, row_error
+from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
 from symmoe.tools.bench.routing import Routing
 from symmoe.tools.bench.timing import WARM_UP, HostClock, Variant, in_steps, measure, verify
 
@@ -237,3 +242,29 @@ def test_records_from_before_there_were_variants_can_be_shown(capsys: pytest.Cap
     committed = Path(__file__).parent.parent / "benchmarks" / "results" / "layer-h200-ep2.json"
     assert cli.main(["bench", "--load", str(committed)]) == 0
     assert "mixtral-8x7b" in capsys.readouterr().out
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_yardstick_keeps_gradients_of_weights():
+    problem = Problem(Case(Shape("tiny", 32, 24, 4, 2), 8, "uniform"), Ranks(CPU))
+    variant = experts_alone("alone", problem, Reference(problem))
+    assert variant.verify() < MAX_ERROR
+    variant.call(HostClock())
+    alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    for weight in (problem.w1, problem.w2):
+        assert {each.data_ptr() for each in alive if each.shape == weight.shape} == {weight.data_ptr()}
+
+
+def test_graphs_with_gradients_of_all_experts_are_not_alive_at_one_time(monkeypatch):
+    groups: list[set[str]] = []
+
+    def bench(suite: str, problem: object, run: object, choices: dict[str, object], parts: object) -> list[dict]:
+        groups.append({name for name in choices if suites.PRECISION[name].captured})
+        return [{"variant": name} for name in (*choices, suites.CEILING)]
+
+    monkeypatch.setattr(suites, "_bench", bench)
+    found = suites.bench_precision(SimpleNamespace(device=torch.device("cuda")), None)
+    assert sorted(record["variant"] for record in found) == sorted([*suites.PRECISION, suites.CEILING])
+    assert [len(group) for group in groups] == [0, 1, 1]

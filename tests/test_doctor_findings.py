@@ -494,7 +494,7 @@ def fake_rank(tmp_path: Path, body: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str):
-    monkeypatch.setattr("symmoe.tools.doctor.trial._GRACE_S", 0.3)
+    monkeypatch.setattr("symmoe.tools.doctor.trial._GRACE_S", 0.3 if "did not come" in text else PROMPT_S)
     deadline_s = 3.0 if "in time" in error else HANG_S
     found = run_trial(2, dict(os.environ), deadline_s=deadline_s, command=fake_rank(tmp_path, body))
     assert (found.figures, found.error) == (None, error)
@@ -509,15 +509,18 @@ def test_a_busy_machine_gets_more_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert told.figures == {"deadline_s": str(180 * times + 1)}
 
 
-def test_nothing_that_ranks_start_is_left(tmp_path: Path):
+def test_nothing_that_ranks_start_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pids = tmp_path / "pids"
     body = (
         "import subprocess\n"
         "child = subprocess.Popen(['sleep', '3600'])\n"
         f"open({str(pids)!r} + args['rank'], 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
-        "time.sleep(60)\n"
+        f"while not all(os.path.exists({str(pids)!r} + other) for other in '01'): time.sleep(0.02)\n"
+        "if not rank: sys.exit(3)\n"
+        "time.sleep(3600)\n"
     )
-    run_trial(2, dict(os.environ), deadline_s=5.0, command=fake_rank(tmp_path, body))
+    monkeypatch.setattr("symmoe.tools.doctor.trial._GRACE_S", 0.3)
+    run_trial(2, dict(os.environ), deadline_s=HANG_S, command=fake_rank(tmp_path, body))
     started = [int(pid) for rank in (0, 1) for pid in Path(f"{pids}{rank}").read_text().split()]
     assert len(started) == 4
     deadline = time.monotonic() + PROMPT_S  # what ranks have started is killed with them, and not waited for

@@ -313,14 +313,22 @@ def test_wrong_constructor_arguments(changes, text):
         GroupedMLP(**({"num_groups": 2, "hidden": 4, "ffn": 4} | changes))
 
 
-def test_a_model_is_made_in_the_default_dtype_and_cast_later():
+def test_float64_is_refused_as_the_default_dtype_and_after_a_cast():
     torch.set_default_dtype(torch.float64)
     try:
-        model = GroupedMLP(2, 4, 4)
+        with pytest.raises(ArgumentError, match=r"^dtype \(torch\.float64\) must be one of torch\.float32, "):
+            GroupedMLP(2, 4, 4)
+        model = GroupedMLP(2, 4, 4, dtype=torch.bfloat16)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert model.fc1.weight.dtype == torch.float64
-    assert model.bfloat16()(torch.ones(3, 4, dtype=torch.bfloat16), [1, 2], torch.ones(3)).dtype == torch.bfloat16
+    x, scale = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3)
+    want = model(x, [1, 2], scale)
+    for part in (model, model.fc2):
+        for under_autocast in (False, True):
+            part.double()
+            with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast), refused("are torch.float64", "float32"):
+                model(x.to(model.fc1.weight.dtype), [1, 2], scale)
+            assert_same_bits(model.bfloat16()(x, [1, 2], scale), want)
 
 
 @pytest.mark.parametrize("kind", ["list", "int16"])

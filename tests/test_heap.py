@@ -532,7 +532,7 @@ def construct_with_other_groups(rank: int, num_ranks: int) -> list[str]:
     ):
         name, text = outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host")
         findings.check(name == "ArgumentError" and part in text, f"{name}: {text}")
-    findings.check(time.monotonic() - start < 10.0, "it has waited")
+    findings.check(time.monotonic() - start < PROMPT_S, "it has waited")
     return findings.texts
 
 
@@ -779,7 +779,7 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
         dist.barrier()
         if last:
             heap.barrier = _gives_up(heap, control.PHASE_DISPATCH_DONE)
-            heap.send_signal = lambda peer, heap=heap: time.sleep(0.3) or heap.abort("on purpose")
+            heap.send_signal = partial(_aborts_when_all_have_sent, heap)
         try:
             if way == "dispatch_tokens":
                 dispatch_tokens(x, plan, probs=probs, out=out)
@@ -804,12 +804,20 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+def _aborts_when_all_have_sent(heap: SymmetricHeap, peer: int) -> None:
+    shape = heap.num_ranks, control.SIGNAL_WORDS
+    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[: heap.rank, 0]
+    while bool((signals != heap.epoch).any()):
+        time.sleep(0.01)
+    heap.abort("on purpose")
+
+
 def _gives_up(heap: SymmetricHeap, at: int):
     barrier = heap.barrier
 
     def gives_up(phase: int, **kwargs):
         if phase == at:
-            time.sleep(0.3)  # the others have seen the end of the first barrier, and sent their rows
+            wait_for_arrivals(heap, range(heap.rank))  # they have sent their rows
             heap.abort("on purpose")
             heap.check()
         return barrier(phase, **kwargs)

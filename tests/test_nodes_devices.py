@@ -141,14 +141,14 @@ def lose(
 
     how: "kill", "stop"; or "kill, deaf": survivors' GPUs take no copies before the exchange that waits has ended.
     """
-    bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 60.0}
     with as_on_gpus(rank) if device == "cpu" else contextlib.nullcontext():
         backend = "host" if device == "cpu" else "nvshmem"
-        heap = SymmetricHeap(num_bytes=1 << 20, backend=backend, ranks_per_node=num_ranks // 2, **bounds)
+        heap = SymmetricHeap(num_bytes=1 << 20, backend=backend, ranks_per_node=num_ranks // 2)
         ready = kind(heap, rank)
         for _ in range(2):
             ready.step()
         heap.synchronize()
+        heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 60.0
         if how == "kill, deaf":
             has_ended = heap._faults._mates._payload._ended
             patch = pytest.MonkeyPatch()

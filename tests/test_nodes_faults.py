@@ -118,6 +118,8 @@ def wrong_calls(
         expect("ConfigMismatch", lambda: make_plan(ready.ids, num_experts=more, heap=heap))
         rail_capacity = 50 if on_its_node else 40
         expect("ConfigMismatch", lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity))
+        for has_capacity in (is_culprit, not is_culprit, on_its_node):  # the others' hosts read the plan
+            expect("ConfigMismatch", lambda static=has_capacity: ready.plan(capacity=100 if static else None))
         expect("CapacityError", lambda: ready.plan(capacity=1))
         expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))
         plan = ready.plan()
@@ -288,12 +290,12 @@ BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
 
 def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, where: tuple[Any, ...]):
     """What a survivor raises, when, and how long closing takes."""
-    bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 30.0}
-    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=ranks_per_node, **bounds)
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=ranks_per_node, timeout_s=HANG_S / 2)
     kind, *point = where
     ready = kind(heap, rank)
     for _ in range(2):
         ready.step()
+    heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 30.0
     if rank in victims:
         _stop_half_way(heap, *point) if how == "stop half way" else _end_at(heap, how, *point)
     start = time.monotonic()

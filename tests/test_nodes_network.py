@@ -43,10 +43,9 @@ POINTS = {
 LINK, RAIL = (0, 1), (1,)  # ranks of node 0 whose relays fail
 
 
-def open_nodes(timeout_s: float = HANG_S / 2) -> SymmetricHeap:
-    return SymmetricHeap(
-        num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=timeout_s, start_timeout_s=HANG_S / 2
-    )
+def open_nodes() -> SymmetricHeap:
+    bounds = {"timeout_s": HANG_S / 2, "start_timeout_s": HANG_S / 2}
+    return SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, **bounds)
 
 
 def delayed(rank: int, num_ranks: int, kind: type[Ready]) -> tuple[bool, float, int]:
@@ -79,10 +78,11 @@ def broken(rank: int, num_ranks: int, how: str, where: tuple[Any, ...], relays: 
         Ready(first, rank).step()
     before, (kind, *point) = connections(), where
     with relayed(rank // 2) as relay:
-        heap = open_nodes(timeout_s)
+        heap = open_nodes()
         ready = kind(heap, rank)
         ready.step()
         dist.barrier()  # the relays have passed on all of this step
+        heap.timeout_s = timeout_s
         if rank in relays:
             _break_at(heap, relay, how, *point)
         start = time.monotonic()

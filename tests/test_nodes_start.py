@@ -152,6 +152,7 @@ def test_every_rank_says_who_cannot_connect(cluster, how: str, shared_memory_bef
 
 def send_late(rank: int, num_ranks: int) -> int:
     """What arrives later than a connection might."""
+    dist.barrier()
     store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
     rail = GlooRail(store, "rail", node=rank, num_nodes=2, timeout_s=10.0)
     sent, received = torch.full((4,), rank + 1), torch.zeros(4, dtype=torch.int64)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -188,7 +189,12 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     if rank == num_ranks - 1:
         heap.send_signal = lambda peer: None
     else:  # its own wait does not end first
-        heap.timeout_s = 1.0
+
+        def wait_for_signal(rank: int, *args: Any, **options: Any) -> torch.Tensor:
+            heap.timeout_s = 1.0 if rank == num_ranks - 1 else HANG_S
+            return wait(rank, *args, **options)
+
+        wait, heap.wait_for_signal = heap.wait_for_signal, wait_for_signal
     try:
         layer(tokens(heap))
     except PeerError as error:
@@ -343,7 +349,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 heap = symmoe.SymmetricHeap(num_bytes=1 << 20, backend="nvshmem" if device == "cuda" else "host")
 layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=16, num_experts=2 * num_ranks, top_k=2), heap)
 for step in range(1000):
-    if step == 4:
+    if step == 5:
         heap.timeout_s = timeout_s
     if rank == 1 and step == 5:
         heap.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,6 @@ from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
 
 _GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
-_PARAMETER_DTYPES = (*control.DTYPES, torch.float64)  # float64: models are made in a default dtype, and cast later
 
 
 class Linear(Protocol):
@@ -22,6 +21,9 @@ class Linear(Protocol):
 
     in_features: int
     out_features: int
+
+    @property
+    def _parameters(self) -> Mapping[str, torch.Tensor | None]: ...
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Parameters, the weights first."""
@@ -39,10 +41,10 @@ def size_problem(**sizes: object) -> ArgumentError | None:
 
 
 def parameter_dtype_problem(dtype: object) -> ArgumentError | None:
-    """What keeps `dtype` from being that of parameters, or None; None is the default dtype."""
-    if dtype is None or dtype in _PARAMETER_DTYPES:
+    """What keeps `dtype` from being that of parameters, or None."""
+    if dtype in control.DTYPES:
         return None
-    return ArgumentError(f"dtype ({dtype!r}) must be one of {', '.join(map(str, _PARAMETER_DTYPES))}")
+    return ArgumentError(f"dtype ({dtype!r}) must be one of {', '.join(map(str, control.DTYPES))}")
 
 
 def rows_problem(name: str, x: object, linear: Linear) -> ArgumentError | StaleLease | None:
@@ -64,12 +66,26 @@ def rows_problem(name: str, x: object, linear: Linear) -> ArgumentError | StaleL
 
 
 def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:
-    """What keeps a linear layer from running on the device of x, or None."""
+    """What keeps a linear layer from running on the device of x, or None: the dtype of its weights, or a width."""
+    weight = next(iter(linear._parameters.values()), None)  # three times as fast as `parameters()`
+    if weight is not None and weight.dtype not in control.DTYPES:
+        return ArgumentError(f"the weights are {weight.dtype}; they must be one of {control.DTYPES}")
     for feature in ("in_features", "out_features"):
         width = getattr(linear, feature)
         if x.is_cuda and width % _GPU_MULTIPLE:
             return ArgumentError(f"{feature} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
     return None
+
+
+def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:
+    """The error if something is around a module whose call kernels replace, and hides its attributes, or None."""
+    if module is None or hasattr(module, attribute):
+        return None
+    return ArgumentError(
+        f"{name} is in a {type(module).__name__}, which would be left out: kernels take the place of its call. Call "
+        "symmoe.add_lora in place of peft's target_parameters, or symmoe.integrations.peft.get_peft_model of a model "
+        "whose experts are swapped"
+    )
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:

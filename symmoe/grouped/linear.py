@@ -73,7 +73,7 @@ class GroupedLinear(nn.Module):
     `holds_experts = True` tells reduce_gradients and others that the parameters are not data-parallel.
 
     Raises:
-        ArgumentError: a size is no int or out of range, or numbers of the dtype have no gradient.
+        ArgumentError: a size is no int or out of range, or the dtype is none of fp32, fp16 and bf16.
     """
 
     num_extra_inputs = 1  # Sequential passes the splits
@@ -98,6 +98,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         raise_for(size_problem(num_groups=num_groups, in_features=in_features, out_features=out_features))
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         raise_for(parameter_dtype_problem(dtype))
         if weights not in ("packed", "discrete"):
             raise ArgumentError(f"weights ({weights!r}) must be 'packed' or 'discrete'")

@@ -29,6 +29,7 @@ from symmoe.checks.arguments import (
     shared_memory_problem,
     size_problem,
     width_problem,
+    wrapped_problem,
 )
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
@@ -177,6 +178,7 @@ def fused_mlp(
         is_first_microbatch: for fc1 and for fc2.
         The other arguments: as in GroupedMLP.forward.
     """
+    raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
     raise_for(rows_problem("rows", x, fc1) or width_problem(fc2, x) or fc1.held_problem() or fc2.held_problem())
     raise_for(
         mlp_problem(fc1, fc2, RowsLike.of(x), splits, scale, out, grad_input_out)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from symmoe.checks.arguments import wrapped_problem
 from symmoe.errors import ArgumentError
 from symmoe.grouped.linear import GroupedLinear, local_part
 from symmoe.grouped.mlp import GroupedMLP
@@ -157,13 +158,16 @@ def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule
 
 
 def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
-    """What is wrong with how FSDP has sharded this rank's experts, if it has, or None.
+    """What is wrong with what is around this rank's experts, or with how FSDP has sharded them, if it has, or None.
 
     symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has taken
     the experts of different ranks for the same.
     """
     modules = experts._modules  # in every call: attributes of modules take a microsecond each
-    for linear in (cast(GroupedLinear, modules["fc1"]), cast(GroupedLinear, modules["fc2"])):
+    for name in ("fc1", "fc2"):
+        linear = cast(GroupedLinear, modules[name])
+        if (problem := wrapped_problem(f"experts.{name}", linear, "_is_fsdp_managed_module")) is not None:
+            return problem
         if not linear._is_fsdp_managed_module or num_ranks == 1:
             continue
         shape = linear.weight.shape if linear.is_packed and hasattr(linear.weight, "device_mesh") else (0,)

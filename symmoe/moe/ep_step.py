@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward
-from symmoe.checks.arguments import kernel_rows
+from symmoe.checks.arguments import kernel_rows, wrapped_problem
 from symmoe.checks.buffers import memory_problem
 from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
@@ -109,7 +109,8 @@ def expert_parallel_mlp(
     plan.heap.check()
     with told(plan.heap, SEND):
         plan.heap.fail_for(problem, SEND)
-        plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
+        for name, fc in (("experts.fc1", experts.fc1), ("experts.fc2", experts.fc2)):
+            plan.heap.fail_for(wrapped_problem(name, fc, "held_problem") or fc.held_problem(), SEND)
         layout = received_layout(layout, experts.ffn, experts.precision)
         weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
         weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())

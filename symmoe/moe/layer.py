@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import width_problem, working_dtype
+from symmoe.checks.arguments import width_problem, working_dtype, wrapped_problem
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.grouped.activations import ScaledActivation
@@ -187,6 +187,7 @@ class MoELayer(ExpertParallelModule):
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None."""
         return (
             self.wrapper_problem()
+            or wrapped_problem("router", self._modules.get("router"), "step_load")
             or arguments_problem(self.config, self.heap.device, x, **arguments)
             or inference_problem(self, x=x, **arguments)
             or width_problem(self.experts.fc1, x)

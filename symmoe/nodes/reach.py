@@ -110,8 +110,10 @@ def unreachable(others: Mapping[int, Endpoint], timeout_s: float) -> dict[int, s
                 problems[rank] = os.strerror(code)
                 each.close()
         deadline = time.monotonic() + timeout_s
-        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(left_s):
+        left_s = timeout_s
+        while waiting.get_map() and left_s > 0:
+            left_s = deadline - time.monotonic()  # after the deadline once more: what came while nobody looked
+            for key, _ in waiting.select(max(0.0, left_s)):
                 each = key.fileobj  # type: ignore[assignment]
                 if code := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     problems[key.data] = os.strerror(code)

@@ -288,9 +288,10 @@ class Faults:
         return self._peers.in_group(self._peers.rank)
 
     def of_plan(self, report: list[int]) -> SymmoeError:
-        """The error of a plan whose report (control.SUM_*) the host has read itself."""
-        words = plan_record(report)
-        return self._written_down(plan_error(words), words)
+        """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: mates
+        with a static capacity have it on record, and tell their rail."""
+        error, _ = self._agree(plan_record(report))
+        return error
 
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""

@@ -607,8 +607,9 @@ class SymmetricHeap:
         self.abort(f"{type(error).__name__}: {error}")
 
     def plan_failure(self, report: list[int]) -> SymmoeError:
-        """The error of a plan whose report (control.SUM_*) the host has read itself. Local."""
-        return self._faults.of_plan(report)
+        """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes."""
+        with self._access if self.spans_nodes else nullcontext():
+            return self._faults.of_plan(report)
 
     @property
     def timeout_s(self) -> float:

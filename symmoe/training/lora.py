@@ -169,7 +169,7 @@ def add_lora(
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
             one that has adapters already. Nothing has been changed.
     """
-    raise_for(size_problem(rank=rank) or parameter_dtype_problem(dtype))
+    raise_for(size_problem(rank=rank) or (None if dtype is None else parameter_dtype_problem(dtype)))
     if not 0.0 <= rank_dropout < 1.0:
         raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
     mlps = [module for module in model.modules() if isinstance(module, GroupedMLP)]

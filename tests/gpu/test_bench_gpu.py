@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from symmoe.tools.bench.grouped import CHOICES
+from symmoe.tools.bench.layer import PRECISION
 
 pytestmark = pytest.mark.gpu
 
 SIZES = ["--hidden", "256", "--ffn", "128", "--experts", "8", "--top-k", "2", "--tokens", "256,16", "--skew", "zipf"]
-SUITES = ["steps", "layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead"]
+SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
 
 
 def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
@@ -37,6 +38,7 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
     for direction in ("forward", "backward"):
         for variant in ("static", "exact", "serial", "graph", "serial graph", "gemms alone", "stock torch"):
             assert found["layer", variant, direction]["ms_median"] > 0
+        assert {variant for suite, variant, _ in found if suite == "precision"} >= set(PRECISION)
         assert found["variants", "static", direction]["peak_ordinary_bytes"] > 0
         assert (found["dispatch", "packed", direction]["copy_gbs"] is not None) == (num_ranks > 1)
     for variant in ("layer", "layer, static", "layer, graph", "experts", "experts, static", "experts, graph"):
@@ -50,7 +52,7 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
         assert record["ep"] == num_ranks
         assert record["gpu"] == torch.cuda.get_device_name()
         assert record["driver"]
-        assert record["error"] < 0.03
+        assert record["error"] < (0.15 if "float8" in record["variant"] else 0.03)
 
 
 def test_modules_by_themselves_are_measured(tmp_path: Path):

@@ -193,6 +193,10 @@ def refused(rank: int, num_ranks: int, folder: str) -> None:
         for again in (model, copy.deepcopy(model)):
             with pytest.raises(ArgumentError, match="would train fewer adapters"):
                 again(ids)
+        names = [f"{EXPERTS[0].rpartition('.')[0]}.mlp.fc{layer}.weight" for layer in (1, 2)]
+        model = peft.get_peft_model(swap_moe(small_model(), heap), peft.LoraConfig(target_parameters=names))
+        with pytest.raises(ArgumentError, match="get_peft_model of a model whose experts are swapped"):
+            model(ids)
         one = peft.LoraConfig(target_parameters=EXPERTS[:1])
         with pytest.raises(ArgumentError, match="both gate_up_proj and down_proj"):
             get_peft_model(swap_moe(small_model(), heap), one)
@@ -227,3 +231,47 @@ def refused(rank: int, num_ranks: int, folder: str) -> None:
 
 def test_what_is_refused(cluster: Callable[..., Cluster], tmp_path: Path):
     cluster(2).run(refused, str(tmp_path))
+
+
+class Parts(torch.nn.Module):
+    """Modules of symmoe in a model of the user's, which peft wraps."""
+
+    def __init__(self, heap: symmoe.SymmetricHeap) -> None:
+        super().__init__()
+        torch.manual_seed(heap.rank)
+        self.layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)
+        self.mlp, self.linear = symmoe.GroupedMLP(2, 16, 8), symmoe.GroupedLinear(2, 16, 16)
+
+    def forward(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        return (
+            self.layer(x)[0] if what == "layer" else getattr(self, what)(x, [2, 3], *[torch.ones(5)] * (what == "mlp"))
+        )
+
+
+def target_parameters(rank: int, num_ranks: int) -> None:
+    """peft's own get_peft_model, of modules whose call is their own, and of some whose call kernels replace."""
+    with symmoe.SymmetricHeap(num_bytes=1 << 20) as heap:
+        x = torch.ones(5, 16)
+        for what, parameter, holder in (
+            ("layer", "layer.experts.fc2.weight", "experts.fc2"),
+            ("layer", "layer.router.weight", "router"),
+            ("mlp", "mlp.fc1.weight", "fc1"),
+        ):
+            parts = Parts(heap)
+            model = peft.get_peft_model(parts, peft.LoraConfig(target_parameters=[parameter])) if rank == 0 else parts
+            if rank == 0 or what == "layer":
+                with pytest.raises(ArgumentError, match=f"{holder} is in a ParamWrapper.*Call symmoe.add_lora"):
+                    model(x, what)
+            Parts(heap)(x, what)
+        options = {"r": 4, "target_parameters": ["linear.weight"], "init_lora_weights": False}
+        model = peft.get_peft_model(Parts(heap), peft.LoraConfig(**options))
+        y = model(x, "linear")
+        y.sum().backward()
+        assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+        linear = model.merge_and_unload().linear  # W + B A, made by peft
+        bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
+        torch.testing.assert_close(y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds]))
+
+
+def test_target_parameters_of_modules_of_symmoe(cluster: Callable[..., Cluster]):
+    cluster(2).run(target_parameters)

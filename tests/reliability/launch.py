@@ -229,8 +229,9 @@ class Job:
                 return connection.recv()
             problem = "gave no answer in time"
         except (EOFError, ConnectionError):
-            code = self.exit_code(rank, deadline=time.monotonic() + 2.0)
-            problem = f"ended with exit code {code}"
+            # It takes a while from there to its end; who did not get the time for an answer has a moment for that.
+            code = self.exit_code(rank, deadline=max(deadline, time.monotonic() + 2.0))
+            problem = "does not end" if code is None else f"ended with exit code {code}"
         self.dump_stacks()
         logs = "\n".join(f"-- log of rank {r}:\n{self.log(r)}" for r in range(self.num_ranks))
         for other in range(self.num_ranks):

@@ -5,6 +5,9 @@ Rows lie in the order of the experts, also if the layer gathers them: this is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, experts_forward
@@ -21,23 +24,24 @@ def experts_alone(name: str, problem: Problem, reference: Reference) -> Variant:
     received, d_out = (packed[local.row_to_packed_row] for packed in (local.packed, local.d_packed))
     rows = ExpertRows(received, local.row_range, local.row_probs)
     out = received.new_empty((num_rows, problem.case.shape.hidden))
-    d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(problem.w1), torch.empty_like(problem.w2)
+    d_rows = torch.empty_like(out)
     kept: list[Hidden] = []
 
     def forward() -> None:
         kept[:] = [experts_forward(rows, weights, out, num_rows=num_rows)]
 
-    def backward() -> None:
+    def backward(new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like) -> tuple[torch.Tensor, torch.Tensor]:
         step = ExpertsBackward(rows, weights, kept.pop(), d_out)
         step.input_gradient(d_rows)
+        dw1, dw2 = new(problem.w1), new(problem.w2)  # as large as the experts: not kept between calls
         step.w2_gradient(dw2, False)
         step.w1_gradient(dw1, False)
+        return dw1, dw2
 
     def verify() -> float:
-        for tensor in (out, d_rows, dw1, dw2):
-            tensor.fill_(torch.nan)
+        out.fill_(torch.nan)
+        d_rows.fill_(torch.nan)
         forward()
-        backward()
-        return reference.experts_error(out, d_rows, dw1, dw2)
+        return reference.experts_error(out, d_rows, *backward(partial(torch.full_like, fill_value=torch.nan)))
 
     return Variant(name, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
