@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
@@ -306,8 +306,8 @@ def _launch_gemm(
         return
     is_table = isinstance(weight, TensorTable)
     if config is None and row_index is None and bias is None and not (is_table or accumulate):
-        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= select.MAX_ROWS:
+        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
             on_hopper.launch_gemm(
                 rows,
                 weight,
@@ -381,8 +381,8 @@ def grouped_gemm_wgrad(
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
     if config is None and not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
-        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= select.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
+        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
             on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
             return
     plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, out.shape)

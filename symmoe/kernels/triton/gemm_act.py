@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.launch.compiled import Describe
@@ -516,12 +516,11 @@ def grouped_gemm_act(
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
-    is_usual = config is not None or bias is not None or row_index is not None or is_table
-    if not is_usual and select.takes_act(num_rows, ffn, activation):
-        on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
-        if on_hopper is not None:
-            on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
-            return
+    is_plain = config is None and bias is None and row_index is None and not is_table
+    on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn) if is_plain else None
+    if on_hopper is not None and on_hopper.takes_act(num_rows, ffn, activation):
+        on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
+        return
     launch(
         grouped_gemm_act_kernel,
         plan.grid(num_rows, num_groups, num_sms, a.device),
@@ -610,7 +609,7 @@ def grouped_gemm_dact(
     is_table = isinstance(weight, TensorTable)
     on_hopper = None
     if config is None and dbias is None and not is_table and activation.interleave is None:
-        on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
+        on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn)
     if on_hopper is not None:
         on_hopper.launch_dact(
             dout,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control, select
+from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
@@ -50,7 +50,7 @@ def _launch(
 
 def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
     """The kernels for few programs (hopper/rows.py), if num_ctas is given and they can move these rows; else None."""
-    on_hopper = None if num_ctas is None else select.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
+    on_hopper = None if num_ctas is None else hopper_choice.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
     return on_hopper if on_hopper is not None and on_hopper.takes_rows(rows) else None
 
 
