@@ -7,6 +7,8 @@ from types import ModuleType
 
 import torch
 
+from symmoe.kernels import architectures
+
 TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
 
@@ -30,7 +32,7 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
         device.type != "cuda"
         or dtype not in (torch.bfloat16, torch.float16)
         or columns < MIN_COLUMNS
-        or torch.cuda.get_device_capability(device) != (9, 0)
+        or architectures.capability(device) != (9, 0)
     ):
         return None
     try:

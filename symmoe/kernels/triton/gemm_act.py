@@ -11,7 +11,7 @@ of two ranges may share one: dbias needs whole groups.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -43,6 +43,7 @@ from symmoe.kernels.triton.activation import (
 )
 from symmoe.kernels.triton.bias import sum_row_tiles
 from symmoe.kernels.triton.tiles import (
+    MOST_COLUMNS,
     Plan,
     TileConfig,
     column_parts,
@@ -56,6 +57,7 @@ from symmoe.kernels.triton.tiles import (
     load_weight,
     locate_tile,
     matrix_pointer,
+    most_columns,
     plus,
     row_tile_prefix,
     tile_constants,
@@ -101,20 +103,20 @@ SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
 LINE_BYTES = tl.constexpr(128)  # bytes of a line of L2
 
 
-def act_config(ffn: int, dtype: torch.dtype, activation: Activation) -> TileConfig:
+def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS) -> TileConfig:
     """Tiles of grouped_gemm_act, from the FFN width."""
     if dtype == torch.float32:
         return ACT_FP32_CONFIG if activation.is_gated else UNGATED_FP32_CONFIG
     if activation.is_gated:
-        return ACT_CONFIG
-    return next(config for least, config in UNGATED_CONFIGS if ffn >= least)
+        return replace(ACT_CONFIG, block_n=most_columns // 2)  # the accumulator has gates and ups
+    return next(config for least, config in UNGATED_CONFIGS if min(ffn, most_columns) >= least)
 
 
-def dact_config(ffn: int, dtype: torch.dtype) -> DactConfig:
+def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> DactConfig:
     """Tiles of grouped_gemm_dact, from the FFN width."""
     if dtype == torch.float32:
         return DACT_FP32_CONFIG
-    return next(config for least, config in DACT_CONFIGS if ffn >= least)
+    return next(config for least, config in DACT_CONFIGS if min(ffn, most_columns) >= least)
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
@@ -512,7 +514,7 @@ def grouped_gemm_act(
 ) -> None:
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width)
+    plan = _act_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
@@ -541,13 +543,14 @@ def grouped_gemm_act(
 def _act_plan(
     config: TileConfig | None,
     dtype: torch.dtype,
+    most_columns: int,
     activation: Activation,
     num_groups: int,
     ffn: int,
     in_width: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
-    config = config or act_config(ffn, dtype, activation)
+    config = config or act_config(ffn, dtype, activation, most_columns)
     constants = {
         "FIELDS": fields,
         "NUM_GROUPS": num_groups,
@@ -596,7 +599,7 @@ def grouped_gemm_dact(
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
-    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width)
+    plan = _dact_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, dout_width)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
@@ -663,13 +666,14 @@ def sum_dact_partials(
 def _dact_plan(
     config: DactConfig | None,
     dtype: torch.dtype,
+    most_columns: int,
     activation: Activation,
     num_groups: int,
     ffn: int,
     dout_width: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
-    config = config or dact_config(ffn, dtype)
+    config = config or dact_config(ffn, dtype, most_columns)
     constants = {
         "FIELDS": fields,
         "NUM_GROUPS": num_groups,
