@@ -253,18 +253,7 @@ def grouped_gemm(
     config: TileConfig | None = None,
 ) -> None:
     _launch_gemm(
-        rows,
-        weight,
-        row_range,
-        out,
-        row_index,
-        bias,
-        bias_scale,
-        accumulate,
-        zero_tail,
-        num_sms,
-        config,
-        False,
+        rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, False
     )
 
 
@@ -284,18 +273,7 @@ def grouped_gemm_dgrad(
 
 
 def _launch_gemm(
-    rows,
-    weight,
-    row_range,
-    out,
-    row_index,
-    bias,
-    bias_scale,
-    accumulate,
-    zero_tail,
-    num_sms,
-    config,
-    weight_k_first,
+    rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, weight_k_first
 ):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
@@ -306,13 +284,7 @@ def _launch_gemm(
         on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
             on_hopper.launch_gemm(
-                rows,
-                weight,
-                row_range,
-                out,
-                weight_k_first=weight_k_first,
-                zero_tail=zero_tail,
-                num_sms=num_sms,
+                rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
             )
             return
     kind = config, out.dtype, most_columns(out.device)

@@ -615,17 +615,7 @@ def grouped_gemm_dact(
         on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn)
     if on_hopper is not None:
         on_hopper.launch_dact(
-            dout,
-            weight,
-            row_range,
-            h,
-            row_scale,
-            dh,
-            a,
-            workspace,
-            activation,
-            row_index=row_index,
-            num_sms=num_sms,
+            dout, weight, row_range, h, row_scale, dh, a, workspace, activation, row_index=row_index, num_sms=num_sms
         )
     else:
         launch(
