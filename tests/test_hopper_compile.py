@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from combinations import every_combination  # noqa: E402
 from compiled_launches import catch_launches, meta  # noqa: E402
 
-from symmoe.kernels import hopper_choice  # noqa: E402
+from symmoe.kernels import architectures, hopper_choice  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, launchers, wgrad  # noqa: E402
 from symmoe.kernels.triton import gemm as gpu_gemm  # noqa: E402
@@ -167,7 +167,7 @@ def test_devices_and_calls_that_they_do_not_take():
     ],
 )
 def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, taken):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(architectures, "capability", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", version)
     kernels = hopper_choice.hopper_kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
     assert kernels is (launchers if taken else None)
