@@ -15,7 +15,7 @@ from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from symmoe.kernels import select  # noqa: E402
+from symmoe.kernels import hopper_choice  # noqa: E402
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
 from symmoe.kernels.activation import GELU, Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
@@ -127,7 +127,7 @@ def test_what_is_launched(monkeypatch):
     """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
     launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act, bias)
     monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
-    monkeypatch.setattr(select, "hopper_kernels", lambda *_: launchers)
+    monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: launchers)
 
     def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, dbias=None, **changes):
         launches.clear()
@@ -149,5 +149,5 @@ def test_what_is_launched(monkeypatch):
     assert launched_for(Activation(interleave=32), 256) == general
     mxfp8 = BlockFormat(element="e4m3", scale="e8m0", block=32)
     assert launched_for(Activation(), 256, mxfp8) == general
-    monkeypatch.setattr(select, "hopper_kernels", lambda *_: None)
+    monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: None)
     assert launched_for(Activation(), 256) == general

@@ -19,6 +19,7 @@ import torch
 from limits import HANG_S, PROMPT_S
 
 from symmoe.cli import main
+from symmoe.kernels.architectures import ARCHITECTURES, status
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import checkup, self_test
 from symmoe.tools.doctor.environment import check_environment
@@ -245,8 +246,10 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_gpus(gpus(error="Error 802: system not yet initialized")), "problem", "802", "nvidia-fabricmanager"),
     (of_gpus(gpus(), smi(device(0, driver="550.54.15"))), "problem", "driver 550.54.15", "install driver 580"),
     (of_gpus(gpus(gpu(0)), smi(device(0, driver="510.1")), "12.8"), "problem", "driver 510.1", "install driver 525"),
-    (of_gpus(gpus(gpu(0, capability=(7, 5)))), "problem", "7.5", "CUDA_VISIBLE_DEVICES"),
-    (of_gpus(gpus(gpu(0, capability=(8, 0)))), "note", "8.0", ""),
+    (of_gpus(gpus(gpu(0, capability=(7, 5)))), "problem", "7.5: refused", "CUDA_VISIBLE_DEVICES"),
+    (of_gpus(gpus(gpu(0, capability=(8, 0)))), "note", "8.0: compiled only; FP8, MXFP8 and NVFP4 are refused", ""),
+    (of_gpus(gpus(gpu(0, capability=(10, 0)))), "note", "10.0: compiled only (", ""),
+    (of_gpus(gpus(gpu(0, capability=(8, 7)))), "note", "8.7: not compiled; FP8", ""),
     (of_gpus(gpus(gpu(0), gpu(1, name="NVIDIA H100"))), "note", "not alike", "CUDA_VISIBLE_DEVICES"),
     (of_gpus(cuda=None), "problem", "not built for CUDA", "--index-url"),
     (of_gpus(smi=smi(device(0), device(1, compute_mode="Prohibited"))), "problem", "GPU 1", "-i 1 -c DEFAULT"),
@@ -654,3 +657,9 @@ def test_a_machine_with_gpus(capsys: pytest.CaptureFixture):
         rates = [float(rate) for rate in re.findall(r"(?:dispatch|combine|copy) ([\d.e+]+)", tried[-1].text)]
         assert len(rates) == 3
         assert min(rates) > 1  # GB/s: they were measured on GPUs
+
+
+def test_the_page_says_what_is_known_of_every_gpu():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "doctor.md").read_text(encoding="utf-8")
+    for (major, minor), kind in ARCHITECTURES.items():
+        assert f"| {kind.gpus} | {major}.{minor} | {status((major, minor))} |" in page

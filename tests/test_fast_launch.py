@@ -276,6 +276,32 @@ def test_tensors_of_another_device_take_the_ordinary_way(launch, fake_driver, ot
         assert len(jit.calls) == count
 
 
+@pytest.mark.parametrize(
+    ("what", "most", "tried"),
+    [("shared memory", 2, [4, 3, 2]), ("shared memory", 0, [4, 3, 2, 1]), ("threads", 2, [4])],
+)
+def test_what_does_not_fit_takes_fewer_stages(launch, monkeypatch, what, most, tried):
+    """Only as few as it must, and known calls no attempt; what no stage helps is Triton's error."""
+    kernel, jit = launch
+
+    def run(*args, num_stages, **options):
+        compiled = jit(*args, num_stages=num_stages, **options)
+        if num_stages > most:
+            raise triton.OutOfResources(200, 100, what)
+        return compiled
+
+    monkeypatch.setattr(example_kernel, "run", run)
+    args, kwargs = arguments(num_stages=4)
+    for _ in range(2):
+        if tried[-1] > most:
+            with pytest.raises(triton.OutOfResources):
+                kernel[(1,)](*args, **kwargs)
+        else:
+            kernel[(1,)](*args, **kwargs)
+    calls = [options["num_stages"] for _, _, options in jit.calls]
+    assert calls == (tried if tried[-1] <= most else tried * 2)
+
+
 def test_a_callable_grid_takes_the_ordinary_way(launch):
     kernel, jit = launch
     args, kwargs = arguments()

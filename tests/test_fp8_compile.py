@@ -11,7 +11,7 @@ from ahead_of_time import VERSION
 from compiled_launches import BLACKWELL, HOPPER, atomics, catch_launches, meta
 from test_hopper_compile import compiled
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
@@ -198,7 +198,7 @@ def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatc
     def taken(device, dtype, columns):
         return launchers if dtype in (BF16, FP16) and columns >= 256 else None
 
-    monkeypatch.setattr(select, "hopper_kernels", taken)
+    monkeypatch.setattr(hopper_choice, "hopper_kernels", taken)
     shape = SHAPES["odd"]
     gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), num_sms=5)
     launch = launches.pop_one()

@@ -242,18 +242,19 @@ def test_slot_kernels(launches, shape, with_probs):
         check(launches, f"{name}_kernel")
 
 
+def step(case, number):
+    """Launches every kernel of these modules."""
+    run_case(gpu, case)
+    status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    words = (number, 2**40 * number, 16)
+    peers, arrived = make_peers(2), torch.zeros(1, dtype=torch.int64)
+    sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
+    sync.send_signal(peers, number % 2)
+    sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
+
+
 def test_steps_do_not_compile_again(monkeypatch):
     """Numbers that change from step to step: tokens, capacity, offsets, phases."""
-
-    def step(case, number):
-        run_case(gpu, case)
-        status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
-        words = (number, 2**40 * number, 16)
-        peers, arrived = make_peers(2), torch.zeros(1, dtype=torch.int64)
-        sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
-        sync.send_signal(peers, number % 2)
-        sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
-
     case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
     steps = (
         (case, 0),

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from combinations import every_combination  # noqa: E402
 from compiled_launches import catch_launches, meta  # noqa: E402
 
-from symmoe.kernels import select  # noqa: E402
+from symmoe.kernels import architectures, hopper_choice  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, launchers, wgrad  # noqa: E402
 from symmoe.kernels.triton import gemm as gpu_gemm  # noqa: E402
@@ -110,7 +110,7 @@ def test_act(launches, dtype, variant, shape, activation):
 def test_the_limit_of_sms_reaches_the_kernels(monkeypatch):
     """From the public functions, as on a Hopper GPU."""
     launches = catch_launches(monkeypatch, act, gemm, wgrad, gpu_gemm, gpu_gemm_act)
-    monkeypatch.setattr(select, "hopper_kernels", lambda device, dtype, columns: launchers)
+    monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda device, dtype, columns: launchers)
     G, H, I, N = SHAPES["qwen3-30b"]
     bf16 = torch.bfloat16
     row_range = meta(2, G, dtype=torch.int32)
@@ -146,12 +146,12 @@ def test_the_limit_of_sms_reaches_the_kernels(monkeypatch):
 
 def test_devices_and_calls_that_they_do_not_take():
     for device in ("cpu", "meta"):
-        assert select.hopper_kernels(torch.device(device), torch.bfloat16, 1024) is None
-    assert select.takes_act(1000, 768, SWIGLU)
-    assert not select.takes_act(1000, 712, SWIGLU)
-    assert not select.takes_act(2**30 + 1, 768, SWIGLU)
-    assert not select.takes_act(1000, 768, Activation(interleave=8))
-    assert not select.takes_act(1000, 768, Activation(function="relu2", is_gated=False))
+        assert hopper_choice.hopper_kernels(torch.device(device), torch.bfloat16, 1024) is None
+    assert act.takes_act(1000, 768, SWIGLU)
+    assert not act.takes_act(1000, 712, SWIGLU)
+    assert not act.takes_act(2**30 + 1, 768, SWIGLU)
+    assert not act.takes_act(1000, 768, Activation(interleave=8))
+    assert not act.takes_act(1000, 768, Activation(function="relu2", is_gated=False))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_devices_and_calls_that_they_do_not_take():
     ],
 )
 def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, taken):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(architectures, "capability", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", version)
-    kernels = select.hopper_kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
+    kernels = hopper_choice.hopper_kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
     assert kernels is (launchers if taken else None)

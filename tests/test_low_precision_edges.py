@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from contextlib import nullcontext
 
 import pytest
 import test_nan_isolation
@@ -15,10 +17,12 @@ from worker import Findings, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
+from symmoe.kernels import architectures
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import NVFP4, Float8Block, Quantized
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Quantized
 from symmoe.precision.operands import gradient_seeds
 from symmoe.precision.recipes import Recipe
+from symmoe.precision.wire import WireFormat
 from symmoe.training.metrics import MetricsLogger
 
 
@@ -206,6 +210,70 @@ def test_a_wire_without_a_recipe_raises_on_every_rank(cluster):
     for name, text in cluster(2).run(call_without_recipe):
         assert name == "ArgumentError"
         assert "precision (None) must be a recipe of E4M3 numbers" in text
+
+
+TOO_OLD = r"precision \(.*\) needs a GPU of compute capability 8.9 or more; cpu has 8.6"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, recipe):
+    rows, weight = torch.zeros(4, 64), torch.zeros(2, 64, 64)
+    config = MoEConfig(hidden=64, ffn=32, num_experts=2, top_k=1, precision=recipe)
+    made = GroupedLinear(2, 64, 64, precision=recipe)
+    calls = [
+        lambda: GroupedLinear(2, 64, 64, precision=recipe),
+        lambda: GroupedMLP(2, 64, 32, precision=recipe),
+        lambda: MoELayer(config, heap),
+        lambda: MoELayer(config, heap, experts=GroupedMLP(2, 64, 32, precision=recipe, device="meta")),
+        lambda: recipe.quantize(rows),
+        lambda: recipe.quantize_columns(rows),
+        lambda: recipe.quantize_weight(weight),
+        lambda: recipe.quantize_weight_transposed(weight),
+        lambda: recipe.quantize_weight_pair(weight),
+        lambda: made(rows, torch.tensor([2, 2])),
+    ]
+    if recipe.row_format.element == "e4m3":
+        calls.append(lambda: WireFormat(recipe, 64).encode(rows))
+    for call in calls:
+        call()
+    for capability, is_refused in (((8, 6), True), ((8, 9), False)):
+        monkeypatch.setattr(
+            architectures, "capability", lambda device, cpu=capability: cpu if device.type == "cpu" else (9, 0)
+        )
+        for call in calls:
+            with pytest.raises(ArgumentError, match=TOO_OLD) if is_refused else nullcontext():
+                call()
+        GroupedLinear(2, 64, 64)
+
+
+def call_on_an_old_gpu(rank: int, num_ranks: int) -> list[str]:
+    """Rank 1 alone has one: each call raises on both ranks, and the next call without it works."""
+    findings, found = Findings(), architectures.capability
+    config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())
+    with open_heap("cpu") as heap:
+        layer = MoELayer(config, heap)
+
+        def step() -> None:
+            plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=config.num_experts, heap=heap)
+            expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), layer.experts, plan)
+
+        for call in (step, lambda: layer(torch.ones(4, 64))):
+            call()
+            if rank == 1:
+                architectures.capability = lambda device: (8, 6)
+            try:
+                call()
+                findings.check(False, "nothing is raised")
+            except ArgumentError as error:
+                findings.check(re.search(TOO_OLD, str(error)) is not None, str(error))
+            finally:
+                architectures.capability = found
+            call()
+    return findings.texts
+
+
+def test_an_old_gpu_of_one_rank_raises_on_every_rank(cluster):
+    assert cluster(2).findings(call_on_an_old_gpu) == []
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------

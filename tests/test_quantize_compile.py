@@ -296,37 +296,41 @@ def test_the_wire_on_blackwell(launches):
             assert re.search(access + r"\.global\S*\.v4\.b32", ptx), (function, access)
 
 
+def step(num_rows, signs, width=32):
+    """Launches every kernel that quantises."""
+    rows, row_range = torch.zeros(num_rows, width, dtype=torch.bfloat16), row_range_of((num_rows, 0))
+    for name in ("mxfp8", "nvfp4"):
+        quantize_all(quantize, rows, row_range, name)
+    quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8")
+    quantize_weight_pairs(quantize, torch.zeros(1, width, width), "mxfp8")
+    encode_rows(wire, rows, "mxfp8")
+    quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
+    quantize.weight_amax(torch.zeros(1, width, width), torch.zeros(1))
+    blocks = width // 32
+    scale = torch.zeros(num_rows, blocks, dtype=torch.uint8)
+    swizzled = torch.zeros(9, -(-blocks // 4), 512, dtype=torch.uint8)
+    scale_tiles.swizzle_scales(scale, row_range, swizzled)
+    scale_tiles.unswizzle_scales(swizzled, row_range, scale)
+    table = table_of_scales(*[(num_rows, 16 * i + 1) for i in range(num_rows % 7 + 1)], device="cpu")
+    scale_tiles.swizzle_scales(table, None, swizzled)
+    sent = torch.zeros(num_rows, -(-(width + blocks) // 16) * 16, dtype=torch.uint8)
+    data = torch.zeros(num_rows, width, dtype=torch.uint8)
+    wire.unpack_rows(sent, row_range, data, scale)
+    part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
+    wire.unpack_rows(sent, part, data, scale)
+    row_format, e4m3 = FORMATS["mxfp8"], data.view(torch.float8_e4m3fn)
+    quantize.quantize_rows(rows, part, e4m3, scale, row_format)
+    sums = torch.zeros(bias_slots(num_rows, 2, SLOT_ROWS), width)
+    factor = torch.zeros(num_rows)
+    quantize.quantize_rows(rows, part, e4m3, scale, row_format, bias_sums=sums, bias_scale=factor)
+    bias.sum_dbias(sums, row_range, torch.zeros(2, width))
+    wire.decode_rows(sent, torch.empty(num_rows, width), FORMATS["mxfp8"])
+    requantize_columns(wire, sent, row_range, width, "mxfp8", torch.bfloat16)
+
+
 @pytest.mark.slow
 def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows and the signs are not part of the compiled code."""
-
-    def step(num_rows, signs):
-        rows, row_range = torch.zeros(num_rows, 32, dtype=torch.bfloat16), row_range_of((num_rows, 0))
-        for name in ("mxfp8", "nvfp4"):
-            quantize_all(quantize, rows, row_range, name)
-        quantize_weights(quantize, torch.zeros(1, 32, 32), "mxfp8")
-        quantize_weight_pairs(quantize, torch.zeros(1, 32, 32), "mxfp8")
-        encode_rows(wire, rows, "mxfp8")
-        quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
-        quantize.weight_amax(torch.zeros(1, 32, 32), torch.zeros(1))
-        scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
-        scale_tiles.swizzle_scales(scale, row_range, swizzled)
-        scale_tiles.unswizzle_scales(swizzled, row_range, scale)
-        table = table_of_scales(*[(num_rows, 16 * i + 1) for i in range(num_rows % 7 + 1)], device="cpu")
-        scale_tiles.swizzle_scales(table, None, swizzled)
-        sent, data, scale = (torch.zeros(num_rows, width, dtype=torch.uint8) for width in (48, 32, 1))
-        wire.unpack_rows(sent, row_range, data, scale)
-        part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
-        wire.unpack_rows(sent, part, data, scale)
-        row_format, e4m3 = FORMATS["mxfp8"], data.view(torch.float8_e4m3fn)
-        quantize.quantize_rows(rows, part, e4m3, scale, row_format)
-        sums = torch.zeros(bias_slots(num_rows, 2, SLOT_ROWS), 32)
-        factor = torch.zeros(num_rows)
-        quantize.quantize_rows(rows, part, e4m3, scale, row_format, bias_sums=sums, bias_scale=factor)
-        bias.sum_dbias(sums, row_range, torch.zeros(2, 32))
-        wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
-        requantize_columns(wire, sent, row_range, 32, "mxfp8", torch.bfloat16)
-
     steps = (16, 1), (1, 16), (333, 0x9A5C), (500, 0xFFFF)
     compiled = assert_compiled_once(monkeypatch, (quantize, scale_tiles, wire, bias), step, *steps)
     assert [name for name, count in compiled.items() if not count] == [

@@ -11,6 +11,7 @@ from scaled_problem import NAMES, Numbers, Problem, WgradProblem
 from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_jits  # noqa: F401
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import architectures
 from symmoe.kernels.low_precision import scaled
 
 BF16 = torch.bfloat16
@@ -57,7 +58,7 @@ def test_nothing_is_launched_without_rows(fake_driver, monkeypatch, name):  # no
 def test_which_gpus_have_products_with_block_scales(monkeypatch):
     assert scaled.scaled_products(torch.device("cpu")) is None
     for capability, unit in (((9, 0), None), ((10, 0), "tcgen05"), ((10, 3), "tcgen05"), ((12, 0), "mma")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(architectures, "capability", lambda device, found=capability: found)
         assert scaled.scaled_products.__wrapped__(torch.device("cuda", 0)) == unit
 
 

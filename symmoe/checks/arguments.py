@@ -12,6 +12,7 @@ from symmoe.autograd import GradientBuffer
 from symmoe.checks.buffers import Buffer, buffer_problem, memory_problem, overlap_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
+from symmoe.kernels.architectures import e4m3_problem
 
 _GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
 
@@ -24,6 +25,10 @@ class Linear(Protocol):
 
     @property
     def _parameters(self) -> Mapping[str, torch.Tensor | None]: ...
+
+    @property
+    def precision(self) -> object:
+        """The recipe of what is multiplied; None: numbers of the working dtype."""
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Parameters, the weights first."""
@@ -74,7 +79,7 @@ def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:
         width = getattr(linear, feature)
         if x.is_cuda and width % _GPU_MULTIPLE:
             return ArgumentError(f"{feature} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
-    return None
+    return e4m3_problem(linear.precision, x.device)
 
 
 def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
-from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import ended_lease
+
+if TYPE_CHECKING:
+    from symmoe.symm_mem.heap import SymmetricHeap
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
 

@@ -39,6 +39,7 @@ from symmoe.grouped.low_rank import low_rank
 from symmoe.grouped.products import NOTHING, products_of, weight_gradient
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weights import addresses, lay_side_by_side
+from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight
 from symmoe.precision.operands import precision_problem
@@ -73,7 +74,8 @@ class GroupedLinear(nn.Module):
     `holds_experts = True` tells reduce_gradients and others that the parameters are not data-parallel.
 
     Raises:
-        ArgumentError: a size is no int or out of range, or the dtype is none of fp32, fp16 and bf16.
+        ArgumentError: a size is no int or out of range, the dtype is none of fp32, fp16 and bf16, or the device cannot
+            compute with the precision.
     """
 
     num_extra_inputs = 1  # Sequential passes the splits
@@ -113,6 +115,7 @@ class GroupedLinear(nn.Module):
         self._delayed: deque[Callable[[], None]] = deque()
         self._after_backward_dw: list[Callable[[], object]] = []
         whole = torch.empty((num_groups, out_features, in_features), dtype=dtype, device=device)
+        raise_for(e4m3_problem(precision, whole.device))
         if self.is_packed:
             self.weight = nn.Parameter(whole)
         else:

@@ -1,6 +1,7 @@
 """Device code and its PyTorch twins, both of the type `contract.Kernels`.
 
-May use errors, tape and autograd only. Begin with `contract`, which says what every kernel computes, then `select`.
+May use errors, tape and autograd only. Begin with `contract`, which says what every kernel computes, then `select`
+(which device has which kernels) and `hopper_choice` (where those for Hopper replace others).
 """
 
 from symmoe.kernels.contract import Kernels

@@ -1,7 +1,7 @@
-"""Which kernels run where: the only file that chooses.
+"""Which kernels run where.
 
 Tensors on a GPU have kernels in Triton, others the PyTorch twins. On Hopper, kernels in Gluon replace those in
-Triton for the most common cases, with the same bits. Modules of kernels are imported on first use, so that `import
+Triton for the most common cases (hopper_choice.py). Modules of kernels are imported on first use, so that `import
 symmoe` needs no Triton.
 """
 
@@ -14,15 +14,9 @@ from typing import cast
 
 import torch
 
-from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract import Kernels
 from symmoe.tape.recorder import RecordedModule, recorder
 from symmoe.tape.tape import Tape
-
-TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
-MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
-ACT_COLUMNS = 128  # of a tile of grouped_gemm_act for Hopper
-MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 
 def for_device(device: torch.device) -> Kernels:
@@ -80,41 +74,3 @@ def tape_compiler(device: torch.device) -> Callable[[Tape], Tape]:
 
         return compiled_tape
     return lambda tape: tape
-
-
-@functools.cache
-def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleType | None:
-    """The launchers of the kernels for Hopper where they can run and pay; None elsewhere.
-
-    Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. In the kernels for
-    Hopper the epilogue runs during the next tile's products (notes/2026-11-21-hopper-gemms.md). Triton's kernels
-    remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
-    features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
-    gathered rows). Those of E4M3 numbers (low_precision) take tables and biases; weight gradients may be fp32 and
-    accumulated.
-
-    Args:
-        dtype: dtype of the output.
-        columns: columns of the output.
-    """
-    if (
-        device.type != "cuda"
-        or dtype not in (torch.bfloat16, torch.float16)
-        or columns < MIN_COLUMNS
-        or torch.cuda.get_device_capability(device) != (9, 0)
-    ):
-        return None
-    try:
-        import triton
-
-        if tuple(map(int, triton.__version__.split(".")[:2])) not in TRITON_VERSIONS:
-            return None
-        from symmoe.kernels.hopper import launchers
-    except (ImportError, AttributeError):
-        return None
-    return launchers
-
-
-def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
-    """Whether grouped_gemm_act has a kernel for Hopper: gates and ups in halves that whole tiles fill."""
-    return activation.is_gated and activation.interleave is None and ffn % ACT_COLUMNS == 0 and num_rows <= MAX_ROWS

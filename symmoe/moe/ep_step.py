@@ -31,6 +31,7 @@ from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_te
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.grouped.weight_gradients import MainGrads
 from symmoe.kernels import control
+from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import Rates, Sizes, gpu_of, num_sms_of, overlap, overlap_everything, rates_of, received_layout
@@ -102,8 +103,8 @@ def expert_parallel_mlp(
     Raises:
         ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
             (on GPUs the peers raise at their next call on the heap, or in heap.synchronize). Or rows are to travel
-            quantised, and the experts' precision is not one of E4M3 numbers; or a weight has changed inside
-            constant_weights; on every rank in the same way.
+            quantised, and the experts' precision is not one of E4M3 numbers; or the GPU is too old for the precision;
+            or a weight has changed inside constant_weights; on every rank in the same way.
     """
     problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
@@ -111,6 +112,7 @@ def expert_parallel_mlp(
         plan.heap.fail_for(problem, SEND)
         for name, fc in (("experts.fc1", experts.fc1), ("experts.fc2", experts.fc2)):
             plan.heap.fail_for(wrapped_problem(name, fc, "held_problem") or fc.held_problem(), SEND)
+        plan.heap.fail_for(e4m3_problem(experts.precision, x.device), SEND)
         layout = received_layout(layout, experts.ffn, experts.precision)
         weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
         weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())

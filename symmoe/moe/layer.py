@@ -12,10 +12,11 @@ from torch import nn
 
 from symmoe.checks.arguments import width_problem, working_dtype, wrapped_problem
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
+from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.operands import given
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
@@ -53,7 +54,7 @@ class MoELayer(ExpertParallelModule):
             world is one EP group.
 
     Raises:
-        ArgumentError: the configuration does not fit the group, or `experts` does not fit the configuration.
+        ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class MoELayer(ExpertParallelModule):
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
+        raise_for(e4m3_problem(config.precision, heap.device))
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)

@@ -12,7 +12,8 @@ import torch
 
 from symmoe import kernels
 from symmoe.autograd import wrote_into
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
@@ -250,6 +251,7 @@ class Recipe(ABC):
             )
         for name, width in zip(("O", "C"), weight.shape[1:], strict=True):
             self._check_width(f"{name} of weight", width)
+        raise_for(e4m3_problem(self, weight.device))
         if not self.weight_format.has_global_scale:
             return None
         amax = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
@@ -284,6 +286,7 @@ class Recipe(ABC):
                 f"rows is {rows.dtype} {list(rows.shape)}; it must be contiguous [N, C] of one of {DTYPES}"
             )
         self._check_width("features of rows", rows.shape[1])
+        raise_for(e4m3_problem(self, rows.device))
         if row_index is not None and (
             row_index.dtype != torch.int32
             or row_index.dim() != 1

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
+from symmoe.kernels.architectures import e4m3_problem
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import DTYPES, Recipe
 
@@ -43,12 +44,13 @@ class WireFormat:
         """WORD [T, row_words] from x [T, H], in one launch: the result of Recipe.quantize, padded with zeros.
 
         Raises:
-            ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features.
+            ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features, or its GPU has no E4M3 numbers.
         """
         if x.dim() != 2 or x.dtype not in DTYPES or not x.is_contiguous() or x.shape[1] != self.hidden:
             raise ArgumentError(
                 f"x is {x.dtype} {list(x.shape)}; it must be contiguous [T, {self.hidden}] of one of {DTYPES}"
             )
+        raise_for(e4m3_problem(self.recipe, x.device))
         sent = torch.empty((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
         kernels.for_device(x.device).encode_rows(x, sent, self.recipe.row_format)
         return sent.view(WORD)

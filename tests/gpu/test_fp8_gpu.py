@@ -13,11 +13,11 @@ from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from quantize_cases import Scattered
 from row_ranges import random_ranges, rows_of, whole_groups
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.low_precision import fp8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-if select.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
+if hopper_choice.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import launchers  # noqa: E402

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,25 @@ def test_every_combination_of_options(dtype):
             check_wgrad(kernels, p, *gathers, True, accumulate, out_dtype)
     for case in itertools.product(BOTH, BOTH, BOTH):
         check_biases(kernels, p, *case)
+
+
+def test_stages_that_do_not_fit_and_narrow_tiles_change_no_bit():
+    """As on GPUs with less shared memory: six stages of 48 KiB are more than any has."""
+    rows, weight = (torch.randn(size, device="cuda").bfloat16() for size in ((512, 1024), (2, 1536, 1024)))
+    row_range = torch.tensor([[0, 200], [200, 512]], dtype=torch.int32, device="cuda")
+    wide, narrow = (gemm.gemm_config(1536, torch.bfloat16, columns) for columns in (256, 128))
+    results = []
+    for config in (
+        None,
+        wide,
+        replace(wide, num_stages=6),
+        replace(wide, num_stages=6),
+        replace(wide, num_stages=1),
+        narrow,
+    ):
+        results.append(torch.empty(512, 1536, dtype=torch.bfloat16, device="cuda"))
+        gemm.grouped_gemm(rows, weight, row_range, results[-1], config=config)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def calls_of(p):

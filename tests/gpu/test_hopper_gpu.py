@@ -12,12 +12,12 @@ from gemm_problem import SENTINEL, check_ranges
 from row_ranges import random_ranges, rows_of
 from test_gemm_act_gpu import Problem, backward, forward, kernels
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.triton import gemm, gemm_act
 
 BF16, FP16 = torch.bfloat16, torch.float16
-if select.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
+if hopper_choice.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import act, launchers  # noqa: E402

@@ -6,11 +6,11 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.triton import tokens
 
-if select.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
+if hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.

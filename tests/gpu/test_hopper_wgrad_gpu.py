@@ -7,10 +7,10 @@ from row_ranges import spans_of, whole_groups
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.triton import gemm
 
-if select.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
+if hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import wgrad

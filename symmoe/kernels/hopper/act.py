@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, describe_rows, describe_weight, grid
-from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, Pipeline, run, store_chunk, write_dump
+from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, MAX_ROWS, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 
@@ -388,6 +388,12 @@ def _dact_plan(
     )
     descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
+    """Whether launch_act does it, rows being contiguous: gates and ups in halves that whole tiles fill."""
+    fills = ffn % ALTERNATE["tile_columns"] == 0 and num_rows <= MAX_ROWS
+    return activation.is_gated and activation.interleave is None and fills
 
 
 def launch_act(

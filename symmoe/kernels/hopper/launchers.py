@@ -1,7 +1,8 @@
 """The functions of this room that the launchers in `triton` and `low_precision` call."""
 
-from symmoe.kernels.hopper.act import launch_act, launch_dact
+from symmoe.kernels.hopper.act import launch_act, launch_dact, takes_act
 from symmoe.kernels.hopper.gemm import launch_gemm
+from symmoe.kernels.hopper.pipeline import MAX_ROWS
 from symmoe.kernels.hopper.rows import launch_fan_out, launch_push, launch_push_sums, launch_sum_home, takes_rows
 from symmoe.kernels.hopper.wgrad import launch_wgrad
 from symmoe.kernels.low_precision.hopper_columns import (
@@ -15,6 +16,7 @@ from symmoe.kernels.low_precision.hopper_fp8_wgrad import launch_fp8_wgrad
 from symmoe.kernels.low_precision.hopper_weights import launch_quantize_weight_pairs, takes_weight_pairs
 
 __all__ = [
+    "MAX_ROWS",
     "launch_act",
     "launch_dact",
     "launch_dact_quantize",
@@ -29,6 +31,7 @@ __all__ = [
     "launch_requantize_columns",
     "launch_sum_home",
     "launch_wgrad",
+    "takes_act",
     "takes_columns",
     "takes_dact_quantize",
     "takes_rows",

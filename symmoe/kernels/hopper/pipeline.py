@@ -44,7 +44,8 @@ BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # products leave the registers in chunks [CHUNK, CHUNK]
 LAG = gl.constexpr(1)  # stages of gathered rows in flight when the next stage is requested
-RAGGED = gl.constexpr(2**30)  # rows that a ragged descriptor spans; see ragged_descriptor in triton/gemm.py
+RAGGED = gl.constexpr(2**30)  # rows that a ragged descriptor spans; see ragged_descriptor in triton/tiles.py
+MAX_ROWS = RAGGED.value  # of an output that is stored by TMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

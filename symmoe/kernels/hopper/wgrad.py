@@ -190,7 +190,7 @@ def launch_wgrad(
 ) -> None:
     """grouped_gemm_wgrad of dout [N, O] and rows [N, C] into out [G, O, C] of their dtype, without indices.
 
-    O and C are multiples of 8, N is at most select.MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
+    O and C are multiples of 8, N is at most MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
     """
     if dout.shape[0] == 0:  # no descriptor can describe an empty tensor
         out.zero_()

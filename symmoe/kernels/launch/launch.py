@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from triton import knobs
+from triton import OutOfResources, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, KernelParam
 
@@ -86,6 +86,15 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
         kernel.launch(grid, constants, args)
     else:
         kernel[grid](*constants.described(args), **constants.named)
+
+
+def one_stage_less(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Options for a kernel that needs more shared memory than a program can have there; None if nothing is left.
+
+    A stage more or less of what is loaded ahead changes no sum. So tiles are chosen for GPUs with much shared memory.
+    """
+    stages = options.get("num_stages", 1)
+    return {**options, "num_stages": stages - 1} if stages > 1 else None
 
 
 def is_watched() -> bool:
@@ -221,11 +230,16 @@ class FastLaunch:
         return self._compile(grid, constants.described(args), constants.named)
 
     def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledKernel | None:
-        """A launch through the JIT."""
+        """A launch through the JIT, with fewer stages where the device's shared memory has no room for all."""
         if (recording := recorder()) is not None:
             recording.give_up(f"{self.kernel.__name__} is launched by Triton's JIT")
         driver.ensure_context()
-        return self.kernel[grid](*args, **kwargs)
+        try:
+            return self.kernel[grid](*args, **kwargs)
+        except OutOfResources as error:
+            if error.name != "shared memory" or (fewer := one_stage_less(kwargs)) is None:
+                raise
+        return self._compile(grid, args, fewer)
 
     def _is_watched(self) -> bool:
         """Whether the JIT has to see a launch: for hooks, for debugging, or to raise the error of a changed global.

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, select
+from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, Buffers, check_act_quantize, check_dact_quantize, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
@@ -374,7 +374,7 @@ def dact_quantize(
         return
     bias_sums = None if dbias is None else workspace[sizes.num_rows * num_scale_sums(sizes.ffn) :]
     tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
-    on_hopper = select.hopper_kernels(h.device, h.dtype, sizes.hidden)
+    on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, sizes.hidden)
     all_operands = rows is not None and columns is not None and a_columns is not None
     if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
         results = rows, columns, a_columns, bias_sums

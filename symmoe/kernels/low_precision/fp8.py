@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import fp8, select
+from symmoe.kernels import fp8, hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
@@ -169,8 +169,8 @@ def grouped_gemm_fp8(
     if num_rows == 0:
         return
     if config is None:
-        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= select.MAX_ROWS:
+        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
             addend = {"bias": bias, "bias_scale": bias_scale}
             options = {"zero_tail": zero_tail, "num_sms": num_sms}
             on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
@@ -211,7 +211,7 @@ def grouped_gemm_wgrad_fp8(
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = select.hopper_kernels(out.device, operands, out.shape[2])
+        on_hopper = hopper_choice.hopper_kernels(out.device, operands, out.shape[2])
         if on_hopper is not None and (isinstance(out, torch.Tensor) or out.dtype == torch.float32):
             options = {"accumulate": accumulate, "num_sms": num_sms}
             on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)

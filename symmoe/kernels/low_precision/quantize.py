@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, select
+from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
@@ -403,7 +403,7 @@ def quantize_columns(
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = select.hopper_kernels(rows.device, rows.dtype, width)
+    on_hopper = hopper_choice.hopper_kernels(rows.device, rows.dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
         on_hopper.launch_quantize_columns(rows, row_range, data, scale, block_format, row_index=row_index)
         return
@@ -455,7 +455,7 @@ def quantize_weight_pairs(
     amax: torch.Tensor | None = None,
 ) -> None:
     num_groups, num_lines, width = weight.shape
-    on_hopper = select.hopper_kernels(weight.device, weight.dtype, width)
+    on_hopper = hopper_choice.hopper_kernels(weight.device, weight.dtype, width)
     if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
         buffers = data, scale, transposed_data, transposed_scale
         on_hopper.launch_quantize_weight_pairs(weight, *buffers, block_format)

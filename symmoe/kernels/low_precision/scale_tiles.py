@@ -107,14 +107,7 @@ def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | N
 
 def unswizzle_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor) -> None:
     constants = _constants(scale.shape[1], row_range.shape[1])
-    launch(
-        unswizzle_scales_kernel,
-        tuple(swizzled.shape[:2]),
-        constants,
-        swizzled,
-        row_range,
-        scale.view(torch.uint8),
-    )
+    launch(unswizzle_scales_kernel, tuple(swizzled.shape[:2]), constants, swizzled, row_range, scale.view(torch.uint8))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import formats, scaled
+from symmoe.kernels import architectures, formats, scaled
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
@@ -70,10 +70,8 @@ Unit = Literal["tcgen05", "mma"] | None
 @functools.cache
 def scaled_products(device: torch.device) -> Unit:
     """The unit that multiplies with block scales: "tcgen05" (sm_100, sm_103), "mma" (sm_120, sm_121) or None."""
-    if device.type != "cuda":
-        return None
     units: dict[int, Unit] = {10: "tcgen05", 12: "mma"}
-    return units.get(torch.cuda.get_device_capability(device)[0])
+    return units.get(architectures.capability(device)[0])
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, select
+from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -245,7 +245,7 @@ def requantize_columns(
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = select.hopper_kernels(wire.device, dtype, width)
+    on_hopper = hopper_choice.hopper_kernels(wire.device, dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
         on_hopper.launch_requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
         return

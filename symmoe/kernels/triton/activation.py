@@ -323,13 +323,7 @@ def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, a
     if num_rows == 0:
         return
     launch(
-        scaled_activation_kernel,
-        (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
-        constants,
-        h,
-        scale,
-        out,
-        num_rows,
+        scaled_activation_kernel, (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)), constants, h, scale, out, num_rows
     )
 
 
@@ -345,17 +339,7 @@ def scaled_activation_grad(
     constants = _constants(activation, ffn)
     if num_rows == 0:
         return
-    launch(
-        scaled_activation_grad_kernel,
-        (ceil_div(num_rows, ROWS),),
-        constants,
-        dout,
-        h,
-        scale,
-        dh,
-        dscale,
-        num_rows,
-    )
+    launch(scaled_activation_grad_kernel, (ceil_div(num_rows, ROWS),), constants, dout, h, scale, dh, dscale, num_rows)
 
 
 @functools.cache

@@ -20,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
+    MOST_COLUMNS,
     TRITON_DTYPES,
     ZERO_BLOCK,
     Plan,
@@ -40,6 +41,7 @@ from symmoe.kernels.triton.tiles import (
     locate_tile,
     matrix_of,
     matrix_pointer,
+    most_columns,
     plus,
     ragged_descriptor,
     row_tile_prefix,
@@ -68,16 +70,11 @@ GEMM_CONFIGS = (
 
 
 @functools.lru_cache
-def gemm_config(out_features: int, dtype: torch.dtype) -> TileConfig:
-    """Tiles of grouped_gemm and grouped_gemm_dgrad, from the width of the output."""
+def gemm_config(out_features: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> TileConfig:
+    """Tiles of grouped_gemm, grouped_gemm_dgrad and grouped_gemm_wgrad, from the width of the output."""
     if dtype == torch.float32:
         return FP32_CONFIG
-    return next(config for least, config in GEMM_CONFIGS if out_features >= least)
-
-
-def wgrad_config(out_features: int, in_features: int, dtype: torch.dtype) -> TileConfig:
-    """Tiles of grouped_gemm_wgrad, from the shape [out_features, in_features] of one group's gradient."""
-    return gemm_config(in_features, dtype)
+    return next(config for least, config in GEMM_CONFIGS if min(out_features, most_columns) >= least)
 
 
 @triton.jit
@@ -256,18 +253,7 @@ def grouped_gemm(
     config: TileConfig | None = None,
 ) -> None:
     _launch_gemm(
-        rows,
-        weight,
-        row_range,
-        out,
-        row_index,
-        bias,
-        bias_scale,
-        accumulate,
-        zero_tail,
-        num_sms,
-        config,
-        False,
+        rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, False
     )
 
 
@@ -287,18 +273,7 @@ def grouped_gemm_dgrad(
 
 
 def _launch_gemm(
-    rows,
-    weight,
-    row_range,
-    out,
-    row_index,
-    bias,
-    bias_scale,
-    accumulate,
-    zero_tail,
-    num_sms,
-    config,
-    weight_k_first,
+    rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, weight_k_first
 ):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
@@ -306,19 +281,14 @@ def _launch_gemm(
         return
     is_table = isinstance(weight, TensorTable)
     if config is None and row_index is None and bias is None and not (is_table or accumulate):
-        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= select.MAX_ROWS:
+        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
             on_hopper.launch_gemm(
-                rows,
-                weight,
-                row_range,
-                out,
-                weight_k_first=weight_k_first,
-                zero_tail=zero_tail,
-                num_sms=num_sms,
+                rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
             )
             return
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
+    kind = config, out.dtype, most_columns(out.device)
+    plan = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -339,13 +309,14 @@ def _launch_gemm(
 def _gemm_plan(
     config: TileConfig | None,
     dtype: torch.dtype,
+    most_columns: int,
     num_groups: int,
     out_width: int,
     in_width: int,
     weight_k_first: bool,
     accumulate: bool,
 ) -> Plan:
-    config = config or gemm_config(out_width, dtype)
+    config = config or gemm_config(out_width, dtype, most_columns)
     weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
     constants = {
         "NUM_GROUPS": num_groups,
@@ -381,11 +352,11 @@ def grouped_gemm_wgrad(
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
     if config is None and not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
-        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= select.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
+        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
             on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
             return
-    plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, out.shape)
+    plan = _wgrad_plan(config, dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_kernel,
         launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device),
@@ -405,11 +376,12 @@ def grouped_gemm_wgrad(
 def _wgrad_plan(
     config: TileConfig | None,
     dtype: torch.dtype,
+    most_columns: int,
     out_dtype: torch.dtype,
     accumulate: bool,
     shape: tuple[int, ...],
 ) -> Plan:
-    config = config or wgrad_config(shape[1], shape[2], dtype)
+    config = config or gemm_config(shape[2], dtype, most_columns)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
         3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),

@@ -11,14 +11,14 @@ of two ranges may share one: dbias needs whole groups.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.kernels import select
+from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.launch.compiled import Describe
@@ -43,6 +43,7 @@ from symmoe.kernels.triton.activation import (
 )
 from symmoe.kernels.triton.bias import sum_row_tiles
 from symmoe.kernels.triton.tiles import (
+    MOST_COLUMNS,
     Plan,
     TileConfig,
     column_parts,
@@ -56,6 +57,7 @@ from symmoe.kernels.triton.tiles import (
     load_weight,
     locate_tile,
     matrix_pointer,
+    most_columns,
     plus,
     row_tile_prefix,
     tile_constants,
@@ -101,20 +103,20 @@ SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
 LINE_BYTES = tl.constexpr(128)  # bytes of a line of L2
 
 
-def act_config(ffn: int, dtype: torch.dtype, activation: Activation) -> TileConfig:
+def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS) -> TileConfig:
     """Tiles of grouped_gemm_act, from the FFN width."""
     if dtype == torch.float32:
         return ACT_FP32_CONFIG if activation.is_gated else UNGATED_FP32_CONFIG
     if activation.is_gated:
-        return ACT_CONFIG
-    return next(config for least, config in UNGATED_CONFIGS if ffn >= least)
+        return replace(ACT_CONFIG, block_n=most_columns // 2)  # the accumulator has gates and ups
+    return next(config for least, config in UNGATED_CONFIGS if min(ffn, most_columns) >= least)
 
 
-def dact_config(ffn: int, dtype: torch.dtype) -> DactConfig:
+def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> DactConfig:
     """Tiles of grouped_gemm_dact, from the FFN width."""
     if dtype == torch.float32:
         return DACT_FP32_CONFIG
-    return next(config for least, config in DACT_CONFIGS if ffn >= least)
+    return next(config for least, config in DACT_CONFIGS if min(ffn, most_columns) >= least)
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
@@ -512,16 +514,15 @@ def grouped_gemm_act(
 ) -> None:
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width)
+    plan = _act_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
-    is_usual = config is not None or bias is not None or row_index is not None or is_table
-    if not is_usual and select.takes_act(num_rows, ffn, activation):
-        on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
-        if on_hopper is not None:
-            on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
-            return
+    is_plain = config is None and bias is None and row_index is None and not is_table
+    on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn) if is_plain else None
+    if on_hopper is not None and on_hopper.takes_act(num_rows, ffn, activation):
+        on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
+        return
     launch(
         grouped_gemm_act_kernel,
         plan.grid(num_rows, num_groups, num_sms, a.device),
@@ -542,13 +543,14 @@ def grouped_gemm_act(
 def _act_plan(
     config: TileConfig | None,
     dtype: torch.dtype,
+    most_columns: int,
     activation: Activation,
     num_groups: int,
     ffn: int,
     in_width: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
-    config = config or act_config(ffn, dtype, activation)
+    config = config or act_config(ffn, dtype, activation, most_columns)
     constants = {
         "FIELDS": fields,
         "NUM_GROUPS": num_groups,
@@ -597,7 +599,7 @@ def grouped_gemm_dact(
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
-    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width)
+    plan = _dact_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, dout_width)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
@@ -610,20 +612,10 @@ def grouped_gemm_dact(
     is_table = isinstance(weight, TensorTable)
     on_hopper = None
     if config is None and dbias is None and not is_table and activation.interleave is None:
-        on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
+        on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn)
     if on_hopper is not None:
         on_hopper.launch_dact(
-            dout,
-            weight,
-            row_range,
-            h,
-            row_scale,
-            dh,
-            a,
-            workspace,
-            activation,
-            row_index=row_index,
-            num_sms=num_sms,
+            dout, weight, row_range, h, row_scale, dh, a, workspace, activation, row_index=row_index, num_sms=num_sms
         )
     else:
         launch(
@@ -664,13 +656,14 @@ def sum_dact_partials(
 def _dact_plan(
     config: DactConfig | None,
     dtype: torch.dtype,
+    most_columns: int,
     activation: Activation,
     num_groups: int,
     ffn: int,
     dout_width: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
-    config = config or dact_config(ffn, dtype)
+    config = config or dact_config(ffn, dtype, most_columns)
     constants = {
         "FIELDS": fields,
         "NUM_GROUPS": num_groups,

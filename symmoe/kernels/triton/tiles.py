@@ -14,6 +14,7 @@ from triton.tools.ragged_tma import load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import architectures
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants
@@ -21,6 +22,7 @@ from symmoe.kernels.launch.launch import Constants
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
 # Most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.
 ROW_PROGRAMS = 4096
+MOST_COLUMNS = 256
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -45,6 +47,11 @@ class TileConfig:
     flatten: bool = False
     parts: int = 1
     max_registers: int | None = None
+
+
+def most_columns(device: torch.device) -> int:
+    """Columns of an accumulator, 128 rows in 16 bits, at most: half where registers hold the operands, too."""
+    return MOST_COLUMNS if architectures.multiplies_shared(device) else MOST_COLUMNS // 2
 
 
 @functools.lru_cache

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control, select
+from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
@@ -30,12 +30,15 @@ PEERS_UNROLL = 4  # rows of peers whose loads may be in flight together
 OWN_UNROLL = 8  # the rank's own rows, in addition to those of peers
 HOME_ACCESSES = 1  # in place of SUM_ACCESSES where both kinds are in flight
 SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
+_SLOTS = {"BLOCK": SLOTS_PER_PROGRAM, "num_warps": 4}
 
 
 def _launch(
-    num_rows: int, width: int, item_bytes: int, accesses: int, num_ctas: int | None
+    rows: torch.Tensor, num_rows: int, accesses: int, num_ctas: int | None = None
 ) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and meta-parameters of a kernel that moves rows, `accesses` 16-byte accesses per thread and tile."""
+    """Grid and meta-parameters of a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and
+    tile."""
+    width, item_bytes = rows.shape[1], rows.element_size()
     num_warps = ROW_WARPS if num_ctas is None else CAPPED_ROW_WARPS
     row_bytes = width * item_bytes
     tile_bytes = num_warps * 32 * 16 * accesses
@@ -50,7 +53,7 @@ def _launch(
 
 def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
     """The kernels for few programs (hopper/rows.py), if num_ctas is given and they can move these rows; else None."""
-    on_hopper = None if num_ctas is None else select.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
+    on_hopper = None if num_ctas is None else hopper_choice.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
     return on_hopper if on_hopper is not None and on_hopper.takes_rows(rows) else None
 
 
@@ -126,27 +129,17 @@ def push_rows(
     but: int | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    num_tokens, width = x.shape
+    num_tokens = x.shape[0]
     ranks = range(peers.num_ranks) if ranks is None else ranks
     if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
     if len(ranks) == 1 and (on_hopper := _movers(x, num_ctas)) is not None:
         on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
         return
-    grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, num_ctas)
+    grid, meta = _launch(x, num_tokens, COPY_ACCESSES, num_ctas)
+    args = x, token_to_row, peers.bases, received, num_tokens, ranks.start, ranks.stop, -1 if but is None else but
     push_rows_kernel[grid](
-        x,
-        token_to_row,
-        peers.bases,
-        received,
-        num_tokens,
-        ranks.start,
-        ranks.stop,
-        -1 if but is None else but,
-        ONE_RANK=len(ranks) == 1 < peers.num_ranks,
-        COLUMN=column,
-        NUM_RANKS=peers.num_ranks,
-        **meta,
+        *args, ONE_RANK=len(ranks) == 1 < peers.num_ranks, COLUMN=column, NUM_RANKS=peers.num_ranks, **meta
     )
 
 
@@ -236,7 +229,7 @@ def push_slots(
     prob_column: int,
 ) -> None:
     num_tokens, top_k = slot_to_row.shape
-    push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+    args = (
         slot_to_row,
         slot_to_rank,
         probs,
@@ -248,12 +241,9 @@ def push_slots(
         received,
         num_tokens,
         block_tokens.shape[0],
-        ROW_COLUMN=row_column,
-        PROB_COLUMN=prob_column,
-        TOP_K=top_k,
-        NUM_RANKS=peers.num_ranks,
-        BLOCK=SLOTS_PER_PROGRAM,
-        num_warps=4,
+    )
+    push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+        *args, ROW_COLUMN=row_column, PROB_COLUMN=prob_column, TOP_K=top_k, NUM_RANKS=peers.num_ranks, **_SLOTS
     )
 
 
@@ -320,7 +310,7 @@ def index_rows(
     num_slots, num_rows = packed_to_row.numel(), row_to_packed_row.numel()
     if max(num_slots, num_rows) == 0:
         return
-    index_rows_kernel[(ceil_div(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
+    args = (
         wire_to_row,
         wire_probs,
         packed_begin,
@@ -332,9 +322,9 @@ def index_rows(
         row_probs if wire_probs is not None else None,
         num_slots,
         num_rows,
-        TOP_K=packed_to_row.shape[1],
-        BLOCK=SLOTS_PER_PROGRAM,
-        num_warps=4,
+    )
+    index_rows_kernel[(ceil_div(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
+        *args, TOP_K=packed_to_row.shape[1], **_SLOTS
     )
 
 
@@ -393,10 +383,10 @@ def place_rows(
     *,
     rank: int,
 ) -> None:
-    num_tokens, width = x.shape
+    num_tokens = x.shape[0]
     if num_tokens == 0 or rows.numel() == 0:
         return
-    grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, None)
+    grid, meta = _launch(x, num_tokens, COPY_ACCESSES)
     top_k = slot_to_row.shape[1]
     place_rows_kernel[grid](x, slot_to_rank, slot_to_row, rows, received, num_tokens, rank, TOP_K=top_k, **meta)
 
@@ -458,18 +448,9 @@ def fan_out(
         tables = (packed_to_row, source_to_packed_start)
         on_hopper.launch_fan_out(rows, *tables, source=source, num_ctas=num_ctas)
         return
-    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), COPY_ACCESSES, num_ctas)
-    fan_out_kernel[grid](
-        rows,
-        packed_to_row,
-        source_to_packed_start,
-        rank,
-        -1 if source is None else source,
-        NUM_RANKS=num_ranks,
-        TOP_K=top_k,
-        UNROLL=min(UNROLL, next_power_of_2(top_k)),
-        **meta,
-    )
+    grid, meta = _launch(rows, num_packed_cap, COPY_ACCESSES, num_ctas)
+    args = rows, packed_to_row, source_to_packed_start, rank, -1 if source is None else source
+    fan_out_kernel[grid](*args, NUM_RANKS=num_ranks, TOP_K=top_k, UNROLL=min(UNROLL, next_power_of_2(top_k)), **meta)
 
 
 @fast_launch
@@ -546,20 +527,10 @@ def push_sums(
         on_hopper.launch_push_sums(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
         return
     steps = (1, num_ranks) if source is None else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
-    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), SUM_ACCESSES, num_ctas)
+    grid, meta = _launch(rows, num_packed_cap, SUM_ACCESSES, num_ctas)
+    args = rows, packed_to_row, source_to_packed_start, peers.bases, received, rank, *steps
     push_sums_kernel[grid](
-        rows,
-        packed_to_row,
-        source_to_packed_start,
-        peers.bases,
-        received,
-        rank,
-        *steps,
-        COLUMN=column,
-        NUM_RANKS=num_ranks,
-        TOP_K=top_k,
-        UNROLL=min(UNROLL, next_power_of_2(top_k)),
-        **meta,
+        *args, COLUMN=column, NUM_RANKS=num_ranks, TOP_K=top_k, UNROLL=min(UNROLL, next_power_of_2(top_k)), **meta
     )
 
 
@@ -588,14 +559,9 @@ def gather_values(
 ) -> None:
     if packed_to_row.numel() == 0:
         return
+    args = row_values, packed_to_row, num_packed, packed_values
     gather_values_kernel[(ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),)](
-        row_values,
-        packed_to_row,
-        num_packed,
-        packed_values,
-        TOP_K=packed_to_row.shape[1],
-        BLOCK=SLOTS_PER_PROGRAM,
-        num_warps=4,
+        *args, TOP_K=packed_to_row.shape[1], **_SLOTS
     )
 
 
@@ -671,18 +637,14 @@ def pull_rows(
     *,
     column: int,
 ) -> None:
-    num_tokens, width = out.shape
+    num_tokens = out.shape[0]
     if num_tokens == 0:
         return
     num_sources = source_row.shape[1]
-    grid, meta = _launch(num_tokens, width, out.element_size(), SUM_ACCESSES, None)
+    grid, meta = _launch(out, num_tokens, SUM_ACCESSES)
+    args = source_rank, source_row, peers.bases, received, out, num_tokens
     pull_rows_kernel[grid](
-        source_rank,
-        source_row,
-        peers.bases,
-        received,
-        out,
-        num_tokens,
+        *args,
         COLUMN=column,
         NUM_SOURCES=num_sources,
         NUM_RANKS=peers.num_ranks,
@@ -822,7 +784,7 @@ def sum_home(
     rank: int,
     num_ctas: int | None = None,
 ) -> None:
-    num_tokens, width = out.shape
+    num_tokens = out.shape[0]
     if num_tokens == 0:
         return
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
@@ -830,15 +792,10 @@ def sum_home(
     if num_ranks > 1 and (on_hopper := _movers(out, num_ctas)) is not None:
         on_hopper.launch_sum_home(rows, returned, *tables, out, rank=rank, num_ctas=num_ctas)
         return
-    grid, meta = _launch(num_tokens, width, out.element_size(), HOME_ACCESSES, num_ctas)
+    grid, meta = _launch(out, num_tokens, HOME_ACCESSES, num_ctas)
+    args = rows, returned, *tables, out, num_tokens, top_k, rank
     sum_home_kernel[grid](
-        rows,
-        returned,
-        *tables,
-        out,
-        num_tokens,
-        top_k,
-        rank,
+        *args,
         NUM_RANKS=num_ranks,
         RANK_UNROLL=min(PEERS_UNROLL, next_power_of_2(num_ranks)),
         SLOT_UNROLL=min(OWN_UNROLL, next_power_of_2(top_k)),
@@ -890,17 +847,12 @@ def pull_values(
     num_tokens, top_k = out.shape
     if num_tokens == 0:
         return
+    args = slot_to_rank, token_to_packed_row, peers.bases, received, out, num_tokens
     pull_values_kernel[(ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
-        slot_to_rank,
-        token_to_packed_row,
-        peers.bases,
-        received,
-        out,
-        num_tokens,
+        *args,
         COLUMN=column,
         TOP_K=top_k,
         NUM_RANKS=peers.num_ranks,
         RANK_LANES=next_power_of_2(peers.num_ranks),
-        BLOCK=SLOTS_PER_PROGRAM,
-        num_warps=4,
+        **_SLOTS,
     )

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from symmoe.kernels import architectures
 from symmoe.tools.doctor.findings import Finding
 from symmoe.tools.doctor.nvidia_smi import Device, Links, Report
 from symmoe.tools.doctor.versions import cuda_major, release
 
-_LEAST_CAPABILITY, _TESTED_CAPABILITY = (8, 0), (9, 0)
 _DRIVERS = {12: (525,), 13: (580,)}  # the oldest for each major version of CUDA
 _REINSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 _BUSY_BYTES = 2 << 30  # more than what contexts of a process or two take
@@ -172,11 +172,12 @@ def _check_driver(smi: Report, torch_cuda: str | None) -> list[Finding]:
 
 def _check_gpu(gpu: Gpu) -> list[Finding]:
     label = f"GPU {gpu.index} ({gpu.name}) has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-    if gpu.capability < _LEAST_CAPABILITY:
+    known = f"{label}: {architectures.status(gpu.capability)}"
+    if gpu.capability < architectures.LEAST:
         fix = "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
-        return [Finding("problem", "gpus", f"{label}: bf16 products need 8.0", fix)]
-    if gpu.capability != _TESTED_CAPABILITY:
-        return [Finding("note", "gpus", f"{label}: tested and fastest is 9.0 (Hopper)")]
+        return [Finding("problem", "gpus", f"{known} below 8.0", fix)]
+    if not known.endswith("measured"):
+        return [Finding("note", "gpus", f"{known} (docs/doctor.md); measured is 9.0 (Hopper)")]
     return []
 
 

@@ -1,0 +1,67 @@
+"""What is known of each kind of NVIDIA GPU: what chooses kernels, `symmoe doctor` and the tests read it here."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """GPUs of one compute capability.
+
+    Attributes:
+        gpus: the generation, and some of them.
+        shared_kib: shared memory that a program can have.
+        is_measured: whether the kernels have run there and were measured. For the others they are compiled only.
+    """
+
+    gpus: str
+    shared_kib: int
+    is_measured: bool = False
+
+
+Capability = tuple[int, int]
+ARCHITECTURES: dict[Capability, Architecture] = {
+    (8, 0): Architecture("Ampere: A100", 163),
+    (8, 6): Architecture("Ampere: A10, A40, RTX 3090", 99),
+    (8, 9): Architecture("Ada: L4, L40S, RTX 4090", 99),
+    (9, 0): Architecture("Hopper: H100, H200", 227, is_measured=True),
+    (10, 0): Architecture("Blackwell: B200, GB200", 227),
+    (12, 0): Architecture("Blackwell: RTX PRO 6000, RTX 5090", 99),
+}
+LEAST: Capability = (8, 0)  # multiplies bf16
+LEAST_E4M3: Capability = (8, 9)  # converts to E4M3, which is in every recipe: its numbers, or its scales
+
+
+def status(capability: Capability) -> str:
+    """What users of such GPUs have to know, in words."""
+    if capability < LEAST:
+        return "refused: no bf16 products"
+    kind = ARCHITECTURES.get(capability)
+    known = "not compiled" if kind is None else "measured" if kind.is_measured else "compiled only"
+    return known if capability >= LEAST_E4M3 else f"{known}; FP8, MXFP8 and NVFP4 are refused"
+
+
+@functools.cache
+def capability(device: torch.device) -> Capability:
+    """The compute capability of a CUDA device. Kernels for another device are compiled as for Hopper."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def multiplies_shared(device: torch.device) -> bool:
+    """Whether tensor cores read operands from shared memory (WGMMA, tcgen05); elsewhere these go through registers."""
+    return capability(device)[0] in (9, 10, 11)
+
+
+def e4m3_problem(precision: object, device: torch.device) -> ArgumentError | None:
+    """What keeps a device from computing with a precision, or None; None is the working dtype's."""
+    if precision is None or torch.compiler.is_compiling() or capability(device) >= LEAST_E4M3:
+        return None
+    needed, found = (".".join(map(str, each)) for each in (LEAST_E4M3, capability(device)))
+    text = f"precision ({precision}) needs a GPU of compute capability {needed} or more; {device} has {found}"
+    return ArgumentError(text)

@@ -1,0 +1,46 @@
+"""Where kernels for Hopper, in Gluon, replace those in Triton, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+
+from symmoe.kernels import architectures
+
+TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
+MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
+
+
+@functools.cache
+def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleType | None:
+    """The launchers of the kernels for Hopper where they can run and pay; None elsewhere.
+
+    Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. In the kernels for
+    Hopper the epilogue runs during the next tile's products (notes/2026-11-21-hopper-gemms.md). Triton's kernels
+    remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
+    features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
+    gathered rows). Those of E4M3 numbers (low_precision) take tables and biases; weight gradients may be fp32 and
+    accumulated.
+
+    Args:
+        dtype: dtype of the output.
+        columns: columns of the output.
+    """
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or columns < MIN_COLUMNS
+        or architectures.capability(device) != (9, 0)
+    ):
+        return None
+    try:
+        import triton
+
+        if tuple(map(int, triton.__version__.split(".")[:2])) not in TRITON_VERSIONS:
+            return None
+        from symmoe.kernels.hopper import launchers
+    except (ImportError, AttributeError):
+        return None
+    return launchers
