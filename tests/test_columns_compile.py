@@ -8,6 +8,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from ahead_of_time import since  # noqa: E402
 from combinations import every_combination  # noqa: E402
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, assert_compiled_once, catch_launches, meta  # noqa: E402
 from test_quantize_compile import FORMATS, C, G, N, column_scale  # noqa: E402
@@ -33,7 +34,8 @@ def compile_launch(monkeypatch):
     def compile_one():
         programs = launches[-1].kwargs["PLAN"].programs_per_sm
         code = launches.compile()
-        assert code.stack <= 16  # what a tile needs once; nothing with bf16 and the usual options
+        # What a tile needs once; up to Triton 3.8 nothing with bf16 and the usual options.
+        assert code.stack <= since(("3.6", 16), ("3.9", 56))
         assert programs * code.registers * 32 * hopper_columns.NUM_WARPS <= REGISTERS
         assert programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024  # an SM keeps 1 KB for each program
         (names,) = code.loops_of("F2FP.SATFINITE")

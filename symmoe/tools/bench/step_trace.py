@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd import DeviceType
+
+from symmoe.torch_internals import TorchDispatchMode, pytree
 
 STEP = "traced step"
 # CUDA runtime and driver calls that return only when the GPU has got somewhere.
@@ -111,6 +111,6 @@ class _CopiesOf(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket in _DISPATCHED_COPIES:
-            sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            sources = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             self.num_bytes += sum(s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages)
         return func(*args, **(kwargs or {}))
