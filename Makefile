@@ -55,7 +55,7 @@ lint: setup
 
 # A file is of one worker, which starts its processes once; files come in the order of tests/conftest.py.
 SPREAD := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
-OTHERS ?= python3.10 python3.12 python3.13
+OTHERS ?= python3.10 python3.12 python3.13 python3.14
 TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 || \
   $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/test_%.py)' || exit 1; done
 NEWEST := tests/test_fast_launch.py tests/test_torch_internals.py tests/test_*_compile.py

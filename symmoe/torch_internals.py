@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from symmoe.errors import SymmoeError
+from symmoe.errors import BackendUnavailable
 
 __all__ = ["TorchDispatchMode", "pytree"]
 
@@ -25,12 +25,15 @@ _GONE = object()
 
 
 def _missing(name: str, *args: object) -> NoReturn:
-    raise SymmoeError(f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested")
+    text = f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested"
+    raise BackendUnavailable(text)
 
 
 def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:
     """What has this name in torch, or otherwise what does the same; a function that raises if there is neither."""
-    found = functools.reduce(lambda part, name: getattr(part, name, _GONE), path.split("."), torch)
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, _GONE)
     return found if found is not _GONE else otherwise or functools.partial(_missing, path)
 
 

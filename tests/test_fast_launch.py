@@ -106,6 +106,7 @@ class FakeJIT:
 @pytest.fixture
 def fake_driver(monkeypatch):
     result = FakeDriver()
+    monkeypatch.setattr(triton_internals, "IS_KNOWN", True)  # a new Triton shall show what it has changed
     monkeypatch.setattr(triton.runtime.driver, "_active", result)
     monkeypatch.setattr(launches, "current_device", result.get_current_device)
     monkeypatch.setattr(launches, "current_stream", result.get_current_stream)

@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "nvshmem-cu12", "plots", "transformers"}
 # Their next versions may change what symmoe relies upon.
 BOUNDED = {"transformers", "accelerate", "megatron-core", "nvshmem4py-cu13", "nvshmem4py-cu12"}
@@ -202,8 +202,9 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
             for requirement in release.requirements("megatron-core")
             if requirement.marker.evaluate({"python_version": python, "extra": "megatron"})
         ]
-        assert len(chosen) == 1, python
-        assert [v for v in versions_tested("Megatron-Core") if v in chosen[0].specifier], python
+        assert len(chosen) == (python != "3.14"), python  # for which there is none
+        for each in chosen:
+            assert [v for v in versions_tested("Megatron-Core") if v in each.specifier], python
     for requirement in release.metadata().requires_dist:
         assert requirement.name not in BOUNDED or "99" not in requirement.specifier, f"{requirement} has no end"
     assert {requirement.name for requirement in release.metadata().requires_dist} >= BOUNDED

@@ -134,9 +134,9 @@ def test_what_is_gone_has_another_way_or_an_error(without):
     assert without(torch.nn.modules.module, "_has_any_global_hook").has_hooks(torch.nn.Linear(1, 1)) is True
     assert not isinstance(ValueError(), without(torch.utils.checkpoint, "_StopRecomputationError").STOPS_RECOMPUTATION)
     gone = f"torch {torch.__version__} has no _C._current_graph_task_id"
-    with pytest.raises(errors.SymmoeError, match=gone.replace("+", r"\+")):
+    with pytest.raises(errors.BackendUnavailable, match=gone.replace("+", r"\+")):
         without(torch._C, "_current_graph_task_id").graph_task_id()
-    with pytest.raises(errors.SymmoeError, match="_cdata"):
+    with pytest.raises(errors.BackendUnavailable, match="_cdata"):
         torch_internals.address_in_python(object())
 
 

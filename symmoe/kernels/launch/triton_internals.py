@@ -191,4 +191,5 @@ def build_module(source: str, name: str) -> ModuleType:
         from triton.runtime.build import compile_module_from_src
     except ImportError:
         raise BackendUnavailable(f"Triton {triton.__version__} has no compile_module_from_src") from None
-    return compile_module_from_src(source, name)
+    module: ModuleType = compile_module_from_src(source, name)
+    return module

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from symmoe.torch_internals import TorchDispatchMode, pytree
 
@@ -70,10 +69,10 @@ def trace_step(step: Callable[[], object], *, row_numel: int) -> StepTrace:
             step()
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
     events = profiler.events()
-    whole = next(e.time_range for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
+    whole = next(e.time_range for e in events if e.name == STEP and e.device_type.name == "CPU")
     kernels, copies, waits, row_copies = (Counter[str]() for _ in range(4))
     for event in events:
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             if event.name.startswith(("Memcpy", "Memset")):
                 copies[event.name] += 1
             elif event.name != STEP:
