@@ -1,11 +1,14 @@
 """Launches past the JIT, without a GPU: a fake JIT counts what reaches it, fake compiled kernels keep arguments."""
 
+import ast
 import copy
+import importlib
 import itertools
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -391,6 +394,22 @@ def test_the_wrapper_shows_the_kernel():
     assert copy.copy(kernel).kernel is example_kernel
     with pytest.raises(AttributeError):
         _ = kernel.no_such_attribute
+
+
+def test_every_kernel_is_compiled_with_the_options_of_all():
+    """Whoever launches one launches a FastLaunch, whose JIT gets them, as FakeJIT sees."""
+    seen = []
+    for path in sorted(Path(kernels.__file__).parent.glob("*/*.py")):
+        module = vars(importlib.import_module(f"symmoe.kernels.{path.parent.name}.{path.stem}"))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        launched = [call.func.value for call in calls if isinstance(call.func, ast.Subscript)]
+        launched += [call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args]
+        names = {name for name in module if name.endswith("_kernel")} | {ast.unparse(each) for each in launched}
+        seen += [module[name] for name in names if isinstance(module.get(name), (FastLaunch, triton.JITFunction))]
+    assert len(seen) > 60
+    assert [kernel for kernel in seen if not isinstance(kernel, FastLaunch)] == []
+    assert launches.OPTIONS == {"enable_fp_fusion": True}
 
 
 def test_what_is_no_jit_function_stays_as_it_is():

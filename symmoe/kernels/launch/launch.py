@@ -100,7 +100,7 @@ class FastLaunch:
     num_compiled = 0
 
     def __init__(self, kernel: JITFunction) -> None:
-        modes = triton_internals.modes(kernel)
+        modes = [triton_internals.mode(each) for each in kernel.params] if triton_internals.IS_KNOWN else []
         self.kernel = self.fn = kernel
         self._modes = [mode for mode in modes if mode != CONSTANT]
         if CONSTANT in modes[: len(self._modes)]:
@@ -213,7 +213,7 @@ class FastLaunch:
 
         Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
         """
-        if triton_internals.is_kernel_watched(self.kernel):
+        if triton_internals.is_watched(self.kernel):
             return True
         try:
             for part in self._globals:

@@ -49,11 +49,6 @@ def mode(parameter: Any) -> int:
     return VALUE if parameter.do_not_specialize_on_alignment else ALIGNED_VALUE
 
 
-def modes(kernel: triton.JITFunction) -> list[int]:
-    """The mode of every parameter; of none if this Triton is not known."""
-    return [mode(parameter) for parameter in kernel.params] if IS_KNOWN else []
-
-
 def constants_of(kernel: triton.JITFunction, named: Mapping[str, Any]) -> tuple[Any, ...]:
     """The values of a kernel's constants in a launch that names some of them."""
     return tuple([named.get(p.name, p.default) for p in kernel.params if p.is_constexpr])
@@ -64,9 +59,9 @@ def compiled_in(kernel: triton.JITFunction) -> list[tuple[str, dict[str, Any]]]:
     return [(name, module) for (name, _), (_, module) in kernel.used_global_vals.items()]
 
 
-def is_watched() -> bool:
-    """Whether hooks or debugging of Triton have to see every launch."""
-    if not IS_KNOWN:
+def is_watched(kernel: Any = None) -> bool:
+    """Whether hooks or debugging of Triton have to see every launch; those of one kernel, if it is given."""
+    if not IS_KNOWN or (kernel is not None and (kernel.debug or kernel.pre_run_hooks)):
         return True
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -79,18 +74,13 @@ def is_watched() -> bool:
     )
 
 
-def is_kernel_watched(kernel: triton.JITFunction) -> bool:
-    """The same for launches of one kernel."""
-    return bool(kernel.debug or kernel.pre_run_hooks or is_watched())
-
-
 def is_compiled(result: Any) -> bool:
     """Whether what a launch by the JIT returned is the compiled kernel."""
     return IS_KNOWN and isinstance(result, CompiledKernel)
 
 
 def runner(compiled: Any) -> tuple[Any, Any, Any]:
-    """(launcher, kernel, metadata) of a compiled kernel: what the JIT launches it by."""
+    """What the JIT launches a compiled kernel by: launcher, kernel, metadata."""
     return compiled.run, compiled.function, compiled.packed_metadata
 
 
