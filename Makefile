@@ -3,6 +3,7 @@
 # make test      the tests; ruff is one of them
 # make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
 #                the core tests on other Pythons that are found (tests/README.md)
+# make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
 # make lint      ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
 # make docs      the documentation, into the folder site/
@@ -31,7 +32,7 @@ endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
-.PHONY: setup train test test-all lint dist docs plots clean
+.PHONY: setup train test test-all test-newest lint dist docs plots clean
 
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
@@ -54,9 +55,10 @@ lint: setup
 
 # A file is of one worker, which starts its processes once; files come in the order of tests/conftest.py.
 SPREAD := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
-OTHERS ?= python3.10 python3.12 python3.13
+OTHERS ?= python3.10 python3.12 python3.13 python3.14
 TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 || \
   $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/test_%.py)' || exit 1; done
+NEWEST := tests/test_fast_launch.py tests/test_torch_internals.py tests/test_*_compile.py
 CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
 
 test-all: MARKED := -m 'not gpu'
@@ -64,6 +66,11 @@ test-all: $(TORCHTITAN)
 test test-all: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
 	$(if $(filter test-all,$@),$(TEST_OTHERS))
+
+test-newest:
+	"$(PYTHON)" -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager torch --editable '.[dev]'
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(CORE:%=tests/test_%.py) $(NEWEST) $(SPREAD) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
 dist: setup

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from symmoe.errors import ArgumentError, StaleRows
+from symmoe.torch_internals import call_after_backward, graph_task_id, keeps_graph, num_references, version_of
 
 if TYPE_CHECKING:
 
@@ -40,7 +41,7 @@ class Context(Protocol):
 
 def is_in_backward() -> bool:
     """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
-    return torch._C._current_graph_task_id() >= 0
+    return graph_task_id() >= 0
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,7 @@ class Unmodified:
     """Tensors that backward reads after autograd has checked its saved tensors."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
-        self._versions = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
+        self._versions = [(name, tensor, version_of(tensor)) for name, tensor in tensors.items()]
 
     def check(self) -> None:
         """
@@ -62,10 +63,10 @@ class Unmodified:
             StaleRows: one of the tensors has been written to, or is memory of a lease that has been released.
         """
         for name, tensor, version in self._versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise StaleRows(
-                    f"{name} {list(tensor.shape)} is at version {tensor._version}, a gradient that was left for later "
-                    f"needs version {version}: it has been written to, or its lease released, in between"
+                    f"{name} {list(tensor.shape)} is at version {version_of(tensor)}, a gradient that was left for "
+                    f"later needs version {version}: it has been written to, or its lease released, in between"
                 )
 
 
@@ -104,7 +105,7 @@ class GradientBuffer:
 
     def end_backward(self) -> None:
         """Releases the buffer unless the graph is retained. Called at the end of a successful backward."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             self.tensor = None
 
 
@@ -117,7 +118,7 @@ def _hand_on(buffer: torch.Tensor) -> torch.Tensor:
     gradient = wrote_into(buffer).detach()
     held = [gradient]
     # The list is cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
-    torch.autograd.Variable._execution_engine.queue_callback(held.clear)
+    call_after_backward(held.clear)
     start = gradient.data_ptr()
     storage = buffer.untyped_storage()
     pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
@@ -142,5 +143,5 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
-    # All of Python's references count as one; autograd holds one more until the gradient has been used or added up.
-    return gradient is not None and gradient._use_count() > 1  # type: ignore[attr-defined]  # not in torch's stubs
+    # Autograd holds one more than Python until the gradient has been used or added up.
+    return gradient is not None and num_references(gradient) > 1

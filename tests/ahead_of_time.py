@@ -25,10 +25,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 
-VERSION = triton.__version__.rpartition(".")[0]  # "3.6": what may be spilled depends on it
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KEPT = Path(__file__).resolve().parent.parent / ".compiled"  # one file for each piece of code
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);")
+
+
+def since(*changes: tuple[str, Any]) -> Any:
+    """What the compiler allows: of changes ("3.7", value), in order, the last one that this Triton has.
+
+    From 3.9 on ptxas 13.4 compiles for Hopper, which spills more of the same code than 12.9 does: to be measured.
+    """
+    return [value for version, value in changes if tuple(map(int, version.split("."))) <= VERSION][-1]
 
 
 @dataclass(frozen=True)

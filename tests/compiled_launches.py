@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import driver
 
 from symmoe.kernels.architectures import ARCHITECTURES
-from symmoe.kernels.launch.launch import FastLaunch, one_stage_less
+from symmoe.kernels.launch.launch import OPTIONS, FastLaunch, one_stage_less
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -82,7 +82,7 @@ class CaughtLaunch:
                     assert value % 16 == 0, parameter.name  # always: the JIT makes one variant
                     attributes[i,] = [["tt.divisibility", 16]]
                 signature[parameter.name] = parameter.annotation_type or "i32"
-        options = {name: value for name, value in values.items() if value is not None}
+        options = OPTIONS | {name: value for name, value in values.items() if value is not None}
         return (GluonASTSource if is_gluon else ASTSource)(self.kernel, signature, constants, attributes), options
 
     @property

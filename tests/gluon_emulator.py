@@ -475,7 +475,6 @@ def language() -> types.ModuleType:
         "num_warps": lambda: 4,
         "static_range": range,
         "static_assert": static_assert,
-        "thread_barrier": lambda: None,
         "float8e4nv": torch.float8_e4m3fn,
         **dict.fromkeys(LAYOUTS, layout_of),
         **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "uint8", "int32", "int64")},
@@ -494,28 +493,22 @@ def install() -> None:
     import triton.experimental
 
     barriers = {"init": barrier_init, "expect": barrier_expect, "arrive": barrier_arrive, "wait": barrier_wait}
-    copies = {
-        "async_copy_global_to_shared": tma_load,
-        "async_copy_shared_to_global": tma_store,
-        "store_wait": tma_store_wait,
-    }
+    copies = {"tma_load": tma_load, "tma_store": tma_store, "tma_add": tma_add, "copy_async": async_copy}
     async_copies = {
-        "async_copy_global_to_shared": async_copy,
         "mbarrier_arrive": async_arrive,
         "commit_group": async_commit,
         "wait_group": async_wait,
     }
     hopper = {
         "mbarrier": module("mbarrier", {**barriers, "MBarrierLayout": lambda: "barriers"}),
-        "tma": module("tma", copies),
+        "tma": module("tma", {"store_wait": tma_store_wait}),
         "async_copy": module("async_copy", async_copies),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": lambda number, deps: deps if len(deps) > 1 else deps[0],
     }
-    add = "symmoe.kernels.hopper.tma_add"  # made of the compiler's own parts
-    sys.modules[add] = types.ModuleType(add)
-    sys.modules[add].add_shared_to_global = tma_add
+    names = "symmoe.kernels.hopper.gluon_names"  # made of the compiler's own parts
+    sys.modules[names] = module("names", {**copies, "reinterpret": None, "thread_barrier": lambda: None})
     gluon = module("", {"jit": jit, "language": language()})
     gluon.__path__ = []
     triton.experimental.gluon = gluon

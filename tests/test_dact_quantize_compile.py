@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ahead_of_time import VERSION  # noqa: E402
+from ahead_of_time import since  # noqa: E402
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches, meta  # noqa: E402
 from test_act_quantize_compile import buffers, flushing  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -30,14 +30,16 @@ POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
 LAYOUT, PAIRS, COPY = hopper_dact_quantize.LAYOUT, hopper_dact_quantize.PAIRS, hopper_dact_quantize.COPY
 STRAIGHT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
+PLAIN, TANH = since(("3.6", ((0, 4), (16, 16))), ("3.9", ((64, 64), (76, 76))))
+LIMITS, GEGLU = since(("3.6", (16, 84)), ("3.9", (64, 128)))
 CASES = {  # activation, FFN width, dtype, format, most spilled bytes without dbias and with it
-    "deepseek-like": (Activation(), 2048, BF16, FLOAT8_BLOCK, (0, 4)),
-    "mixtral-8x7b": (Activation(), 14336, BF16, FLOAT8_BLOCK, (0, 4)),
-    "powers": (Activation(), 768, BF16, POWERS, ({"3.6": 16, "3.7": 44}[VERSION], 120)),
-    "fp16": (Activation(), 768, FP16, FLOAT8_BLOCK, (0, 4)),
-    "limited": (LIMITED, 2944, BF16, FLOAT8_BLOCK, (16, 16)),
-    "geglu": (Activation(function="gelu"), 2048, BF16, FLOAT8_BLOCK, (84, 84)),
-    "tanh geglu": (Activation(function="gelu_tanh"), 2048, BF16, FLOAT8_BLOCK, (16, 16)),
+    "deepseek-like": (Activation(), 2048, BF16, FLOAT8_BLOCK, PLAIN),
+    "mixtral-8x7b": (Activation(), 14336, BF16, FLOAT8_BLOCK, PLAIN),
+    "powers": (Activation(), 768, BF16, POWERS, (since(("3.6", 16), ("3.7", 44), ("3.9", 72)), 120)),
+    "fp16": (Activation(), 768, FP16, FLOAT8_BLOCK, PLAIN),
+    "limited": (LIMITED, 2944, BF16, FLOAT8_BLOCK, (LIMITS, LIMITS)),
+    "geglu": (Activation(function="gelu"), 2048, BF16, FLOAT8_BLOCK, (GEGLU, GEGLU)),
+    "tanh geglu": (Activation(function="gelu_tanh"), 2048, BF16, FLOAT8_BLOCK, TANH),
 }
 
 

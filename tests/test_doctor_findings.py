@@ -78,11 +78,11 @@ QUERY = (
 )
 
 
-def versions(torch_cuda: str | None = "13.0", without: str = "", **installed: str) -> Versions:
-    """The tested ones, but for some; "_" in names stands for "-"."""
+def versions(torch_cuda: str | None = "13.0", without: str = "", pin: str = "3.6.0", **installed: str) -> Versions:
+    """The tested ones, but for some, and for the Triton that torch asks for; "_" in names stands for "-"."""
     found = INSTALLED | {name.replace("_", "-"): version for name, version in installed.items()}
     found.pop(without, None)
-    return Versions(installed=found, torch_cuda=torch_cuda, torch_pins=PINS)
+    return Versions(installed=found, torch_cuda=torch_cuda, torch_pins=PINS | {"triton": pin})
 
 
 def device(index: int, **other: Any) -> Device:
@@ -221,11 +221,14 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_limits(False, max_files=128), "problem", "128 open files", "ulimit -n 65536"),
     (of_limits(True, max_files=512), "note", "512 open files", "ulimit -n 65536"),
     (of_limits(False, max_processes=100), "note", "100 more processes", "--pids-limit"),
-    (of_versions(torch="2.10.1+cu130"), "problem", "torch 2.10.1+cu130", "'torch>=2.11,<2.14'"),
-    (of_versions(torch="2.14.0"), "problem", "torch 2.14.0", "'torch>=2.11,<2.14'"),
+    (of_versions(torch="2.10.1+cu130"), "problem", "torch 2.10.1+cu130", "'torch>=2.11'"),
+    (of_versions(torch="2.16.0"), "note", "torch 2.16.0 has not been tested, 2.11 to 2.15 have", "'torch==2.15.*'"),
     (of_versions(without="triton"), "problem", "Triton is not installed", "pip install triton==3.6.0"),
     (of_versions(triton="3.5.1"), "note", "Triton 3.5.1", "pip install triton==3.6.0"),
     (of_versions(triton="3.7.1"), "note", "asks for, 3.6.0", "pip install triton==3.6.0"),
+    (of_versions(triton="3.10.0"), "note", "34 us", "pip install triton==3.6.0"),
+    (of_versions(triton="3.10.0", pin="3.10.*"), "note", "34 us", "pip install 'torch==2.15.*'"),
+    (of_versions(triton="3.9.1", pin="3.8.*"), "note", "asks for, 3.8.*", "pip install 'triton==3.8.*'"),
     (of_versions(nvidia_nvshmem_cu13="3.7.0"), "problem", "NVSHMEM 3.7.0 with Triton 3.6.0", "nvshmem-cu13==3.4.5"),
     (of_versions(nvidia_nvshmem_cu13="3.8.0"), "problem", "NVSHMEM 3.8.0 with Triton 3.6.0", "nvshmem-cu13==3.4.5"),
     (of_versions(nvidia_nvshmem_cu13="3.6.5"), "note", "3.6.5", "nvidia-nvshmem-cu13==3.4.5"),
@@ -235,7 +238,7 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_versions(nvshmem4py_cu13="0.3.1"), "note", "older than what was tested", "pip install 'symmoe[nvshmem]'"),
     (of_versions(cuda_core="0.4.0"), "problem", "cuda-core 0.4.0", "pip install 'cuda-core>=0.7'"),
     (of_versions(without="cuda-core"), "problem", "cuda-core (not installed)", "pip install 'cuda-core>=0.7'"),
-    (of_versions("12.8"), "problem", "nvshmem4py-cu13 is, which is not for torch's CUDA 12.8", "nvshmem4py-cu12"),
+    (of_versions("12.8"), "problem", "nvshmem4py-cu13 is, which is not for torch's CUDA 12.8", "[nvshmem-cu12]'"),
     (of_versions(megatron_core="0.16.1"), "note", "checkpoints hang", "psutil"),
     (check_versions(versions(numpy="2.4.0"), has_gpu=False), "note", "interpreter", "numpy<2.4"),
     (of_gpus(gpus(), smi(), cuda=None), "note", "no NVIDIA GPU", "docker run --gpus all"),
@@ -312,6 +315,7 @@ def test_what_is_fine(tmp_path: Path):
         "no compiler, no GPU": of_system(False, compiler=None, has_python_headers=False),
         "no limits": of_limits(True, max_files=None, max_processes=None, free_bytes=None, max_locked_bytes=8 << 20),
         "torch 2.13": of_versions(torch="2.13.1"),
+        "torch 2.15": of_versions(torch="2.15.1", triton="3.9.1", pin="3.9.*"),
         "psutil": of_versions(megatron_core="0.16.1", psutil="7.0"),
         "numpy": of_versions(numpy="2.5"),
         "newer": check_versions(
@@ -362,6 +366,12 @@ def test_this_host(tmp_path: Path):
     assert read_system({"PATH": str(tmp_path)}).compiler is None  # neither gcc nor clang there
     found = read_versions()
     assert (found.installed["torch"], found.torch_cuda) == (torch.__version__, torch.version.cuda)
+
+
+def test_what_torch_asks_for_is_read(monkeypatch):
+    wanted = ['triton~=3.9.0; platform_system == "Linux"', "nvidia-nvshmem-cu13==3.7.2", "sympy>=1.13.3"]
+    monkeypatch.setattr("symmoe.tools.doctor.versions.metadata.requires", lambda name: wanted)
+    assert read_versions().torch_pins == {"triton": "3.9.*", "nvidia-nvshmem-cu13": "3.7.2"}
 
 
 @pytest.mark.parametrize(

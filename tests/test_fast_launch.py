@@ -1,9 +1,14 @@
 """Launches past the JIT, without a GPU: a fake JIT counts what reaches it, fake compiled kernels keep arguments."""
 
+import ast
 import copy
+import importlib
 import itertools
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +17,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from limits import HANG_S  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -27,7 +33,7 @@ from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
 from symmoe.kernels.hopper import act, rows, wgrad  # noqa: E402
 from symmoe.kernels.hopper import gemm as hopper_gemm  # noqa: E402
-from symmoe.kernels.launch import compiled, driver  # noqa: E402
+from symmoe.kernels.launch import compiled, driver, triton_internals  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
@@ -77,6 +83,7 @@ class FakeCompiled(CompiledKernel):
 
     def __init__(self):
         self.function, self.packed_metadata, self.launches = 5, ("metadata",), []
+        self.module = None  # CompiledKernel unloads it when it ends
 
     def run(self, *args):
         self.launches.append(args)
@@ -90,7 +97,8 @@ class FakeJIT:
 
     def __call__(self, *args, grid, warmup, **kwargs):
         assert not warmup
-        self.calls.append((args, grid, kwargs))
+        fused = kwargs.pop("enable_fp_fusion")  # every compilation says it
+        self.calls.append((args, grid, kwargs if fused else {**kwargs, "enable_fp_fusion": fused}))
         assert self.kernel.cache_key  # as compiling does, this notes which globals the kernel uses
         for (name, _), (value, module) in self.kernel.used_global_vals.items():
             if module.get(name) != value:
@@ -101,6 +109,7 @@ class FakeJIT:
 @pytest.fixture
 def fake_driver(monkeypatch):
     result = FakeDriver()
+    monkeypatch.setattr(triton_internals, "IS_KNOWN", True)  # a new Triton shall show what it has changed
     monkeypatch.setattr(triton.runtime.driver, "_active", result)
     monkeypatch.setattr(launches, "current_device", result.get_current_device)
     monkeypatch.setattr(launches, "current_stream", result.get_current_stream)
@@ -413,6 +422,22 @@ def test_the_wrapper_shows_the_kernel():
         _ = kernel.no_such_attribute
 
 
+def test_every_kernel_is_compiled_with_the_options_of_all():
+    """Whoever launches one launches a FastLaunch, whose JIT gets them, as FakeJIT sees."""
+    seen = []
+    for path in sorted(Path(kernels.__file__).parent.glob("*/*.py")):
+        module = vars(importlib.import_module(f"symmoe.kernels.{path.parent.name}.{path.stem}"))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        launched = [call.func.value for call in calls if isinstance(call.func, ast.Subscript)]
+        launched += [call.args[0] for call in calls if ast.unparse(call.func) == "launch" and call.args]
+        names = {name for name in module if name.endswith("_kernel")} | {ast.unparse(each) for each in launched}
+        seen += [module[name] for name in names if isinstance(module.get(name), (FastLaunch, triton.JITFunction))]
+    assert len(seen) > 60
+    assert [kernel for kernel in seen if not isinstance(kernel, FastLaunch)] == []
+    assert launches.OPTIONS == {"enable_fp_fusion": True}
+
+
 def test_what_is_no_jit_function_stays_as_it_is():
     """The interpreter's kernels, for one."""
     anything = object()
@@ -525,7 +550,7 @@ def table(matrices):
 
 def parts(launched):
     """(what comes first, the kernel's arguments) of a launch in C, in the form of the Triton that is installed."""
-    if compiled.VERSION == (3, 6):
+    if triton_internals.VERSION == (3, 6):
         return launched[:13], launched[13:]
     *head, args = launched
     return tuple(head), tuple(args)
@@ -541,21 +566,22 @@ class Tiled:
         self.kernel = fast_launch(example_kernel)
         self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])})
 
-    def encode(self, descriptor, metadata):
-        """As make_tensordesc_arg does."""
+    def encode(self, descriptor, metadata, *rest):
+        """As make_tensordesc_arg does; since Triton 3.8 it is given the arguments of the launch, and ignores them."""
         self.encoded += 1
         assert metadata == "metadata"
         return [("map", descriptor.base.data_ptr(), *descriptor.block_shape), *descriptor.shape, *descriptor.strides]
 
     def run(self, *args, grid, warmup, **kwargs):
         is_described = isinstance(args[0], TensorDescriptor)
-        signature = {0: "tensordesc<fp32[4, 8]>" if is_described else "constexpr", 1: "*fp32"}
+        signature = dict(enumerate(["tensordesc<fp32[4, 8]>" if is_described else "constexpr", *["*fp32"] * 9]))
         launcher = object.__new__(CudaLauncher)
         launcher.launch = nvidia.wrap_handle_tensordesc(self.native, signature, ["metadata"] * is_described)
         launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
         launcher.global_scratch_size = launcher.profile_scratch_size = 0
         launcher.global_scratch_align = launcher.profile_scratch_align = 1
-        launcher.arg_annotations, launcher.kernel_signature = "annotations", b"signature"  # of Triton 3.7
+        launcher.arg_annotations, launcher.kernel_signature = "annotations", b"signature"  # since Triton 3.7
+        launcher.gsan_enabled = False  # since 3.8
         self.change(launcher)
         compiled = FakeCompiled()
         compiled.run = launcher
@@ -621,7 +647,7 @@ def test_the_launcher_in_c_gets_what_triton_would_give_it(tiled, index):
 
 
 def test_triton_3_7_takes_the_arguments_as_one(tiled, monkeypatch):
-    monkeypatch.setattr(compiled, "VERSION", (3, 7))
+    monkeypatch.setattr(triton_internals, "VERSION", max(triton_internals.VERSION, (3, 7)))
     tiled.launch(F32)
     *head, args = tiled.launch(F32)
     assert head == [3, 2, 1, STREAM, 5, False, True, ("metadata",), *[None] * 5, "annotations", b"signature"]
@@ -638,6 +664,7 @@ def another_wrapper(launcher):
 UNKNOWN = {
     "scratch": lambda launcher: setattr(launcher, "global_scratch_size", 1),
     "profile": lambda launcher: setattr(launcher, "profile_scratch_size", 1),
+    "sanitiser": lambda launcher: setattr(launcher, "gsan_enabled", True),
     "no flag": lambda launcher: delattr(launcher, "launch_pdl"),
     "wrapper": lambda launcher: setattr(launcher, "launch", another_wrapper(launcher.launch)),
     "unwrapped": lambda launcher: setattr(launcher, "launch", Mock()),
@@ -647,17 +674,13 @@ UNKNOWN = {
     "another place": lambda launcher: setattr(
         launcher, "launch", nvidia.wrap_handle_tensordesc(Mock(), {0: "*fp32", 1: "tensordesc<fp32[4, 8]>"}, ["m"])
     ),
-    "version": None,
 }
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_unknown_launchers_are_called_as_triton_calls_them(tiled, monkeypatch, what):
     ran = []
-    if UNKNOWN[what] is None:
-        monkeypatch.setattr(compiled, "VERSION", (3, 8))
-    else:
-        tiled.change = UNKNOWN[what]
+    tiled.change = UNKNOWN[what]
     monkeypatch.setattr(CudaLauncher, "__call__", lambda self, *args: ran.append(args))
     for tensor in (F32, F32, torch.ones(8, 8)):
         tiled.launch(tensor)
@@ -668,6 +691,51 @@ def test_unknown_launchers_are_called_as_triton_calls_them(tiled, monkeypatch, w
     assert ran[0][9].base is F32
     assert ran[0][9].block_shape == [4, 8]
     assert ran[0][10:] == (F32.data_ptr(), None, 7, 7, 7, 0.5, 7, 64, "some")
+
+
+def test_an_unknown_triton_launches_by_itself(launch, monkeypatch):
+    """Its JIT sees every call, and what it compiles is counted: peers wait longer for a rank that compiles."""
+    kernel, jit = launch
+    monkeypatch.setattr(triton_internals, "IS_KNOWN", False)
+    num_compiled, before = kernels.compiled_counter(torch.device("cuda")), launches.num_compiled()
+    compiled = FakeCompiled()
+    monkeypatch.setattr(example_kernel, "run", lambda *args, **kwargs: jit(*args, **kwargs) and compiled)
+    args, kwargs = arguments()
+    for _ in range(3):
+        assert kernel[(3, 2)](*args, **kwargs) is compiled
+    constants = Constants(kwargs, {0: tiles.describe([4, 8])})
+    launches.launch(kernel, (3, 2), constants, *args)
+    assert [call[0][1:] for call in jit.calls] == [tuple(args[1:])] * 4
+    assert isinstance(jit.calls[3][0][0], TensorDescriptor)
+    assert num_compiled() == before + 1
+    assert kernels.watcher(torch.device("cuda"))()
+
+
+UNKNOWN_TRITON = """
+import sys, triton
+triton.__version__ = "99.0.0"
+sys.modules |= dict.fromkeys(["triton.backends.nvidia.driver", "triton.knobs", "triton.runtime.build"])
+del triton.knobs
+import torch
+from symmoe.kernels import gpu, select
+from symmoe.kernels.launch import launch, player, triton_internals
+from symmoe.kernels.triton import splits
+torch.cuda.get_device_capability = lambda device: (9, 0)
+assert not triton_internals.IS_KNOWN
+assert select.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 1024) is None
+assert player._player() is None
+calls = []
+for kernel in (value for value in vars(splits).values() if isinstance(value, launch.FastLaunch)):
+    kernel.kernel.run = lambda *args, **kwargs: calls.append(kwargs)
+launch.driver.ensure_context, launch.current_device = lambda: None, lambda: -1
+gpu.splits_to_row_range(torch.ones(4, dtype=torch.int64), torch.empty(2, 4, dtype=torch.int32), 4)
+assert calls and calls[0]["enable_fp_fusion"], calls
+"""
+
+
+def test_a_triton_without_the_insides_that_are_read():
+    done = subprocess.run([sys.executable, "-c", UNKNOWN_TRITON], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
 
 
 def test_launches_happen_on_the_device_of_the_first_tensor(tiled, fake_driver, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ahead_of_time import VERSION
+from ahead_of_time import since
 from combinations import every_combination
 from compiled_launches import atomics, catch_launches, meta
 
@@ -39,7 +39,7 @@ ACTIVATIONS = {
 # parts; and with addresses of rows or weights for every thread.
 MAX_SPILLED, MAX_SPILLED_BY_ADDRESSES = 256, 64
 # Of dact with contiguous rows: Triton 3.7 has no register left for interleaved features of mixtral-8x7b.
-CONTIGUOUS_SPILLED = {"3.6": 0, "3.7": 8}[VERSION]
+CONTIGUOUS_SPILLED = since(("3.6", 0), ("3.7", 8))
 LAYOUTS = ("gather", "contiguous", "table", "biased")
 
 

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ahead_of_time import since
 from compiled_launches import assert_compiled_once, atomics, catch_launches
 from compiled_launches import meta as empty
 from simulated_ranks import Case, run_case
@@ -63,8 +64,9 @@ def test_barrier(launches, num_ranks):
     assert all("sys" in line and "release" in line and "exch" in line for line in found)
     assert ptx.count("ld.acquire.sys.global.s64") == lanes_per_thread
     assert ptx.count("%globaltimer") == lanes_per_thread + 1
-    # One for each kind of record; a rank alone cannot be in another call than its peers.
-    assert ptx.count("fence.acq_rel.sys") == (3 if num_ranks == 1 else 4)
+    # One for each kind of record; a rank alone cannot be in another call than its peers. From Triton 3.8 on all records
+    # but one share it, and the store of the kind behind it.
+    assert ptx.count("fence.acq_rel.sys") == since(("3.6", 3 if num_ranks == 1 else 4), ("3.8", 2))
     # In this order: the words, the release, the wait, the peers' words, which are read from memory.
     release, acquire = ptx.index(found[0]), ptx.index("ld.acquire.sys")
     assert ptx.index("bar.sync") < release or "bar.warp.sync" in ptx[:release]

@@ -163,7 +163,8 @@ def test_devices_and_calls_that_they_do_not_take():
         ((9, 0), torch.bfloat16, 248, "3.6.0", False),
         ((10, 0), torch.bfloat16, 256, "3.6.0", False),
         ((8, 0), torch.bfloat16, 256, "3.6.0", False),
-        ((9, 0), torch.bfloat16, 256, "3.8.0", False),
+        ((9, 0), torch.bfloat16, 256, "3.9.0", True),
+        ((9, 0), torch.bfloat16, 256, "3.10.0", False),
     ],
 )
 def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, taken):

@@ -32,10 +32,10 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "plots", "transformers"}
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "nvshmem-cu12", "plots", "transformers"}
 # Their next versions may change what symmoe relies upon.
-BOUNDED = {"torch", "transformers", "accelerate", "megatron-core", "nvshmem4py-cu13", "triton"}
+BOUNDED = {"transformers", "accelerate", "megatron-core", "nvshmem4py-cu13", "nvshmem4py-cu12"}
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,10 @@ def test_metadata(release: Release):
     assert metadata.description_content_type == "text/markdown"
     assert metadata.description.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     assert set(metadata.provides_extra) >= EXTRAS
-    allowed = [python for python in ("3.9", *PYTHONS, "3.14") if f"{python}.0" in metadata.requires_python]
+    assert "3.9.0" not in metadata.requires_python
+    assert all(f"{python}.0" in metadata.requires_python for python in (*PYTHONS, "3.99"))
     named = [c.rpartition(" ")[2] for c in metadata.classifiers if re.fullmatch(r".*Python :: 3\.\d+", c)]
-    assert allowed == named == list(PYTHONS)
+    assert named == list(PYTHONS)
     for url in (metadata.project_urls or {}).values():
         assert re.match(r"https://[\w-]+(\.[\w-]+)*\.(org|com|io|dev)/", url), url
 
@@ -201,14 +202,15 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
             for requirement in release.requirements("megatron-core")
             if requirement.marker.evaluate({"python_version": python, "extra": "megatron"})
         ]
-        assert len(chosen) == 1, python
-        assert [v for v in versions_tested("Megatron-Core") if v in chosen[0].specifier], python
+        assert len(chosen) == (python != "3.14"), python  # for which there is none
+        for each in chosen:
+            assert [v for v in versions_tested("Megatron-Core") if v in each.specifier], python
     for requirement in release.metadata().requires_dist:
         assert requirement.name not in BOUNDED or "99" not in requirement.specifier, f"{requirement} has no end"
     assert {requirement.name for requirement in release.metadata().requires_dist} >= BOUNDED
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.12.0", "2.13.1", "2.14.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.13.1", "2.15.0", "2.99.0"])
 def test_doctor_knows_the_range_of_torch(release: Release, version: str):
     (requirement,) = release.requirements("torch")
     found = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)

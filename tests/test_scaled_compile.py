@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ahead_of_time import VERSION
+from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_launches, meta
 
 from symmoe.kernels.formats import TILE, max_tiles
@@ -26,7 +26,10 @@ SHAPES = {  # G, O, C, N of a product
 }
 UNITS = {BLACKWELL: "tcgen05", WORKSTATION: "mma", HOPPER: None}
 MAX_TENSOR_COLUMNS = 512  # of tensor memory, which an SM has
-PRODUCT = {"mxfp8": "kind::mxf8f6f4.block_scale.scale_vec::1X", "nvfp4": "kind::mxf4nvf4.block_scale.scale_vec::4X"}
+PRODUCT = {  # Triton 3.9 gives a vector of scales its other name on Blackwell
+    "mxfp8": r"kind::mxf8f6f4\.block_scale\.(scale_vec::1X|block32)",
+    "nvfp4": r"kind::mxf4nvf4\.block_scale\.(scale_vec::4X|block16)",
+}
 EMULATED = {"mxfp8": "f32.bf16.bf16", "nvfp4": "f32.f16.f16"}
 
 names = pytest.mark.parametrize("name", ELEMENTS)
@@ -84,7 +87,8 @@ def compile_launch(monkeypatch):
     return compile_one
 
 
-ADDED_SPILLED = {"3.6": 0, "3.7": 16}  # bytes, of weight gradients that are added to what is there, on Blackwell
+# Bytes, of weight gradients that are added to what is there, on Blackwell.
+ADDED_SPILLED = since(("3.6", 0), ("3.7", 16), ("3.8", 48), ("3.9", 72))
 
 
 def check(code, name, arch, most_spilled=0):
@@ -97,7 +101,7 @@ def check(code, name, arch, most_spilled=0):
     if arch == HOPPER:
         assert all(text.startswith("wgmma") and EMULATED[name] in text for text in products)
     else:
-        assert all(PRODUCT[name] in text for text in products)
+        assert all(re.search(PRODUCT[name], text) for text in products)
     if arch == BLACKWELL:
         assert all(text.startswith("tcgen05") for text in products)
         assert code.metadata.tmem_size <= MAX_TENSOR_COLUMNS
@@ -134,7 +138,7 @@ def test_scattered_matrices(compile_launch, arch, name):
     scales = len(weight), -(-weight.shape[1] // TILE), row_scale.shape[1] * row_scale.shape[2]
     tables = TensorTable(addresses, tuple(weight.shape), weight.dtype), TensorTable(addresses, scales, torch.uint8)
     code = compile_launch(arch, scaled.grouped_gemm_scaled, (rows, row_scale, *tables, *rest), options)
-    assert (EMULATED if arch == HOPPER else PRODUCT)[name] in code.ptx
+    assert re.search((EMULATED if arch == HOPPER else PRODUCT)[name], code.ptx)
     (*operands, out), options = wgrad_operands(name, "deepseek-like FC1", FP32)
     addresses = meta(len(out), dtype=torch.int64)
     options["accumulate"], table = True, TensorTable(addresses, tuple(out.shape), FP32)
@@ -163,6 +167,6 @@ def test_weight_gradients(compile_launch, arch, shape, dtype, accumulate, name):
     arguments, options = wgrad_operands(name, shape, dtype)
     options |= {"accumulate": accumulate}
     code = compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, arguments, options)
-    check(code, name, arch, ADDED_SPILLED[VERSION] if accumulate else 0)
+    check(code, name, arch, ADDED_SPILLED if accumulate else 0)
     assert not atomics(code.ptx)
     assert not re.search(r"fma\.rn\.f32", code.ptx)  # global scales and what is added to are rounded one by one

@@ -47,7 +47,10 @@ def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedPr
     # Metadata lie beside the wheels; where a mirror does not say so, fast-deps reads them out of the wheels.
     command = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
     command += ["install", *how, "--use-feature", "fast-deps", *map(str, what)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    environment = os.environ | {"XDG_CONFIG_DIRS": os.devnull}  # where a machine may say which torch it has
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
 
 
 @functools.cache
@@ -100,6 +103,24 @@ def test_what_make_installs_resolves(registry: None, sources: Path, python: str)
     assert found["torch"]["metadata"]["version"] == torch  # no "+cpu"
     assert found["torch"]["download_info"]["url"].startswith("https://")
     assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("torch", "extra", "bindings"),
+    [("2.14.1", "nvshmem", "nvshmem4py-cu13"), ("2.15.0", "nvshmem-cu12", "nvshmem4py-cu12")],
+)
+def test_a_users_torch_stays(registry: None, sources: Path, torch: str, extra: str, bindings: str):
+    """What is installed is wanted as it is: symmoe asks for no older torch, and its extras resolve beside it."""
+    if not (place := interpreter("3.12") or interpreter("3.11")):
+        pytest.skip("there is no Python 3.11 or 3.12")
+    done = dry_run(place, f"torch=={torch}", f"{sources}[{extra},dev]", cwd=sources)
+    assert done.returncode == 0, done.stderr[-3000:]
+    everything = [item["metadata"] for item in json.loads(done.stdout)["install"]]
+    found = {each["name"].lower(): each["version"] for each in everything}
+    assert found["torch"].partition("+")[0] == torch
+    assert {"symmoe", bindings} <= set(found)
 
 
 @pytest.mark.slow

@@ -309,7 +309,7 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
 def test_ranges_and_the_start_are_found_in_what_the_profiler_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A real trace, into which launches and kernels are put where the ranges are: no GPU is needed to have ranges."""
     path, slept = tmp_path / "profile.json", []
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr("symmoe.timeline.recording.gpu_sleep", slept.append)
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
         x = torch.randn(8, 16, requires_grad=True)

@@ -12,6 +12,7 @@ import torch
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.symm_mem.lease import ended_lease
+from symmoe.torch_internals import is_functorch_tensor, num_dispatch_modes
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
@@ -67,7 +68,7 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
         kind = str(tensor.layout)
     elif type(tensor).__torch_dispatch__ is not _PLAIN and not _is_traced(tensor):
         kind = type(tensor).__name__
-    elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    elif is_functorch_tensor(tensor):
         kind = "a tensor of torch.func"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
         kind = "a tensor whose memory has been freed"
@@ -78,7 +79,7 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
 
 def _is_traced(tensor: torch.Tensor) -> bool:
     """Whether FakeTensorMode made the tensor, under a mode: then operators that need no memory take it."""
-    return hasattr(tensor, "fake_mode") and torch._C._len_torch_dispatch_stack() > 0
+    return hasattr(tensor, "fake_mode") and num_dispatch_modes() > 0
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from symmoe import torch_internals
 from symmoe.checks.arguments import RowsLike, scale_problem
 from symmoe.checks.buffers import Buffer, overlap_problem
 from symmoe.grouped.activations import ScaledActivation
@@ -96,13 +96,7 @@ class Stage:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether the module has hooks, or a forward of its own: they see what goes into it or comes out of it."""
-    return _has_any_global_hook() or bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
+    return torch_internals.has_hooks(module) or "forward" in vars(module)
 
 
 def stages_problem(stages: list[Stage], x: object) -> Exception | None:

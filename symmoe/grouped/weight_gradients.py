@@ -17,6 +17,7 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.grouped.weights import kernel_matrices, packed_shape
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.torch_internals import version_of
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
 Compute = Callable[[torch.Tensor | TensorTable, bool], None]
@@ -108,7 +109,7 @@ def _shared_zeros(weight: torch.Tensor) -> torch.Tensor:
         # Those of other layers must not come out of a graph's memory.
         return weight.new_zeros(()).expand(weight.shape)
     key = tuple(weight.shape), weight.dtype, weight.device
-    if _zeros(*key)._version:  # somebody has written into their gradient
+    if version_of(_zeros(*key)):  # somebody has written into their gradient
         _zeros.cache_clear()
     return _zeros(*key)
 

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
@@ -36,6 +35,7 @@ from symmoe.moe.layer import MoELayer
 from symmoe.moe.metrics import MoEMetrics
 from symmoe.moe.ownership import trainable
 from symmoe.moe.router import RouterOutput
+from symmoe.torch_internals import pytree
 
 EP = "ep"
 

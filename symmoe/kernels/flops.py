@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.kernels.contract import Kernels
+from symmoe.torch_internals import without_dispatch_modes
 
 # The argument with the features that a row of a grouped product is multiplied by, of shape [G, features, features].
 _GROUPED = {
@@ -54,7 +54,7 @@ def _counted(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     else:
         num_products = sum(arguments[result] is not None for result in _ROUTER[name])
         _product(None, arguments["x"].shape[0], num_products * arguments["weight"].numel())
-    with _disable_current_modes():
+    with without_dispatch_modes():
         return function(*args, **kwargs)
 
 

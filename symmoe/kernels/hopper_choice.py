@@ -9,7 +9,7 @@ import torch
 
 from symmoe.kernels import architectures
 
-TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
+TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # whose insides and Gluon are known; they change in every one
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
 
 

@@ -17,6 +17,7 @@ import torch
 from symmoe.kernels.contract import Kernels
 from symmoe.tape.recorder import RecordedModule, recorder
 from symmoe.tape.tape import Tape
+from symmoe.torch_internals import num_dispatch_modes
 
 
 def for_device(device: torch.device) -> Kernels:
@@ -26,7 +27,7 @@ def for_device(device: torch.device) -> Kernels:
     found = _for_type(device.type)
     if recorder() is not None:  # which is a mode, too
         return cast(Kernels, RecordedModule(cast(ModuleType, found))) if device.type == "cpu" else found
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if num_dispatch_modes() > 0:
         from symmoe.kernels.flops import CountedKernels  # torch's counter, which it needs, imports Triton
 
         return cast(Kernels, CountedKernels(found))
@@ -61,7 +62,7 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
 def watcher(device: torch.device) -> Callable[[], bool]:
     """A function that says whether somebody has to see every launch of the kernels for `device`."""
     if device.type == "cuda":
-        from symmoe.kernels.launch.launch import is_watched
+        from symmoe.kernels.launch.triton_internals import is_watched
 
         return is_watched
     return bool

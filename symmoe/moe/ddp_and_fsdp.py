@@ -28,6 +28,7 @@ from symmoe.grouped.linear import GroupedLinear, local_part
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
 
 _MET = "_symmoe_layers"  # on a DDP: ids of the layers in it that have met it, and of their experts' parameters
 _NUM_CALLS = "_symmoe_calls"  # on a DDP: of layers that are spread over ranks, in its forward
@@ -116,9 +117,9 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
         for layer in layers:
             layer.replicas = Replicas(layer.replicas.group, expert_group)
     if not isinstance(model, ExpertParallelModule):
-        names = vars(model).get("_ddp_params_and_buffers_to_ignore", ())
+        names = vars(model).get(DDP_IGNORED, ())
         others = names.others if isinstance(names, _ExpertNames) else names
-        vars(model)["_ddp_params_and_buffers_to_ignore"] = _ExpertNames(model, others)
+        vars(model)[DDP_IGNORED] = _ExpertNames(model, others)
 
 
 def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
@@ -130,7 +131,7 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     Args:
         layer: the layer that is being called; None: one that is in the DDP.
     """
-    ddp: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if ddp is None:
         return None
     met: set[int] = vars(ddp).get(_MET, set())
@@ -228,7 +229,7 @@ def _parameters(layer: ExpertParallelModule) -> list[nn.Parameter]:
 def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) -> ArgumentError | None:
     if not layer.is_spread:
         return None  # if every rank has all experts, they are like any parameter for DDP
-    reduced = {id(parameter) for parameter in ddp._module_parameters}
+    reduced = {id(parameter) for parameter in ddp_parameters(ddp)}
     if any(id(parameter) in reduced for parameter in _parameters(layer)):
         return ArgumentError(
             "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
@@ -254,7 +255,7 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     A user who clips by a norm over `model.parameters()` counts only this rank's experts, and so scales by another
     factor on each rank. Nothing else would show it.
     """
-    trained = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    trained = [parameter for parameter in ddp_parameters(ddp) if parameter.requires_grad]
     if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     smallest = sorted(trained, key=torch.Tensor.numel)[:_NUM_COMPARED]

@@ -40,6 +40,7 @@ from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.tell_peers import told
+from symmoe.torch_internals import reshaped_result
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
@@ -459,7 +460,7 @@ class _ExpertParallelMLP(Function):
             keep()  # everything is launched: now the host may wait for the plan
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
-        return y if step.out_shape is None else torch.ops.aten._unsafe_view(y, step.out_shape)
+        return y if step.out_shape is None else reshaped_result(y, step.out_shape)
 
     @staticmethod
     @once_differentiable

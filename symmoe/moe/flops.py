@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig
@@ -21,7 +20,7 @@ def num_rows(config: MoEConfig, rank: int, num_ranks: int, probs: torch.Tensor, 
 
     A call that is traced without data has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K].
     """
-    if load is None or isinstance(load, FakeTensor):
+    if load is None or hasattr(load, "fake_mode"):
         return probs.numel()
     rows = int(load.view(num_ranks, -1)[rank].sum())
     return rows if config.capacity is None else min(rows, config.capacity)

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from symmoe import torch_internals
 from symmoe.checks.buffers import tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
@@ -67,12 +68,9 @@ def hooks_of(experts: nn.Module) -> list[str]:
     """The hooks on calls of the experts, of their layers and of their activation: the kind and the module of each."""
     modules = (experts, *cast(Iterable[nn.Module], experts._modules.values()))
     for m in modules:  # the quick way, for every call
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+        if torch_internals.has_hooks(m, everywhere=False):
             break
     else:
         return []
     names = ("experts", *(f"experts.{name}" for name in experts._modules))
-    kinds = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
-    return [
-        f"{kind} on {name}" for name, m in zip(names, modules, strict=True) for kind in kinds if vars(m)[f"_{kind}s"]
-    ]
+    return [f"{kind} on {name}" for name, m in zip(names, modules, strict=True) for kind in torch_internals.hooks_of(m)]

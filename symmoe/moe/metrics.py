@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.utils import _pytree as pytree
 
 from symmoe.moe import balance
+from symmoe.torch_internals import pytree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

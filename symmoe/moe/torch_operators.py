@@ -36,6 +36,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
 from symmoe.moe.flops import backward_flops, forward_flops, num_rows
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import num_dispatch_modes
 
 
 class EagerStep(Protocol):
@@ -68,7 +69,7 @@ def is_traced(experts: GroupedMLP) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and _gradients_option(experts) is None
+    return num_dispatch_modes() > 0 and _gradients_option(experts) is None
 
 
 def run_as_operator(

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from symmoe.torch_internals import is_profiling, record_functions
+
 _MAX_S = 1e9
 _CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that another rank is to make
 
@@ -182,14 +184,14 @@ class GlooRail:
 def _unprofiled() -> Iterator[None]:
     """A context of which torch's profiler sees nothing. It writes to memory that it has freed when work ends that began
     while it was on (seen with torch 2.13), and a rank always listens to the others."""
-    is_on = torch._C._autograd._profiler_enabled()
+    is_on = is_profiling()
     if is_on:
-        torch._C._autograd._enable_record_function(False)
+        record_functions(False)
     try:
         yield
     finally:
         if is_on:
-            torch._C._autograd._enable_record_function(True)
+            record_functions(True)
 
 
 def _broken(node: int, error: RuntimeError, *, is_late: bool) -> RailBroken:

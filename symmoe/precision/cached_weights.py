@@ -12,6 +12,7 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand
 from symmoe.precision.products import LowPrecision
 from symmoe.symm_mem.streams import capture_id
+from symmoe.torch_internals import version_of
 
 Directions = tuple[Operand, Operand | None]
 
@@ -98,7 +99,7 @@ class HeldWeight:
         return forward, transposed_operand if transposed else None
 
     def _versions_now(self) -> list[int]:
-        return [0 if parameter.is_inference() else parameter._version for parameter in self._parameters]
+        return [0 if parameter.is_inference() else version_of(parameter) for parameter in self._parameters]
 
 
 def _make(numbers: LowPrecision, weight: torch.Tensor | TensorTable, transposed: bool) -> _Made:

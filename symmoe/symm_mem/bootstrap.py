@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from symmoe.errors import (
     FAULT_BYTES,
@@ -26,6 +25,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
+from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
@@ -75,7 +75,7 @@ class Bootstrap:
     @property
     def store(self) -> Any:
         """A store of torch that the group's ranks have in common with others. Not collective."""
-        return distributed_c10d._get_process_group_store(self._group or distributed_c10d._get_default_group())
+        return store_of(self._group or dist.group.WORLD)
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """Every rank's `payload`, zero-padded to `num_bytes`, in rank order."""

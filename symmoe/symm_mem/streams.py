@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symmoe.tape.recorder import recorder
+from symmoe.torch_internals import current_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,4 +232,4 @@ def capture_id(device: torch.device) -> int:
 
 
 def _raw_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return current_stream(device.index)

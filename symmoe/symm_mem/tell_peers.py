@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch.utils.checkpoint import _StopRecomputationError
-
 from symmoe.errors import SymmoeError
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 
 class told:
@@ -41,4 +40,4 @@ def _is_known(error: Exception) -> bool:
         return True
     if isinstance(error, SymmoeError):
         return error.flight is not None
-    return isinstance(error, _StopRecomputationError)
+    return isinstance(error, STOPS_RECOMPUTATION)

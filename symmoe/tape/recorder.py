@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe.tape.tape import (
     Address,
@@ -37,6 +36,7 @@ from symmoe.tape.tape import (
     WaitEvent,
     extent_bytes,
 )
+from symmoe.torch_internals import READS_BACK, TorchDispatchMode, schema_of, storage_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +48,6 @@ _EMPTY = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-_READS_BACK = torch.ops.aten._local_scalar_dense.default
 _MOST_NUMBER = 1 << 40  # a larger integer may be an address, which would be another one in the next call
 
 
@@ -270,15 +269,15 @@ class Recorder(TorchDispatchMode):
             return function(*args, **kwargs)
         if function.is_view:
             return function(*args, **kwargs)
-        if function is _READS_BACK:
+        if function is READS_BACK:
             self.give_up(f"the host reads a tensor ({function})")
         template = self._template(args), self._template(kwargs)
         result = function(*args, **kwargs)
         if isinstance(result, torch.Tensor) and any(
-            isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == result.untyped_storage()._cdata
+            isinstance(value, torch.Tensor) and storage_of(value) == storage_of(result)
             for value in (*args, *kwargs.values())
         ):
-            if function._schema.is_mutable:
+            if schema_of(function).is_mutable:
                 self._note_operator(function, template, None)
             return result
         if function in _EMPTY:

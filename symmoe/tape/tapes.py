@@ -12,6 +12,7 @@ import torch
 
 from symmoe.tape.recorder import Recorder, recorder
 from symmoe.tape.tape import Tape
+from symmoe.torch_internals import current_stream, num_dispatch_modes
 
 _MOST_KINDS = 256  # the kinds of calls that are remembered
 _MOST_NUMBERS = 4096
@@ -80,7 +81,7 @@ class Tapes:
         Returns:
             what the function returns.
         """
-        if recorder() is not None or torch._C._len_torch_dispatch_stack():  # somebody has to see every operator
+        if recorder() is not None or num_dispatch_modes():  # somebody has to see every operator
             return function()
         type_ = self._device.type
         autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
@@ -137,4 +138,4 @@ class Tapes:
         return outputs
 
     def _stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
+        return current_stream(self._device.index) if self._device.type == "cuda" else 0

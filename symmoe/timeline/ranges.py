@@ -16,6 +16,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.phases import BY_OPERATOR
+from symmoe.torch_internals import graph_task_id
 
 _PREFIX = "symmoe"
 START = "symmoe/start"  # a range that marks where a recording starts
@@ -81,7 +82,7 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
 
 def direction() -> str:
     """The direction of the calling pass: "backward" inside autograd's, else "forward"."""
-    return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+    return "forward" if graph_task_id() == -1 else "backward"
 
 
 def range_name(operator: str) -> str:

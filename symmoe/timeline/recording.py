@@ -23,6 +23,7 @@ from symmoe.timeline.phases import BY_OPERATOR
 from symmoe.timeline.picture import draw
 from symmoe.timeline.ranges import START, annotate, direction, ranged
 from symmoe.timeline.report import chrome_trace, table
+from symmoe.torch_internals import gpu_sleep
 
 logger = logging.getLogger("symmoe")
 
@@ -157,7 +158,7 @@ def _watch_gpu(heap: SymmetricHeap) -> Iterator[_Watch]:
 def _mark_start() -> None:
     with torch.profiler.record_function(START):
         pass
-    torch.cuda._sleep(_HEAD_START_CYCLES)  # otherwise the first kernels would wait for their launches, not for peers
+    gpu_sleep(_HEAD_START_CYCLES)  # otherwise the first kernels would wait for their launches, not for peers
 
 
 def _exported(profiler: torch.profiler.profile) -> list[Event]:

@@ -19,10 +19,11 @@ import torch
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import COMMUNICATION, COMPUTE, Event, Timeline
 from symmoe.timeline.recording import Recording, record_as
+from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 
 _Outputs = TypeVar("_Outputs")
 
-_MARK = "spin_kernel"  # torch.cuda._sleep launches it, and a step does not
+_MARK = SLEEP_KERNEL  # which a step does not launch
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
 _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 
@@ -35,9 +36,9 @@ def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs],
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.cuda._sleep(1)
+        gpu_sleep(1)
         outputs = forward()
-        torch.cuda._sleep(1)
+        gpu_sleep(1)
         backward(outputs)
     return graph
 

@@ -8,7 +8,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
@@ -16,6 +15,7 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.router import Router
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import pytree
 
 R = TypeVar("R")
 
@@ -132,7 +132,7 @@ class CudaGraph:
 class _Replay:
     """A captured step with the memory that it reads and writes."""
 
-    def __init__(self, owner: CapturedStep[Any], leaves: list[Any], spec: TreeSpec) -> None:
+    def __init__(self, owner: CapturedStep[Any], leaves: list[Any], spec: pytree.TreeSpec) -> None:
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._states, self._parameters = owner.states(), list(owner.model.parameters())
         self._saved = [torch.empty_like(state) for state in self._states]
@@ -143,7 +143,7 @@ class _Replay:
             for state, saved in zip(self._states, self._saved, strict=True):
                 saved.copy_(state)
             with owner.room_for_capture() as reports:
-                args, kwargs = tree_unflatten(self._inputs, spec)
+                args, kwargs = pytree.tree_unflatten(self._inputs, spec)
                 # Without its autograd graph, which would keep nodes of the capture's stream.
                 self._result = _of_tensors(owner.step(*args, **kwargs), torch.Tensor.detach)
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
@@ -210,7 +210,7 @@ class CapturedStep(Generic[R]):
             ArgumentError: an argument requires a gradient: only parameters get theirs from a replay.
             SymmoeError: what calls of the step's layers raise, in a replay at its end.
         """
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ArgumentError(
@@ -278,5 +278,5 @@ class CapturedStep(Generic[R]):
 
 
 def _of_tensors(tree: object, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    leaves, spec = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)

@@ -25,6 +25,7 @@ from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.torch_internals import storage_of
 
 _ENDLESS_BYTES = 1 << 62
 _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
@@ -159,7 +160,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         y = routed.apply(x, probs, experts, plan)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)
         storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            storage_of(tensor): tensor.untyped_storage().nbytes()
             for tensor in (*vars(plan).values(), *node.saved_tensors)
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not heap.owns(tensor)
         }

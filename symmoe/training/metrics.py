@@ -16,6 +16,7 @@ from torch import nn
 
 from symmoe.moe import balance
 from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners, listeners_of
+from symmoe.torch_internals import graph_task_id
 
 Sink = Callable[[dict[str, float], int], object]
 
@@ -267,7 +268,7 @@ def _counts(is_training: bool) -> bool:
     """Whether this call counts: it is in training mode, and no checkpoint repeats it in backward."""
     if not is_training:
         return False
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+    return torch.compiler.is_compiling() or graph_task_id() == -1
 
 
 def _record(name: str, counter: _Counter, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:

@@ -15,6 +15,7 @@ from symmoe.integrations.transformers.checkpoint import load_checkpoint
 from symmoe.integrations.transformers.experts import StepConfig
 from symmoe.integrations.transformers.swap import swap_moe
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import non_persistent_buffers
 
 
 def from_pretrained(
@@ -72,7 +73,7 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))
             setattr(module, name, made[id(parameter)])
-        computed = module._non_persistent_buffers_set
+        computed = non_persistent_buffers(module)
         if computed:  # rotary embeddings: not in checkpoints, made by their constructor from the config
             with torch.device("cpu"):
                 fresh = dict(type(module)(module.config).named_buffers(recurse=False))

@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, describe_rows, describe_weight, grid
+from symmoe.kernels.hopper.gluon_names import reinterpret
 from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, MAX_ROWS, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
@@ -167,7 +168,7 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
     ACROSS: gl.constexpr = PIPE.tile_chunks
     PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
-    pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    pieces = reinterpret(chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
     tile_pair = n_tile * (PIPE.tile_columns // 2)
     even = load_piece(h, row_scale, tile_row, end, tile_pair, PIPE)
     odd = load_piece(h, row_scale, tile_row, end, tile_pair + PAIRS, PIPE)
@@ -233,7 +234,7 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
     STRIPS: gl.constexpr = CHUNK // ROWS  # strips of a chunk
     ACROSS: gl.constexpr = PIPE.tile_chunks // 2  # chunks of gates from left to right
-    pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    pieces = reinterpret(chunks, gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
     column = n_tile * PIPE.tile_columns
     for half in range(2):
         if PIPE.finish_warps > 0:

@@ -36,9 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from symmoe.kernels.activation import Activation
-
-# A barrier of a role's threads; Triton 3.7 has another name for it.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+from symmoe.kernels.hopper.gluon_names import copy_async, thread_barrier, tma_load, tma_store
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -200,7 +198,7 @@ def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexp
         place = [group, 0, column, k * BLOCK_K]
     else:
         place = [group, column, k * BLOCK_K]
-    tma.async_copy_global_to_shared(b_desc, place, full.index(stage), b.index(stage))
+    tma_load(b_desc, place, full.index(stage), b.index(stage))
 
 
 @gluon.jit
@@ -225,7 +223,7 @@ def load_contiguous(source, b_desc, row_range, ring, PIPE: gl.constexpr):
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
             load_weight(b_desc, b, full, stage, group, n_tile, k, num_bytes, PIPE)
             place = [first_row, k * BLOCK_K]
-            tma.async_copy_global_to_shared(source, place, full.index(stage), a.index(stage))
+            tma_load(source, place, full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
 
 
@@ -255,10 +253,10 @@ def load_gathered(source, b_desc, row_range, ring, PIPE: gl.constexpr):
             mbarrier.wait(empty.index(stage), phase)
             load_weight(b_desc, b, full, stage, group, n_tile, k, b_desc.block_type.nbytes, PIPE)
             if PIPE.in_width % BLOCK_K == 0:
-                async_copy.async_copy_global_to_shared(a.index(stage), pointers)
+                copy_async(a.index(stage), pointers)
             else:  # zeros past the last feature
                 inside = (column < PIPE.in_width - k * BLOCK_K)[None, :]
-                async_copy.async_copy_global_to_shared(a.index(stage), pointers, mask=inside)
+                copy_async(a.index(stage), pointers, mask=inside)
             async_copy.commit_group()
             pointers += BLOCK_K
             async_copy.wait_group(LAG)
@@ -396,7 +394,7 @@ def write_dump(acc, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
 def store_chunk(desc, chunk, row, end, column):
     """TMA store of a chunk to a ragged descriptor; hardware leaves out the rows at and past `end`."""
     place = [RAGGED, end, RAGGED - end + row, column]
-    tma.async_copy_shared_to_global(desc, place, chunk.reshape([1, 1, CHUNK, CHUNK]))
+    tma_store(desc, place, chunk.reshape([1, 1, CHUNK, CHUNK]))
 
 
 @gluon.jit

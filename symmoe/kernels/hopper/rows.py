@@ -22,7 +22,8 @@ from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.hopper.pipeline import make_barriers, thread_barrier
+from symmoe.kernels.hopper.gluon_names import thread_barrier, tma_load, tma_store
+from symmoe.kernels.hopper.pipeline import make_barriers
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
@@ -103,7 +104,7 @@ def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_du
         piece = item - token * CUT.num_pieces
         row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=is_due & (token < num_tokens), other=-1)
         place = [gl.where(row >= 0, token, num_tokens), piece * CUT.piece, 0]
-        tma.async_copy_global_to_shared(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
+        tma_load(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
 
 
 @gluon.jit
@@ -134,7 +135,7 @@ def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
             unit = (first_unit + row.to(gl.int64) * (CUT.row_bytes // UNIT_BYTES)).to(gl.int32)
             goes = (row >= 0) & (offset >= 0)
             place = [gl.where(goes, unit, NOWHERE), piece * CUT.piece, 0]
-            tma.async_copy_shared_to_global(arena_desc, place, slots.index(stage * BATCH + i))
+            tma_store(arena_desc, place, slots.index(stage * BATCH + i))
         tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         later = batch + (CUT.stages - 1) * step
@@ -303,7 +304,7 @@ def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
         rows = load_slots(packed_to_row, begin + index, is_due & (index < number), CUT)
         primary, num_rows = primary_row(rows, CUT)
         place = [gl.where(num_rows > 1, primary, NOWHERE), piece * CUT.piece, 0]
-        tma.async_copy_global_to_shared(rows_desc, place, full.index(stage), slots.index(stage * BATCH + i), is_due)
+        tma_load(rows_desc, place, full.index(stage), slots.index(stage * BATCH + i), is_due)
 
 
 @gluon.jit
@@ -338,7 +339,7 @@ def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
             for k in gl.static_range(1, TOP_K):
                 if (rows[k] >= 0) & (rows[k] != primary):
                     piece = slots.index(stage * BATCH + i)
-                    tma.async_copy_shared_to_global(rows_desc, [rows[k], segment, 0], piece)
+                    tma_store(rows_desc, [rows[k], segment, 0], piece)
         stage, phase = next_stage(stage, phase, MOVER, CUT)
     wait_until_written(stage)
 
@@ -413,7 +414,7 @@ def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, SUMS: 
     if row >= 0:
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(full.index(stage), SUMS.cut.piece_bytes)
-        tma.async_copy_global_to_shared(desc, [row, segment, 0], full.index(stage), slots.index(stage))
+        tma_load(desc, [row, segment, 0], full.index(stage), slots.index(stage))
         stage, phase = next_stage(stage, phase, PAIR, SUMS)
     return stage, phase
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES, NUM_WARPS, describe
+from symmoe.kernels.hopper.gluon_names import tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
@@ -106,10 +107,10 @@ def load(dout_desc, rows_desc, row_range, ring, PIPE: gl.constexpr):
             mbarrier.expect(full.index(stage), num_bytes)
             row = RAGGED - end + start + k * BLOCK_K
             barrier = full.index(stage)
-            tma.async_copy_global_to_shared(rows_desc, [RAGGED, end, row, n], barrier, b.index(stage))
+            tma_load(rows_desc, [RAGGED, end, row, n], barrier, b.index(stage))
             for i in gl.static_range(2):
                 place = [RAGGED, end, row, m + i * CHUNK]
-                tma.async_copy_global_to_shared(dout_desc, place, barrier, a.index(2 * stage + i))
+                tma_load(dout_desc, place, barrier, a.index(2 * stage + i))
             stage, phase = next_stage(stage, phase, PIPE)
 
 
@@ -149,7 +150,7 @@ def multiply(out_desc, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: g
         for i in gl.static_range(BLOCK_N // CHUNK):
             place = [group, m + CHUNK * WARPGROUP, n + CHUNK * i]
             chunk = chunks.index(BLOCK_N // CHUNK * WARPGROUP + i).reshape([1, CHUNK, CHUNK])
-            tma.async_copy_shared_to_global(out_desc, place, chunk)
+            tma_store(out_desc, place, chunk)
     tma.store_wait(0)
 
 

@@ -6,28 +6,24 @@ a tensor map for every descriptor. Here the function in C is called directly, wi
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
-import triton
-from triton.backends.nvidia.driver import CudaLauncher
-from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels.launch import driver
+from symmoe.kernels.launch.triton_internals import Launcher, launcher_of, runner
 from symmoe.tape.tape import Launch, Memory
 
 MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
 REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 Describe = Callable[[torch.Tensor], TensorDescriptor]
 LaunchFunction = Callable[[tuple[int, ...], int, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], None]
 
 
 def compiled_launch(
-    compiled: CompiledKernel,
+    compiled: Any,
     args: Sequence[Any],
     constants: tuple[Any, ...],
     tensors: Sequence[int],
@@ -43,7 +39,7 @@ def compiled_launch(
         describe: by place, functions from a tensor to its descriptor.
     """
     described = {i: describe[i] for i in sorted(describe) if args[i] is not None}
-    launcher = _Launcher.of_kernel(compiled, described)
+    launcher = launcher_of(compiled, list(described))
     if launcher is None:
         return _ordinary_launch(compiled, constants, tensors, described)
     return _CompiledLaunch(compiled, launcher, args, constants, tensors, described)
@@ -56,15 +52,15 @@ class _CompiledLaunch:
 
     def __init__(
         self,
-        compiled: CompiledKernel,
-        launcher: "_Launcher",
+        compiled: Any,
+        launcher: Launcher,
         args: Sequence[Any],
         constants: tuple[Any, ...],
         tensors: Sequence[int],
         described: Mapping[int, Describe],
     ) -> None:
         self._descriptors = [
-            (tensors.index(i), _TensorMaps(launcher.encoder(i), function)) for i, function in described.items()
+            (tensors.index(i), _TensorMaps(launcher.maps[i], function)) for i, function in described.items()
         ]
         # The arguments of C are picked from one tuple of all addresses, arguments, constants and parts of tensor maps.
         self._places: list[int] = []
@@ -135,10 +131,10 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _ordinary_launch(
-    compiled: CompiledKernel, constants: tuple[Any, ...], tensors: Sequence[int], describe: Mapping[int, Describe]
+    compiled: Any, constants: tuple[Any, ...], tensors: Sequence[int], describe: Mapping[int, Describe]
 ) -> LaunchFunction:
     """Same as compiled_launch, but by Triton's launcher."""
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    run, function, metadata = runner(compiled)
     pointers = [(i, place) for i, place in enumerate(tensors) if place not in describe]
 
     def launch(
@@ -174,66 +170,3 @@ class _TensorMaps(dict[tuple[int, torch.Size], tuple[Any, ...]]):
             self.clear()
         self[tensor.data_ptr(), tensor.shape] = parts
         return parts
-
-
-class _Launcher:
-    """The parts of CudaLauncher for one compiled kernel.
-
-    Attributes:
-        call: the function in C, to be called with (x, y, z, stream, *head, ...).
-        head: from the kernel's function to what precedes the kernel's arguments.
-        takes_list: whether the arguments are one parameter.
-    """
-
-    def __init__(
-        self, call: Callable[..., None], head: tuple[Any, ...], takes_list: bool, maps: Mapping[int, Any]
-    ) -> None:
-        self.call, self.head, self.takes_list, self._maps = call, head, takes_list, maps
-
-    def encoder(self, place: int) -> Callable[[TensorDescriptor], list[Any]]:
-        """Function from a descriptor in this place to tensor map, shape and strides."""
-        encode, metadata = self._maps[place]
-        return lambda descriptor: encode(descriptor, metadata)
-
-    @staticmethod
-    def of_kernel(compiled: CompiledKernel, places: Mapping[int, Describe]) -> "_Launcher | None":
-        """The launcher of a kernel; None if Triton's launcher is not built as this class expects, or does more.
-
-        places: places of the arguments that are descriptors.
-        """
-        launcher = compiled.run
-        if type(launcher) is not CudaLauncher or VERSION not in ((3, 6), (3, 7)):
-            return None
-        try:
-            if launcher.global_scratch_size or launcher.profile_scratch_size:
-                return None
-            function = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-            call, maps = _unwrap(launcher.launch)
-            if list(maps) != sorted(places) or not callable(call):
-                return None
-            metadata = compiled.packed_metadata
-            if VERSION == (3, 6):
-                return _Launcher(call, (*function, None, None, metadata, None, None, None), False, maps)
-            annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-            head = (*function, metadata, None, None, None, None, None, annotations, signature)
-            return _Launcher(call, head, True, maps)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return None
-
-
-def _unwrap(launch: Callable[..., None]) -> tuple[Callable[..., None], dict[int, Any]]:
-    """The function in C behind CudaLauncher.launch, and by place (encoding function, metadata) of the descriptors.
-
-    KeyError or similar if there is anything else in between.
-    """
-    if type(launch) is not FunctionType:
-        return launch, {}
-    # triton.backends.nvidia.driver.wrap_handle_tensordesc
-    cells = dict(
-        zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True)
-    )
-    call, places, metadata = cells.pop("launcher"), cells.pop("tensordesc_indices"), cells.pop("tensordesc_meta")
-    if cells or type(call) is FunctionType or None in metadata:  # no metadata: the kernel takes no tensor map
-        raise ValueError("an unknown launcher")
-    encode = launch.__globals__["make_tensordesc_arg"]
-    return call, {place: (encode, data) for place, data in zip(sorted(places), metadata, strict=True)}

@@ -13,33 +13,23 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from triton import OutOfResources, knobs
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction, KernelParam
+from triton import JITFunction, OutOfResources
 
-from symmoe.kernels.launch import driver
+from symmoe.kernels.launch import driver, triton_internals
 from symmoe.kernels.launch.compiled import Describe, LaunchFunction, compiled_launch, picker
+from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMBER, RANGE
 from symmoe.tape.recorder import recorder
+from symmoe.torch_internals import current_device, current_stream
 
-# How the JIT treats an argument, by its parameter:
-CONSTANT = 0  # compiled in, by its value
-NUMBER = 1  # the signature fixes the type: never compiled in
-RANGE = 2  # by type; integers by their range
-VALUE = 3  # by type; integers by their range and whether they are 1 or a multiple of 16
-ALIGNED_VALUE = 4  # like VALUE, and tensors by whether they are 16-byte aligned
-
+# Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
+OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
 NUMBER_TYPES = (int, bool, float)
 CONSTANT_TYPES = (int, bool, float, str, NoneType, tl.dtype)
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 _ADDRESS, _DEVICE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.get_device, operator.attrgetter("dtype")
 
-# Same as torch.cuda.current_device if CUDA is in use, in a fifth of the time.
-current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 CPU = -1  # the result of Tensor.get_device
-_RUNTIME, _COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
-_DEBUG, _INSTRUMENTATION = knobs.runtime.debug, knobs.compilation.instrumentation_mode
 
 
 class Constants:
@@ -97,19 +87,6 @@ def one_stage_less(options: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**options, "num_stages": stages - 1} if stages > 1 else None
 
 
-def is_watched() -> bool:
-    """Whether hooks or debugging of Triton have to see every launch."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        _RUNTIME.get("debug", _DEBUG)  # runtime.debug without reading the environment, which takes 1 us
-        or _COMPILATION.get("instrumentation_mode", _INSTRUMENTATION)
-        or runtime.add_stages_inspection_hook is not None
-        or (enter is not None and getattr(enter, "calls", True))  # by default an empty chain
-        or (leave is not None and getattr(leave, "calls", True))
-    )
-
-
 def num_compiled() -> int:
     """How many variants of kernels this process has compiled so far, or found in a cache."""
     return FastLaunch.num_compiled
@@ -118,10 +95,11 @@ def num_compiled() -> int:
 class FastLaunch:
     """A Triton kernel that remembers the compiled variant of every kind of call.
 
-    A call's key holds everything that the JIT reads: what `_mode` says per parameter, constants and options by type and
+    A call's key holds everything that the JIT reads: what `mode` says per parameter, constants and options by type and
     value, the device. A call with an unknown key goes through the JIT, which compiles if necessary. These calls always
     go through the JIT: those with something that this class does not know (a tuple for an argument, a tensor on another
-    device, a callable grid), calls with hooks or debugging, and calls after a compiled-in global has changed.
+    device, a callable grid), calls with hooks or debugging, calls after a compiled-in global has changed, and all calls
+    with a Triton that is not known.
 
     Attributes:
         kernel: the JITFunction; `fn` is the same, as in Triton's wrappers. All other attributes are the kernel's.
@@ -131,7 +109,7 @@ class FastLaunch:
     num_compiled = 0
 
     def __init__(self, kernel: JITFunction) -> None:
-        modes = [_mode(parameter) for parameter in kernel.params]
+        modes = [triton_internals.mode(each) for each in kernel.params] if triton_internals.IS_KNOWN else []
         self.kernel = self.fn = kernel
         self._modes = [mode for mode in modes if mode != CONSTANT]
         if CONSTANT in modes[: len(self._modes)]:
@@ -139,16 +117,17 @@ class FastLaunch:
         self._constants: dict[tuple[Any, ...], Constants] = {}
         self._calls: dict[tuple[Any, ...], _Call] = {}
         self._globals: list[_Globals] = []
+        self._seen: dict[int, Any] = {}  # what the JIT of an unknown Triton has compiled
 
     def __getattr__(self, name: str) -> Any:
         if name == "kernel":  # copied without __init__
             raise AttributeError(name)
         return getattr(self.kernel, name)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel | None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self._launch_named, grid)
 
-    def _launch_named(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> CompiledKernel | None:
+    def _launch_named(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> Any:
         """A call with the arguments of the JIT: finds its Constants, if they are those that keywords name."""
         key = (*kwargs, *kwargs.values(), *map(type, kwargs.values()))
         try:
@@ -161,7 +140,7 @@ class FastLaunch:
             constants = self._constants[key] = Constants(kwargs)
         return self.launch(grid, constants, args)
 
-    def launch(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> CompiledKernel | None:
+    def launch(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> Any:
         """A call with one argument per non-constant parameter, on the device of the first tensor."""
         call = self._calls.get((constants, *map(type, args))) or self._new_call(constants, args)
         if call is None or type(grid) is not tuple or self._is_watched():
@@ -180,7 +159,7 @@ class FastLaunch:
         if variant is None:
             compiled = self._launch_by_jit(grid, constants, args)
             # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
-            if isinstance(compiled, CompiledKernel) and all(tensor.get_device() == device for tensor in tensors):
+            if triton_internals.is_compiled(compiled) and all(tensor.get_device() == device for tensor in tensors):
                 FastLaunch.num_compiled += 1
                 call.variants[key] = (compiled, self._learn(compiled, constants, args, call))
             return compiled
@@ -191,17 +170,17 @@ class FastLaunch:
         run(grid, stream, tensors, addresses, args)
         return compiled
 
-    def _learn(
-        self, compiled: CompiledKernel, constants: Constants, args: tuple[Any, ...], call: "_Call"
-    ) -> LaunchFunction:
+    def _learn(self, compiled: Any, constants: Constants, args: tuple[Any, ...], call: "_Call") -> LaunchFunction:
         """The launch function for the variant that the JIT has just launched."""
         self._globals = _Globals.of_kernel(self.kernel)  # the JIT has compared them with its compiled-in values
-        values = tuple([constants.named.get(p.name, p.default) for p in self.kernel.params if p.is_constexpr])
+        values = triton_internals.constants_of(self.kernel, constants.named)
         return compiled_launch(compiled, args, values, call.places, constants.descriptors)
 
     def _new_call(self, constants: Constants, args: tuple[Any, ...]) -> "_Call | None":
         """How calls with arguments of these types are read, remembered; None if that is not known."""
-        if len(args) != len(self._modes) or not all(map(_is_argument, args, self._modes)):
+        if not triton_internals.IS_KNOWN or len(args) != len(self._modes):
+            return None
+        if not all(map(_is_argument, args, self._modes)):
             return None
         tensors = [i for i, value in enumerate(args) if type(value) in TENSOR_TYPES]
         if not all(args[i] is None or i in tensors for i in constants.descriptors):
@@ -219,9 +198,7 @@ class FastLaunch:
         self._calls[key] = call
         return call
 
-    def _launch_by_jit(
-        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]
-    ) -> CompiledKernel | None:
+    def _launch_by_jit(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> Any:
         """A launch through the JIT, or, on another device, the whole launch again."""
         home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
         if home not in (current_device(), CPU):
@@ -229,24 +206,28 @@ class FastLaunch:
                 return self.launch(grid, constants, args)
         return self._compile(grid, constants.described(args), constants.named)
 
-    def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledKernel | None:
+    def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A launch through the JIT, with fewer stages where the device's shared memory has no room for all."""
         if (recording := recorder()) is not None:
             recording.give_up(f"{self.kernel.__name__} is launched by Triton's JIT")
         driver.ensure_context()
         try:
-            return self.kernel[grid](*args, **kwargs)
+            compiled = self.kernel[grid](*args, **{**OPTIONS, **kwargs})
         except OutOfResources as error:
             if error.name != "shared memory" or (fewer := one_stage_less(kwargs)) is None:
                 raise
-        return self._compile(grid, args, fewer)
+            return self._compile(grid, args, fewer)
+        if not triton_internals.IS_KNOWN and id(compiled) not in self._seen:
+            self._seen[id(compiled)] = compiled
+            FastLaunch.num_compiled += 1
+        return compiled
 
     def _is_watched(self) -> bool:
         """Whether the JIT has to see a launch: for hooks, for debugging, or to raise the error of a changed global.
 
         Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
         """
-        if self.kernel.debug or self.kernel.pre_run_hooks or is_watched():
+        if triton_internals.is_watched(self.kernel):
             return True
         try:
             for part in self._globals:
@@ -273,7 +254,7 @@ class _Call:
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]
-    variants: dict[tuple[Any, ...], tuple[CompiledKernel, LaunchFunction]]
+    variants: dict[tuple[Any, ...], tuple[Any, LaunchFunction]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +269,7 @@ class _Globals:
     def of_kernel(kernel: JITFunction) -> "list[_Globals]":
         names: dict[int, list[str]] = {}
         modules: dict[int, dict[str, Any]] = {}
-        for (name, _), (_, module) in kernel.used_global_vals.items():
+        for name, module in triton_internals.compiled_in(kernel):
             names.setdefault(id(module), []).append(name)
             modules[id(module)] = module
         reads = {key: _getter(names[key]) for key in names}
@@ -298,19 +279,6 @@ class _Globals:
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
     """Which of the addresses are multiples of 16: True if all are."""
     return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple([each % 16 == 0 for each in addresses])
-
-
-def _mode(parameter: KernelParam) -> int:
-    """How the JIT treats arguments of a parameter."""
-    if parameter.is_constexpr:
-        return CONSTANT
-    name = parameter.annotation_type
-    is_float_or_bool = name == "u1" or name[:2] in ("fp", "bf")
-    if name and not name.startswith("*") and (parameter.do_not_specialize or is_float_or_bool):
-        return NUMBER
-    if parameter.do_not_specialize:
-        return RANGE
-    return VALUE if parameter.do_not_specialize_on_alignment else ALIGNED_VALUE
 
 
 def _integer_range(value: int) -> tuple[bool, ...]:

@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from triton.compiler import CompiledKernel
 
 from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
+from symmoe.kernels.launch.triton_internals import address_of_map, build_module, launch_shape, runner, signature_of
 from symmoe.tape.tape import (
     Address,
     Call,
@@ -107,7 +107,6 @@ PyMODINIT_FUNC PyInit_symmoe_player(void) { return PyModule_Create(&module); }
 _DRIVER = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuTensorMapReplaceAddress")
 _FORMATS = {"i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q"}
 _FORMATS |= {"u64": "Q", "fp32": "f", "fp64": "d"}
-_MAP_BYTES = 128  # of a CUtensorMap; in Triton's object it begins at the first multiple of 128 behind the object's head
 _LAUNCH, _RECORD, _WAIT = range(3)
 
 
@@ -204,11 +203,9 @@ class _Section(Entry):
             driver.check(error, "a launch of a recorded call")
 
     def _set_launch(self, op: _Op, entry: Launch) -> None:
-        kernel = entry.kernel
-        assert isinstance(kernel, CompiledKernel)
-        launcher = kernel.run
-        num_warps, num_ctas, shared_bytes = kernel.packed_metadata[:3]
-        if num_ctas != 1 or launcher.launch_cooperative_grid or launcher.launch_pdl:
+        kernel, (_, function, _) = entry.kernel, runner(entry.kernel)
+        num_warps, num_ctas, shared_bytes, has_attributes = launch_shape(kernel)
+        if num_ctas != 1 or has_attributes:
             raise _Unknown
         memory = (*entry.addresses, *((place, each) for place, _, each, _ in entry.maps))
         values = {place: (each.slot, each.offset_bytes) for place, each in memory if each.slot is not None}
@@ -225,9 +222,9 @@ class _Section(Entry):
             self._kept.append(buffer)
         scratch = ctypes.create_string_buffer(8)  # two null pointers: kernels with scratch memory are not on tapes
         parameters += [ctypes.addressof(scratch)] * 2
-        _check_parameters(kernel.function, len(parameters))
+        _check_parameters(function, len(parameters))
         self._kept.append(scratch)
-        op.kind, op.handle, (op.x, op.y, op.z) = _LAUNCH, kernel.function, entry.grid
+        op.kind, op.handle, (op.x, op.y, op.z) = _LAUNCH, function, entry.grid
         op.threads, op.shared_bytes = 32 * num_warps, shared_bytes
         op.parameters = self._array(ctypes.c_void_p, parameters)
         op.words, op.num_words = self._array(_Word, words), len(words)
@@ -246,10 +243,10 @@ class _Section(Entry):
         return ctypes.addressof(made)
 
 
-def _parameters(kernel: CompiledKernel) -> list[tuple[int, str]]:
+def _parameters(kernel: Any) -> list[tuple[int, str]]:
     """(place in the row of the launch, type) of each parameter that the compiled kernel has."""
     parameters, place = [], 0
-    for kind in kernel.src.signature.values():
+    for kind in signature_of(kernel):
         if not isinstance(kind, str):
             raise _Unknown
         if kind.startswith("tensordesc"):
@@ -276,11 +273,12 @@ def _packed(kind: str, value: int) -> tuple[int, Any]:
 
 def _copy_of_map(triton_map: Any) -> tuple[int, Any]:
     """Address of an aligned copy of a tensor map, and the memory that it is in."""
-    if type(triton_map).__basicsize__ != 2 * _MAP_BYTES:
+    if (place := address_of_map(triton_map)) is None:
         raise _Unknown
-    buffer = ctypes.create_string_buffer(2 * _MAP_BYTES)
-    address = -(-ctypes.addressof(buffer) // _MAP_BYTES) * _MAP_BYTES
-    ctypes.memmove(address, id(triton_map) + _MAP_BYTES, _MAP_BYTES)
+    source, num_bytes = place
+    buffer = ctypes.create_string_buffer(2 * num_bytes)
+    address = -(-ctypes.addressof(buffer) // num_bytes) * num_bytes
+    ctypes.memmove(address, source, num_bytes)
     return address, buffer
 
 
@@ -304,11 +302,9 @@ def _driver_functions() -> Any:
 def _player() -> Callable[..., int] | None:
     """The compiled function; None if it cannot be built."""
     try:
-        from triton.runtime.build import compile_module_from_src  # same as for Triton's launchers
-
         _driver_functions()
         _ = driver.library().cuFuncGetParamInfo  # drivers of CUDA 12.4 and later have it
-        play: Callable[..., int] = compile_module_from_src(_SOURCE, "symmoe_player").play
+        play: Callable[..., int] = build_module(_SOURCE, "symmoe_player").play
     except (AttributeError, ImportError, OSError, RuntimeError, SymmoeError, subprocess.CalledProcessError):
         return None
     return play

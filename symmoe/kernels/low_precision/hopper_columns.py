@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
@@ -249,13 +250,13 @@ def begin_copy(stage, source, rows, row_scales, row_index, PLAN: gl.constexpr):
     if PLAN.width % TILE != 0:
         mask = mask & (pair < PLAN.copied_pairs)[None, :]
     pointers = rows + pair[None, :] + (row.to(gl.int64) * PLAN.row_words)[:, None]
-    async_copy.async_copy_global_to_shared(stage[0], pointers, mask=mask)
+    copy_async(stage[0], pointers, mask=mask)
     if row_scales is not None:
         # A tile's features are one block.
         if row_index is None:
             row_scales += first_row.to(gl.int64) * (PLAN.row_words // 2)
         pointers = row_scales + (PLAN.width // 4 + feature_tile) + row.to(gl.int64) * (PLAN.row_words // 2)
-        async_copy.async_copy_global_to_shared(stage[1], pointers, mask=is_row)
+        copy_async(stage[1], pointers, mask=is_row)
     async_copy.commit_group()
 
 

@@ -33,6 +33,7 @@ from symmoe.kernels import formats
 from symmoe.kernels.act_quantized import Buffers
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
+from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_prefix
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
@@ -100,7 +101,7 @@ def copy_part(shared, matrix, first_row, end, column, WIDTH: gl.constexpr):
     pointers = (
         matrix + row.to(gl.int64)[:, None] * WIDTH + (column + gl.arange(0, TILE, gl.SliceLayout(0, COPY)))[None, :]
     )
-    async_copy.async_copy_global_to_shared(shared, pointers, mask=(row < end)[:, None])
+    copy_async(shared, pointers, mask=(row < end)[:, None])
 
 
 @gluon.jit

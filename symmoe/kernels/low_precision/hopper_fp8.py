@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from symmoe.kernels.fp8 import BLOCK
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
+from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_M,
     CHUNK,
@@ -90,8 +91,8 @@ def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
             place = matrix + (n_tile * BLOCK_N, k * BLOCK_K)  # noqa: RUF005
-            tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
-            tma.async_copy_global_to_shared(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
+            tma_load(weight_desc, place, full.index(stage), b.index(stage))
+            tma_load(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
 
 

@@ -39,9 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
+from symmoe.kernels.hopper.gluon_names import tma_add, tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
 from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_place
-from symmoe.kernels.hopper.tma_add import add_shared_to_global
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -99,10 +99,10 @@ def load(operands, row_range, ring, PIPE: gl.constexpr):
             barrier = full.index(stage)
             mbarrier.expect(barrier, operand_bytes + scale_bytes)
             token = (block + k) * BLOCK_K
-            tma.async_copy_global_to_shared(rows_desc, [n, token], barrier, b.index(stage))
-            tma.async_copy_global_to_shared(dout_desc, [m, token], barrier, a.index(stage))
-            tma.async_copy_global_to_shared(rows_scale_desc, [block + k, n], barrier, b_scale.index(stage))
-            tma.async_copy_global_to_shared(dout_scale_desc, [block + k, m], barrier, a_scale.index(stage))
+            tma_load(rows_desc, [n, token], barrier, b.index(stage))
+            tma_load(dout_desc, [m, token], barrier, a.index(stage))
+            tma_load(rows_scale_desc, [block + k, n], barrier, b_scale.index(stage))
+            tma_load(dout_scale_desc, [block + k, m], barrier, a_scale.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
 
 
@@ -188,9 +188,9 @@ def store_batch(
     for i in gl.static_range(BATCH):
         place = matrix + (m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS))  # noqa: RUF005
         if PIPE.accumulate:
-            add_shared_to_global(out_desc, place, chunks.index(PLACE + i))
+            tma_add(out_desc, place, chunks.index(PLACE + i))
         else:
-            tma.async_copy_shared_to_global(out_desc, place, chunks.index(PLACE + i))
+            tma_store(out_desc, place, chunks.index(PLACE + i))
 
 
 @gluon.jit

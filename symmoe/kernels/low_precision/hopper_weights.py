@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.table import matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
@@ -89,7 +90,7 @@ def begin_copy(stage, weight, table, tile, num_tiles, PLAN: gl.constexpr):
         first = matrix_pointer(table, group, gl.int32) + line_tile % PLAN.line_tiles * (TILE * WORDS)
     first += tile % PLAN.column_tiles * PAIRS
     mask = (tile < num_tiles) & (line < TILE)[:, None]
-    async_copy.async_copy_global_to_shared(stage, first + line[:, None] * WORDS + pair[None, :], mask=mask)
+    copy_async(stage, first + line[:, None] * WORDS + pair[None, :], mask=mask)
     async_copy.commit_group()
 
 

@@ -13,10 +13,11 @@ import torch
 
 from symmoe.kernels.contract.pointers import HostBytes
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.launch import current_device, current_stream
+from symmoe.kernels.launch.triton_internals import build_module
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import host_bytes
 from symmoe.tape.recorder import recorder
+from symmoe.torch_internals import address_in_python, current_device, current_stream
 
 PARAM_BYTES = 4096  # every driver lets a kernel take as many
 HEADER_BYTES = 16  # the destination's address, number of bytes
@@ -204,9 +205,7 @@ _READERS = ("data_ptr", "device_type", "device_index", "is_contiguous")
 @functools.cache
 def _in_c() -> Any:
     """The compiled module; built as Triton builds its launchers, without which nothing runs on GPUs."""
-    from triton.runtime.build import compile_module_from_src
-
-    return compile_module_from_src(SOURCE, "symmoe_pointers")
+    return build_module(SOURCE, "symmoe_pointers")
 
 
 def read_addresses(
@@ -236,6 +235,6 @@ def _readers() -> list[int] | None:
     except (AttributeError, OSError):
         return None
     for probe in (torch.zeros(1, device="cpu"), torch.nn.Parameter(torch.zeros(1, device="cpu"))):
-        if ctypes.c_void_p.from_address(id(probe) + object.__basicsize__).value != probe._cdata:
+        if ctypes.c_void_p.from_address(id(probe) + object.__basicsize__).value != address_in_python(probe):
             return None
     return [ctypes.cast(reader, ctypes.c_void_p).value or 0 for reader in readers]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.torch_internals import gpu_sleep
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -54,7 +55,7 @@ class Ranks:
     def head_start(self) -> None:
         """On GPUs the stream sleeps, so that what the host launches meanwhile is in its queue by then."""
         if self.device.type == "cuda":
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            gpu_sleep(_HEAD_START_CYCLES)
 
     def align_ahead(self) -> None:
         """A head start for the host, then :meth:`align`."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from symmoe.torch_internals import TorchDispatchMode, pytree
 
 STEP = "traced step"
 # CUDA runtime and driver calls that return only when the GPU has got somewhere.
@@ -70,10 +69,10 @@ def trace_step(step: Callable[[], object], *, row_numel: int) -> StepTrace:
             step()
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
     events = profiler.events()
-    whole = next(e.time_range for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
+    whole = next(e.time_range for e in events if e.name == STEP and e.device_type.name == "CPU")
     kernels, copies, waits, row_copies = (Counter[str]() for _ in range(4))
     for event in events:
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             if event.name.startswith(("Memcpy", "Memset")):
                 copies[event.name] += 1
             elif event.name != STEP:
@@ -111,6 +110,6 @@ class _CopiesOf(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket in _DISPATCHED_COPIES:
-            sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            sources = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             self.num_bytes += sum(s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages)
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,109 @@
+"""Every private name of torch that symmoe reads: what a new torch may break is here.
+
+Where a name is gone, there is another way that is as right, or whoever needs it gets an error that says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed
+import torch.utils.checkpoint
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symmoe.errors import BackendUnavailable
+
+__all__ = ["TorchDispatchMode", "pytree"]
+
+_GONE = object()
+
+
+def _missing(name: str, *args: object) -> NoReturn:
+    text = f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested"
+    raise BackendUnavailable(text)
+
+
+def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:
+    """What has this name in torch, or otherwise what does the same; a function that raises if there is neither."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, _GONE)
+    return found if found is not _GONE else otherwise or functools.partial(_missing, path)
+
+
+def _attribute(name: str) -> Callable[[Any], Any]:
+    """A function from an object of torch to this attribute."""
+
+    def read(thing: Any) -> Any:
+        value = getattr(thing, name, _GONE)
+        return value if value is not _GONE else _missing(name)
+
+    return read
+
+
+# Same as torch.cuda.current_device if CUDA is in use, in a fifth of the time; and the handle of its current stream.
+current_device: Callable[[], int] = _named("_C._cuda_getDevice", torch.cuda.current_device)
+current_stream: Callable[[int], int] = _named(
+    "_C._cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+gpu_sleep: Callable[[int], None] = _named("cuda._sleep")
+SLEEP_KERNEL = "spin_kernel"  # what gpu_sleep launches
+
+graph_task_id: Callable[[], int] = _named("_C._current_graph_task_id")  # of the backward pass that calls; or -1
+# Whether that pass leaves its graph for another one. Who keeps memory for one that never comes is right as well.
+keeps_graph: Callable[[], bool] = _named("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+call_after_backward: Callable[[Callable[[], object]], None] = _named(
+    "autograd.Variable._execution_engine.queue_callback"
+)
+num_references: Callable[[torch.Tensor], int] = _named("Tensor._use_count")  # all of Python's count as one
+version_of: Callable[[torch.Tensor], int] = _attribute("_version")
+address_in_python: Callable[[torch.Tensor], int] = _attribute("_cdata")
+STOPS_RECOMPUTATION: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+num_dispatch_modes: Callable[[], int] = _named("_C._len_torch_dispatch_stack")
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _named(
+    "utils._python_dispatch._disable_current_modes"
+)
+is_functorch_tensor: Callable[[torch.Tensor], bool] = _named("_C._functorch.is_functorch_wrapped_tensor")
+schema_of: Callable[[Any], Any] = _attribute("_schema")
+READS_BACK = torch.ops.aten._local_scalar_dense.default
+reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch.ops.aten._unsafe_view  # no view
+
+is_profiling: Callable[[], bool] = _named("_C._autograd._profiler_enabled", lambda: False)
+record_functions: Callable[[bool], None] = _named("_C._autograd._enable_record_function")
+
+store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_process_group_store")
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
+ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute("_module_parameters")
+
+_has_global_hooks: Callable[[], bool] = _named("nn.modules.module._has_any_global_hook", lambda: True)
+non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute("_non_persistent_buffers_set")
+_HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP whose forward is running."""
+    found = getattr(DistributedDataParallel, "_active_ddp_module", _GONE)
+    return found if found is not _GONE else _missing("DistributedDataParallel._active_ddp_module")  # type: ignore[return-value]
+
+
+def has_hooks(m: torch.nn.Module, *, everywhere: bool = True) -> bool:
+    """Whether a module has hooks on its calls; `everywhere`: or all modules have."""
+    own = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(own) or (everywhere and _has_global_hooks())
+
+
+def hooks_of(module: torch.nn.Module) -> list[str]:
+    """The kinds of hooks on a module's calls."""
+    return [kind for kind in _HOOKS if vars(module)[f"_{kind}s"]]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number of the tensor's memory, the same for all tensors over it."""
+    return address_in_python(tensor.untyped_storage())  # type: ignore[arg-type]  # of storages, too

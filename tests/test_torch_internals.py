@@ -1,0 +1,146 @@
+"""Private names of torch and of Triton: each stands behind one module, with a way for a version that lacks it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from symmoe import errors, torch_internals
+
+ROOT = Path(__file__).resolve().parent.parent
+BEHIND = {"symmoe/torch_internals.py"}
+BEHIND_TRITON = {"symmoe/kernels/launch/triton_internals.py", "symmoe/kernels/hopper/gluon_names.py"}
+INSIDES = ("triton.backends", "triton.compiler", "triton.knobs", "triton.runtime", "triton._C")
+# Attributes of Triton's objects that nobody promises.
+TRITON_NAMES = {
+    *("packed_metadata", "kernel_signature", "arg_annotations", "launch_pdl", "launch_cooperative_grid"),
+    *("global_scratch_size", "used_global_vals", "pre_run_hooks", "annotation_type", "do_not_specialize_on_alignment"),
+}
+ALLOWED = {
+    **dict.fromkeys(["_foreach_div_", "_foreach_mul_", "_foreach_norm"], "torch's pages list them"),
+    **dict.fromkeys(["_grouped_mm"], "what benchmarks compare with"),
+    **dict.fromkeys(["_modules", "_parameters"], "what nn.Module gives to its subclasses"),
+    "_replace": "of named tuples",
+    "_SubParsersAction": "of argparse",
+    "_data": "of NVSHMEM's bindings, with which it comes",
+    **dict.fromkeys(["_from_config", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"], "of transformers"),
+    **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told", "_tape_token", "_gradients"], "symmoe's own"),
+}
+# What a private name may be an attribute of, besides torch's modules.
+TORCHS = (torch.Tensor, torch.UntypedStorage, torch.nn.Module(), torch.nn.parallel.DistributedDataParallel)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """Private names that the package defines: functions, classes, variables, and attributes of self."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return defined | {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+def private_names(tree: ast.Module, own: set[str]) -> list[str]:
+    """What a module reads of torch, or of whom the names do not say; what a class inherits is its own."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("symmoe"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [name for name in names if is_private(name)]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            inherited = ast.unparse(node.value) in ("self", "cls", "super()")
+            theirs = any(hasattr(each, node.attr) for each in TORCHS)
+            if not inherited and (theirs or node.attr not in own):
+                found.append(node.attr)
+    return found
+
+
+def insides_of_triton(tree: ast.Module) -> list[str]:
+    imported, read = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported += [start + alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            read.append(node.attr)
+    return [name for name in imported if name.startswith(INSIDES)] + [name for name in read if name in TRITON_NAMES]
+
+
+def test_private_names_stand_behind_one_module():
+    paths = ROOT.glob("symmoe/**/*.py")
+    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths}
+    own, used, found = own_names([*trees.values()]), set(), []
+    for name, tree in trees.items():
+        private = set(private_names(tree, own)) if name not in BEHIND | BEHIND_TRITON else set()
+        used |= private & set(ALLOWED)
+        found += [f"{name}: {each}" for each in private - set(ALLOWED)]
+        found += [f"{name}: {each}" for each in insides_of_triton(tree) if name not in BEHIND_TRITON]
+    assert found == []
+    assert set(ALLOWED) - used <= {"_gradients"}, "nobody reads what is allowed"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("torch._C._current_graph_task_id()", ["_C", "_current_graph_task_id"]),
+        ("from torch.utils import _pytree as tree", ["_pytree"]),
+        ("from torch.utils.checkpoint import _StopRecomputationError", ["_StopRecomputationError"]),
+        ("tensor._version", ["_version"]),
+        ("self._version", []),
+        ("other._mine", []),
+    ],
+)
+def test_what_a_private_name_is(line: str, what: list[str]):
+    assert sorted(private_names(ast.parse(line), {"_mine", "_version"})) == sorted(what)
+    for insides in ("from triton import knobs", "import triton.runtime.jit", "kernel.packed_metadata"):
+        assert insides_of_triton(ast.parse(insides))
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """without("C", "name"): the module as it is made where torch._C, say, has no such name."""
+
+    def make(owner: object, name: str):
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name, raising=False)
+            return importlib.reload(torch_internals)
+
+    before = dict(vars(torch_internals))
+    yield make
+    vars(torch_internals).update(before)
+
+
+def test_streams_without_the_private_name(without, monkeypatch: pytest.MonkeyPatch):
+    """The stream that work is on, not the default one."""
+    made = without(torch._C, "_cuda_getCurrentRawStream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 70 + device}))
+    assert made.current_stream(7) == 77
+
+
+def test_what_is_gone_has_another_way_or_an_error(without):
+    made = without(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert made.keeps_graph() is True
+    assert without(torch.nn.modules.module, "_has_any_global_hook").has_hooks(torch.nn.Linear(1, 1)) is True
+    assert not isinstance(ValueError(), without(torch.utils.checkpoint, "_StopRecomputationError").STOPS_RECOMPUTATION)
+    gone = f"torch {torch.__version__} has no _C._current_graph_task_id"
+    with pytest.raises(errors.BackendUnavailable, match=gone.replace("+", r"\+")):
+        without(torch._C, "_current_graph_task_id").graph_task_id()
+    with pytest.raises(errors.BackendUnavailable, match="_cdata"):
+        torch_internals.address_in_python(object())
+
+
+def test_this_torch_has_every_name():
+    """For whoever runs the tests with a new one."""
+    assert [name for name, value in vars(torch_internals).items() if isinstance(value, functools.partial)] == []
+    assert torch_internals.STOPS_RECOMPUTATION
