@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from symmoe.errors import ArgumentError, StaleRows
 
@@ -41,6 +44,28 @@ class Context(Protocol):
 def is_in_backward() -> bool:
     """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def transform_problem() -> ArgumentError | None:
+    """The error inside a transform of torch.func and in forward-mode AD, or None."""
+    if torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0:
+        return None
+    return ArgumentError(
+        "kernels have no rules for transforms of torch.func (grad, vjp, jvp, vmap) and for forward-mode AD; call this "
+        "outside of them, and take gradients by backward or torch.autograd.grad"
+    )
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """In this context torch.func transforms nothing, e.g. no words that a rank writes to tell its peers of an error."""
+    if torch._C._functorch.maybe_current_level() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # only errors need it
+
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from symmoe.autograd import transform_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -57,6 +58,8 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
     if torch.compiler.is_compiling():  # it passes tensors without memory, and runs no kernels
         return None
+    if (error := transform_problem()) is not None:
+        return error
     kind = None
     if tensor.is_nested:
         kind = "a nested tensor"
@@ -64,8 +67,8 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
         kind = str(tensor.layout)
     elif type(tensor).__torch_dispatch__ is not _PLAIN and not _is_traced(tensor):
         kind = type(tensor).__name__
-    elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        kind = "a tensor of torch.func"
+    elif not torch._C._has_storage(tensor):  # of a backward pass with is_grads_batched
+        kind = "a tensor of vmap"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
         kind = "a tensor whose memory has been freed"
     if kind is not None:

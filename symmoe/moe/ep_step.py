@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function, is_in_backward
+from symmoe.autograd import Context, Function, is_in_backward, transform_problem
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
 from symmoe.checks.choices import words_problem
@@ -108,7 +108,7 @@ def expert_parallel_mlp(
     problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
     with told(plan.heap, SEND):
-        plan.heap.fail_for(problem, SEND)
+        plan.heap.fail_for(transform_problem() or problem, SEND)
         plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
         layout = received_layout(layout, experts.ffn, experts.precision)
         weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())

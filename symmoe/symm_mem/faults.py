@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from symmoe.autograd import outside_transforms
 from symmoe.errors import TRAVELLING, PeerError, SymmoeError, encode
 from symmoe.kernels import control
 from symmoe.nodes.rail import Messages
@@ -81,6 +82,7 @@ class Faults:
 
     # -- found ----------------------------------------------------------------------------------------------------
 
+    @outside_transforms()
     def find(self, phase: int | None) -> SymmoeError | None:
         """What this rank raises now: the error on record, unless there is none or it is kept for the next barrier.
 
@@ -323,6 +325,7 @@ class Faults:
 
     # -- told -----------------------------------------------------------------------------------------------------
 
+    @outside_transforms()
     def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:
         """Fails the call whose next barrier is `phase`, as SymmetricHeap.fail does; returns what this rank raises."""
         if phase is None or self._is_captured:
@@ -348,6 +351,7 @@ class Faults:
             logger.warning("rank %d cannot tell its peers of an error: %s", self._rank, problem)
             self.abort(text)
 
+    @outside_transforms()
     def abort(self, reason: str) -> None:
         """See SymmetricHeap.abort."""
         if self.poison is not None:
