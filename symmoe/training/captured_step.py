@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -138,11 +138,7 @@ class CudaGraph:
 
 
 class _Replay:
-    """A captured step with the memory that it reads and writes.
-
-    Attributes:
-        places: where it has found the tensors of modules.
-    """
+    """A captured step with the memory that it reads and writes. `places`: of the tensors of modules."""
 
     def __init__(self, owner: CapturedStep[Any], given: Tree) -> None:
         self._inputs = [tensor.clone() for tensor in given.tensors]
@@ -198,8 +194,7 @@ class CapturedStep(Generic[R]):
     """What :func:`capture_step` returns; call it in place of the step.
 
     Attributes:
-        step, model: as given.
-        modules: of the model.
+        step, model, modules: as given, and the modules of the model.
         heaps: heaps of their layers.
         num_replays, num_repeated, num_captures: calls that were replayed and right; replays that had too little room;
             captures.
@@ -212,7 +207,7 @@ class CapturedStep(Generic[R]):
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
         try:
             self._signature = inspect.signature(step)
-        except ValueError:  # of a builtin
+        except (TypeError, ValueError):  # of a builtin
             self._signature = inspect.signature(lambda *args, **kwargs: None)
         self.make_graph: Callable[[Callable[[], None], list[SymmetricHeap]], Graph] | None = (
             CudaGraph if self.device.type == "cuda" else None
@@ -229,8 +224,15 @@ class CapturedStep(Generic[R]):
             ArgumentError: an argument, or a part of the result, is none that can be captured, e.g. requires a gradient:
                 only parameters get theirs from a replay. Or the step writes into arguments or parameters, or replaces
                 parts of the model in every call.
-            SymmoeError: what calls of the step's layers raise, in a replay at its end.
+            SymmoeError: what calls of the step's layers raise, in a replay at its end. The next calls are eager.
         """
+        try:
+            return self._call(args, kwargs)
+        except SymmoeError:
+            self._num_calls.clear()  # heaps do not know any more how many rows calls need
+            raise
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         with ExitStack() as stack:
             for heap in self.heaps:
                 stack.enter_context(told(heap, control.PHASE_PLAN))
@@ -244,8 +246,7 @@ class CapturedStep(Generic[R]):
             heap.check()  # of a rank that is gone: a replay would use connections that have ended
         replay = self._replays.get(kind)
         if replay is not None and replay.places != self.modules.places:
-            self.clear_gradients()
-            self._replays.pop(kind).end()
+            self._end(kind)
             replay = None
         if replay is None:
             replay = self._replays[kind] = _Replay(self, given)
@@ -263,8 +264,7 @@ class CapturedStep(Generic[R]):
         if random_state is not None:
             torch.cuda.set_rng_state(random_state, self.device)
         del result
-        self.clear_gradients()
-        self._replays.pop(kind).end()
+        self._end(kind)
         return self._run_eagerly(given)
 
     @property
@@ -274,19 +274,20 @@ class CapturedStep(Generic[R]):
 
     def close(self) -> None:
         """Ends all graphs and gives their memory back. The next call captures again."""
-        self.clear_gradients()
-        self._end_replays()
+        for kind in list(self._replays):
+            self._end(kind)
 
-    def _end_replays(self) -> None:
-        while self._replays:
-            self._replays.popitem()[1].end()
+    def _end(self, kind: Hashable) -> None:
+        self.clear_gradients()
+        self._replays.pop(kind).end()
 
     def _kind(self, given: Tree) -> Hashable:
         """All that decides the step, but for where tensors lie."""
         kind = given.kind, modes(self.device.type), self.modules.settings()
         if self.modules.num_looks != self._num_looks:  # no kind from before comes again
             self._num_looks = self.modules.num_looks
-            self._end_replays()
+            while self._replays:
+                self._replays.popitem()[1].end()
         return kind
 
     def clear_gradients(self) -> None:
