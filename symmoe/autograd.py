@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from symmoe.errors import ArgumentError, StaleRows
-from symmoe.torch_internals import call_after_backward, graph_task_id, keeps_graph, num_references, version_of
+from symmoe.torch_internals import (
+    call_after_backward,
+    graph_task_id,
+    is_transformed,
+    keeps_graph,
+    num_references,
+    version_of,
+)
 
 if TYPE_CHECKING:
 
@@ -42,6 +49,16 @@ class Context(Protocol):
 def is_in_backward() -> bool:
     """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
     return graph_task_id() >= 0
+
+
+def transform_problem() -> ArgumentError | None:
+    """The error inside a transform of torch.func and in forward-mode AD, or None."""
+    if not is_transformed():
+        return None
+    return ArgumentError(
+        "kernels have no rules for transforms of torch.func (grad, vjp, jvp, vmap) and for forward-mode AD; call this "
+        "outside of them, and take gradients by backward or torch.autograd.grad"
+    )
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed
 import torch.utils.checkpoint
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +71,8 @@ num_dispatch_modes: Callable[[], int] = _named("_C._len_torch_dispatch_stack")
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _named(
     "utils._python_dispatch._disable_current_modes"
 )
-is_functorch_tensor: Callable[[torch.Tensor], bool] = _named("_C._functorch.is_functorch_wrapped_tensor")
+has_storage: Callable[[torch.Tensor], bool] = _named("_C._has_storage")  # tensors of vmap have none
+transform_level: Callable[[], int | None] = _named("_C._functorch.maybe_current_level")  # of torch.func; None outside
 schema_of: Callable[[Any], Any] = _attribute("_schema")
 READS_BACK = torch.ops.aten._local_scalar_dense.default
 reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch.ops.aten._unsafe_view  # no view
@@ -85,6 +87,20 @@ ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = 
 _has_global_hooks: Callable[[], bool] = _named("nn.modules.module._has_any_global_hook", lambda: True)
 non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = _attribute("_non_persistent_buffers_set")
 _HOOKS = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is on."""
+    return transform_level() is not None or forward_ad._current_level >= 0
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """In this context torch.func transforms nothing, e.g. no words that a rank writes to tell its peers of an error."""
+    if transform_level() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # only errors need it
+
+    return temporarily_clear_interpreter_stack()  # type: ignore[no-any-return,no-untyped-call]  # untyped in torch
 
 
 def active_ddp() -> DistributedDataParallel | None:

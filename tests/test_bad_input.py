@@ -17,9 +17,24 @@ import torch
 import torch.distributed as dist
 from limits import HANG_S
 from test_heap import outcome
+from torch.autograd import forward_ad
 from worker import Findings, difference, free_bytes, open_heap
 
-from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
+from symmoe import (
+    GroupedLinear,
+    Lease,
+    MoEConfig,
+    MoELayer,
+    Plan,
+    Router,
+    ScaledSwiGLU,
+    Sequential,
+    SymmetricHeap,
+    combine_tokens,
+    dispatch_tokens,
+    kernels,
+    make_plan,
+)
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -743,6 +758,79 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+# -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
+
+
+def with_tangents(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> object:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], object]] = {
+    "grad": lambda call, x: torch.func.grad(call)(x),
+    "vjp": lambda call, x: torch.func.vjp(call, x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
+    "tangents": with_tangents,
+}
+
+
+def check_transforms(rank: int, num_ranks: int) -> list[str]:
+    """On one rank or on all, of what is passed or of weights alone: the same error on every rank; the next is right."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        layer, ids, plan, x = layer_of(heap), routing(heap, 5), plan_of(heap), torch.ones(T, H)
+        dispatch_tokens(x, plan)
+
+        def of_weights(weight: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(layer, {"router.weight": weight}, (x,))[0].sum()
+
+        calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
+            "layer": (lambda x: layer(x)[0].sum(), x),
+            "weights": (of_weights, layer.router.weight.detach()),
+            "make_plan": (lambda x: make_plan(ids, num_experts=2 * num_ranks, heap=heap).num_dropped + x.sum(), x),
+            "experts": (lambda x: expert_parallel_mlp(x, torch.ones(T, K), layer.experts, plan).sum(), x),
+            "dispatch_tokens": (lambda x: dispatch_tokens(x, plan)[0].sum(), x),
+            "combine_tokens": (lambda rows: combine_tokens(rows, plan).sum(), torch.ones(plan.num_rows, H)),
+        }
+        for culprits, (name, transform) in itertools.product(sets_of_culprits(num_ranks), TRANSFORMS.items()):
+            for kind, (call, argument) in calls.items():
+                findings.where = f"{name} of {kind} on {culprits}, seen by rank {rank} of {num_ranks}"
+                found = outcome(transform, call, argument) if rank in culprits else outcome(call, argument)
+                findings.equal("error", found[0], "ArgumentError")
+                findings.check("no rules for transforms of torch.func" in found[1], found[1])
+                goes_on(heap, findings)
+            y = layer(x.requires_grad_())[0]
+            options = {"is_grads_batched": True} if rank in culprits else {}
+            dy = torch.ones((2, T, H) if rank in culprits else (T, H))
+            found = outcome(partial(torch.autograd.grad, y, x, dy, **options))
+            findings.equal("error of batched gradients", found[0], "ArgumentError")
+            findings.check("(a tensor of vmap) must be a strided tensor" in found[1], found[1])
+            del y
+            x.requires_grad_(False)
+            goes_on(heap, findings)
+    return findings.texts
+
+
+CONFIG = MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K)
+TRANSFORMED: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
+    "GroupedLinear": (lambda: GroupedLinear(2, H, H), ([2, 4],)),
+    "GroupedMLP": (lambda: GroupedMLP(2, H, H), ([2, 4], torch.ones(T))),
+    "ScaledSwiGLU": (ScaledSwiGLU, (torch.ones(T),)),
+    "Sequential": (lambda: Sequential(GroupedLinear(2, H, H), GroupedLinear(2, H, H)), ([2, 4], [2, 4])),
+    "Router": (lambda: Router(CONFIG), ()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_of_modules_without_a_heap(name: str, transform: str):
+    make, others = TRANSFORMED[name]
+    module = make()
+    with pytest.raises(ArgumentError, match=r"no rules for transforms of torch\.func"):
+        TRANSFORMS[transform](lambda x: module(x, *others), torch.ones(T, H))
+
+
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
 
 
@@ -821,6 +909,7 @@ CHECKS: tuple[tuple[tuple[int, ...], Callable[..., list[str]], tuple[Any, ...]],
     ((1, 2, 4), check_misuse, ()),
     ((1, 3), check_exhaustion, ()),
     ((1, 2), check_gradients, ()),
+    ((1, 2), check_transforms, ()),
     *(((2, 3), check_unforeseen, (schedule,)) for schedule in ("serial", "overlapped")),
     *(((2,), check_signals, (broken,)) for broken in ("push_slots", "push_rows")),
 )

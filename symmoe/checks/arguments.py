@@ -54,8 +54,9 @@ def parameter_dtype_problem(dtype: object) -> ArgumentError | None:
 
 def rows_problem(name: str, x: object, linear: Linear) -> ArgumentError | StaleLease | None:
     """What keeps `x` from being the rows of a linear layer, or None."""
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-        return memory_problem(name, x)
+    if (error := memory_problem(name, x)) is not None:
+        return error
+    assert isinstance(x, torch.Tensor)
     if x.dim() < 2 or x.shape[-1] != linear.in_features:
         return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
     weight = next(linear.parameters())
@@ -67,7 +68,7 @@ def rows_problem(name: str, x: object, linear: Linear) -> ArgumentError | StaleL
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
     if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
         return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
-    return width_problem(linear, x) or stale_problem(name, x)
+    return width_problem(linear, x)
 
 
 def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmoe.autograd import transform_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.symm_mem.lease import ended_lease
-from symmoe.torch_internals import is_functorch_tensor, num_dispatch_modes
+from symmoe.torch_internals import has_storage, num_dispatch_modes
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
@@ -61,6 +62,8 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
     if torch.compiler.is_compiling():  # it passes tensors without memory, and runs no kernels
         return None
+    if (error := transform_problem()) is not None:
+        return error
     kind = None
     if tensor.is_nested:
         kind = "a nested tensor"
@@ -68,8 +71,8 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
         kind = str(tensor.layout)
     elif type(tensor).__torch_dispatch__ is not _PLAIN and not _is_traced(tensor):
         kind = type(tensor).__name__
-    elif is_functorch_tensor(tensor):
-        kind = "a tensor of torch.func"
+    elif not has_storage(tensor):  # of a backward pass with is_grads_batched
+        kind = "a tensor of vmap"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
         kind = "a tensor whose memory has been freed"
     if kind is not None:

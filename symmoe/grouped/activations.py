@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from symmoe import kernels
 from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import RowsLike, check_gradient, scale_problem
-from symmoe.checks.buffers import memory_problem, stale_problem
+from symmoe.checks.buffers import memory_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import RELU2, Activation
@@ -60,14 +60,15 @@ class ScaledActivation(nn.Module):
         return str(self.activation)
 
     def _problem(self, h: object, scale: object) -> ArgumentError | StaleLease | None:
-        if not isinstance(h, torch.Tensor) or h.layout is not torch.strided:
-            return memory_problem("h", h)
+        if (error := memory_problem("h", h)) is not None:
+            return error
+        assert isinstance(h, torch.Tensor)
         if h.dim() < 1 or h.dtype not in control.DTYPES:
             return ArgumentError(f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}")
         if h.shape[-1] % self.activation.hidden_width(self.activation.interleave or 1):
             unit = self.activation.hidden_width(self.activation.interleave or 1)
             return ArgumentError(f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}")
-        return stale_problem("h", h) or scale_problem("scale", scale, RowsLike(h.shape[:-1], h.dtype, h.device))
+        return scale_problem("scale", scale, RowsLike(h.shape[:-1], h.dtype, h.device))
 
 
 class ScaledSwiGLU(ScaledActivation):

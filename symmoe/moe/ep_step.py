@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function, is_in_backward
+from symmoe.autograd import Context, Function, is_in_backward, transform_problem
 from symmoe.checks.arguments import kernel_rows, wrapped_problem
 from symmoe.checks.buffers import memory_problem
 from symmoe.checks.choices import words_problem
@@ -110,7 +110,7 @@ def expert_parallel_mlp(
     problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
     with told(plan.heap, SEND):
-        plan.heap.fail_for(problem, SEND)
+        plan.heap.fail_for(transform_problem() or problem, SEND)
         for name, fc in (("experts.fc1", experts.fc1), ("experts.fc2", experts.fc2)):
             plan.heap.fail_for(wrapped_problem(name, fc, "held_problem") or fc.held_problem(), SEND)
         plan.heap.fail_for(e4m3_problem(experts.precision, x.device), SEND)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.buffers import memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -140,7 +140,8 @@ class Router(nn.Module):
         __call__ = forward  # nn.Module's has no types
 
     def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
-        if (error := mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)) is not None:
+        error = memory_problem("x", x) or mask_problem(token_mask, x)
+        if (error := error or choice_problem(topk_idx, x, self.config.top_k)) is not None:
             raise error
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -39,6 +39,7 @@ from symmoe.symm_mem.status_errors import abort_error, mismatch_error, plan_erro
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import OneCall
 from symmoe.symm_mem.waits import Waits
+from symmoe.torch_internals import outside_transforms
 
 logger = logging.getLogger("symmoe")
 
@@ -81,6 +82,7 @@ class Faults:
 
     # -- found ----------------------------------------------------------------------------------------------------
 
+    @outside_transforms()
     def find(self, phase: int | None) -> SymmoeError | None:
         """What this rank raises now: the error on record, unless there is none or it is kept for the next barrier.
 
@@ -324,6 +326,7 @@ class Faults:
 
     # -- told -----------------------------------------------------------------------------------------------------
 
+    @outside_transforms()
     def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:
         """Fails the call whose next barrier is `phase`, as SymmetricHeap.fail does; returns what this rank raises."""
         if phase is None or self._is_captured:
@@ -349,6 +352,7 @@ class Faults:
             logger.warning("rank %d cannot tell its peers of an error: %s", self._rank, problem)
             self.abort(text)
 
+    @outside_transforms()
     def abort(self, reason: str) -> None:
         """See SymmetricHeap.abort."""
         if self.poison is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -9,13 +10,12 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.layer import MoELayer
-from symmoe.moe.router import Router
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.torch_internals import pytree
+from symmoe.symm_mem.tell_peers import told
+from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")
 
@@ -46,14 +46,21 @@ def capture_step(
     On CPUs there are no graphs: every call is eager. On a heap that spans nodes a replay sends all tokens to every
     other node, whether they have experts there or not, and :meth:`CapturedStep.close` comes before the heap's.
 
-    Collective over the EP group of the model's layers: on all its ranks, the shapes of inputs change in the same calls.
-    Each call synchronises the host once, at its end. Constants among the inputs (a factor, a flag) are a part of the
-    step: another value is captured apart.
+    Collective over the EP group of the model's layers: on all its ranks, what follows changes in the same calls. Each
+    call synchronises the host once, at its end.
+
+    Captured apart are: other shapes, dtypes and strides of tensors among the arguments; other constants (a factor, a
+    flag; on GPUs also a CPU tensor without dimensions); of the model another mode (train or eval), other hooks,
+    parameters that require gradients, and other public attributes of modules (the p of a Dropout); autocast, grad mode,
+    deterministic algorithms, and precision of matrix products. If only memory is elsewhere (`parameter.data = ..`), the
+    next call captures the step once more.
 
     Args:
-        step: takes and returns tensors, or tuples, lists and dicts of tensors and of constants. It must not
-            look at values of device tensors, and must do the same in every call.
-        model: all parameters and buffers that the step uses or changes.
+        step: takes and returns tensors, constants, and tuples, lists, dicts and dataclasses of them. It must not
+            look at values of device tensors, and must do the same in every call: what else it finds in its closure or
+            in modules is read when it is captured.
+        model: all modules that the step uses, and so all parameters and buffers that it uses or changes; of several
+            models an nn.ModuleList.
         room: at least 1.
         num_eager: eager calls before a capture, at least 1.
 
@@ -68,17 +75,18 @@ def capture_step(
         raise ArgumentError(f"room ({room}) must be at least 1")
     if num_eager < 1:
         raise ArgumentError(f"num_eager ({num_eager}) must be at least 1")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise ArgumentError("model has sharded parameters (DTensor), whose memory moves: its steps cannot be captured")
-    raise_for(_layers_problem([module for module in model.modules() if isinstance(module, ExpertParallelModule)]))
-    return CapturedStep(step, model, room, num_eager)
+    captured = CapturedStep(step, model, room, num_eager)
+    raise_for(_problem(captured.modules))
+    return captured
 
 
-def _layers_problem(layers: list[ExpertParallelModule]) -> ArgumentError | None:
-    """Why steps of a model with these layers cannot be captured, or None."""
-    if len({layer.heap for layer in layers}) > 1:
+def _problem(modules: Modules) -> ArgumentError | None:
+    """Why steps of a model with these modules cannot be captured, or None."""
+    if any(hasattr(parameter, "device_mesh") for parameter in modules.parameters):
+        return ArgumentError("model has sharded parameters (DTensor), whose memory moves: its steps cannot be captured")
+    if len({layer.heap for layer in modules.layers}) > 1:
         return ArgumentError("model has layers on several heaps, whose groups could not agree to repeat a step")
-    for layer in layers:
+    for layer in modules.layers:
         is_global = isinstance(layer, MoELayer) and layer.config.aux_loss_coef and layer.config.aux_loss == "global"
         if is_global and layer.replicas.group is not None:
             return ArgumentError(
@@ -130,22 +138,23 @@ class CudaGraph:
 
 
 class _Replay:
-    """A captured step with the memory that it reads and writes."""
+    """A captured step with the memory that it reads and writes. `places`: of the tensors of modules."""
 
-    def __init__(self, owner: CapturedStep[Any], leaves: list[Any], spec: pytree.TreeSpec) -> None:
-        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._states, self._parameters = owner.states(), list(owner.model.parameters())
+    def __init__(self, owner: CapturedStep[Any], given: Tree) -> None:
+        self._inputs = [tensor.clone() for tensor in given.tensors]
+        static = Tree(given.with_tensors(self._inputs))
+        self._states, self._parameters = owner.modules.states(), owner.modules.parameters
         self._saved = [torch.empty_like(state) for state in self._states]
         self.has_room = torch.zeros((), dtype=torch.bool, device=owner.device)
-        self._result: Any = None
+        self._result: Tree | None = None
 
         def function() -> None:
             for state, saved in zip(self._states, self._saved, strict=True):
                 saved.copy_(state)
+            torch.clear_autocast_cache()  # the graph casts weights itself, in every replay
             with owner.room_for_capture() as reports:
-                args, kwargs = pytree.tree_unflatten(self._inputs, spec)
-                # Without its autograd graph, which would keep nodes of the capture's stream.
-                self._result = _of_tensors(owner.step(*args, **kwargs), torch.Tensor.detach)
+                self._result = owner.run(static)
+            torch.clear_autocast_cache()
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
                 self.has_room.copy_((torch.cat(errors) != control.PLAN_OVERFLOW).all())
@@ -155,17 +164,19 @@ class _Replay:
         assert owner.make_graph is not None
         self._graph = owner.make_graph(function, owner.heaps)
         self._gradients = [parameter.grad for parameter in self._parameters]
+        owner.modules.settings()
+        self.places = owner.modules.places
 
-    def run(self, leaves: list[Any]) -> Any:
+    def run(self, inputs: list[torch.Tensor]) -> Any:
         """Replays the step on new inputs; its result."""
-        for kept, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(kept, torch.Tensor):
-                kept.copy_(leaf)
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given)
         self._graph.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
+        assert self._result is not None
         # Copies: the next replay writes where the graph's tensors are.
-        return _of_tensors(self._result, torch.clone)
+        return self._result.with_tensors([tensor.clone() for tensor in self._result.tensors])["result"]
 
     def restore(self) -> None:
         """Gives buffers the values that they had before the last replay."""
@@ -183,9 +194,8 @@ class CapturedStep(Generic[R]):
     """What :func:`capture_step` returns; call it in place of the step.
 
     Attributes:
-        step, model: as given.
-        heaps: heaps of the model's layers.
-        device: of the model.
+        step, model, modules: as given, and the modules of the model.
+        heaps: heaps of their layers.
         num_replays, num_repeated, num_captures: calls that were replayed and right; replays that had too little room;
             captures.
     """
@@ -193,44 +203,56 @@ class CapturedStep(Generic[R]):
     def __init__(self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int) -> None:
         self.step, self.model = step, model
         self._room, self._num_eager = room, num_eager
-        layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
-        self.heaps = list(dict.fromkeys(layer.heap for layer in layers))
-        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.modules = Modules(model)
+        self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
+        try:
+            self._signature = inspect.signature(step)
+        except (TypeError, ValueError):  # of a builtin
+            self._signature = inspect.signature(lambda *args, **kwargs: None)
         self.make_graph: Callable[[Callable[[], None], list[SymmetricHeap]], Graph] | None = (
             CudaGraph if self.device.type == "cuda" else None
         )
         self._replays: dict[Hashable, _Replay] = {}
         self._num_calls: dict[Hashable, int] = {}
+        self._num_looks = self.modules.num_looks
         self.num_replays = self.num_repeated = self.num_captures = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The step with these arguments. Collective; synchronises the host.
 
         Raises:
-            ArgumentError: an argument requires a gradient: only parameters get theirs from a replay.
-            SymmoeError: what calls of the step's layers raise, in a replay at its end.
+            ArgumentError: an argument, or a part of the result, is none that can be captured, e.g. requires a gradient:
+                only parameters get theirs from a replay. Or the step writes into arguments or parameters, or replaces
+                parts of the model in every call.
+            SymmoeError: what calls of the step's layers raise, in a replay at its end. The next calls are eager.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                raise ArgumentError(
-                    f"an argument {list(leaf.shape)} requires a gradient; a captured step gives it none"
-                )
-        kind = (
-            str(spec),
-            *[(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves],
-        )
-        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
-        if self.make_graph is None or self._num_calls[kind] <= self._num_eager:
-            return self._run_eagerly(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except SymmoeError:
+            self._num_calls.clear()  # heaps do not know any more how many rows calls need
+            raise
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        with ExitStack() as stack:
+            for heap in self.heaps:
+                stack.enter_context(told(heap, control.PHASE_PLAN))
+            given = Tree(self._signature.bind(*args, **kwargs).arguments, self.device)
+            kind = self._kind(given)
+            if self._num_calls.get(kind, 0) >= self._num_eager and kind not in self._replays:
+                raise_for(_problem(self.modules))
+        if self.make_graph is None or self._num_calls.get(kind, 0) < self._num_eager:
+            return self._run_eagerly(given)
         for heap in self.heaps:
             heap.check()  # of a rank that is gone: a replay would use connections that have ended
         replay = self._replays.get(kind)
+        if replay is not None and replay.places != self.modules.places:
+            self._end(kind)
+            replay = None
         if replay is None:
-            replay = self._replays[kind] = _Replay(self, leaves, spec)
+            replay = self._replays[kind] = _Replay(self, given)
             self.num_captures += 1
         random_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        result: R = replay.run(leaves)
+        result: R = replay.run(given.tensors)
         has_room = bool(replay.has_room)  # waits for the replay
         for heap in self.heaps:
             heap.check()
@@ -242,25 +264,36 @@ class CapturedStep(Generic[R]):
         if random_state is not None:
             torch.cuda.set_rng_state(random_state, self.device)
         del result
-        self.clear_gradients()
-        self._replays.pop(kind).end()
-        return self._run_eagerly(args, kwargs)
+        self._end(kind)
+        return self._run_eagerly(given)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((tensor.device for tensor in self.modules.located), torch.device("cpu"))
 
     def close(self) -> None:
         """Ends all graphs and gives their memory back. The next call captures again."""
+        for kind in list(self._replays):
+            self._end(kind)
+
+    def _end(self, kind: Hashable) -> None:
         self.clear_gradients()
-        while self._replays:
-            self._replays.popitem()[1].end()
+        self._replays.pop(kind).end()
+
+    def _kind(self, given: Tree) -> Hashable:
+        """All that decides the step, but for where tensors lie."""
+        kind = given.kind, modes(self.device.type), self.modules.settings()
+        if self.modules.num_looks != self._num_looks:  # no kind from before comes again
+            self._num_looks = self.modules.num_looks
+            while self._replays:
+                self._replays.popitem()[1].end()
+        return kind
 
     def clear_gradients(self) -> None:
         """No parameter has a gradient."""
-        for parameter in self.model.parameters():
+        for parameter in self.modules.parameters:
             parameter.grad = None
-
-    def states(self) -> list[torch.Tensor]:
-        """Tensors that a step may change, other than gradients."""
-        routers = [module for module in self.model.modules() if isinstance(module, Router)]
-        return [*self.model.buffers(), *[router.step_load for router in routers if router.step_load is not None]]
 
     @contextmanager
     def room_for_capture(self) -> Iterator[list[torch.Tensor]]:
@@ -271,12 +304,17 @@ class CapturedStep(Generic[R]):
                 stack.enter_context(heap.fixed_room(self._room, reports))
             yield reports
 
-    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def run(self, given: Tree) -> Tree:
+        """The step on these arguments. Its result, without the autograd graph: that would keep nodes of the stream of
+        this call, and no capture could have them."""
         self.clear_gradients()
-        # A result that kept its autograd graph would keep nodes that run on the stream of this call: no capture could.
-        return cast(R, _of_tensors(self.step(*args, **kwargs), torch.Tensor.detach))
+        bound = inspect.BoundArguments(self._signature, given.with_tensors(given.tensors))
+        with self.modules.running(dict(zip(given.paths, given.tensors, strict=True))):
+            result = Tree({"result": self.step(*bound.args, **bound.kwargs)})
+        return Tree(dict(result.with_tensors([tensor.detach() for tensor in result.tensors])))
 
-
-def _of_tensors(tree: object, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    leaves, spec = pytree.tree_flatten(tree)
-    return pytree.tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    def _run_eagerly(self, given: Tree) -> R:
+        result = self.run(given)
+        kind = self._kind(given)  # now that it is known what the step itself sets
+        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
+        return cast(R, result.with_tensors(result.tensors)["result"])

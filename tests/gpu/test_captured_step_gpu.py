@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
-from test_captured_step import check_exact
+import torch
+from test_captured_step import Batch, H, Model, T, check_changes, check_exact
+from worker import Findings, open_heap
+
+import symmoe
+from symmoe.errors import ArgumentError
 
 pytestmark = pytest.mark.gpu
 
@@ -18,3 +26,87 @@ def test_every_step_is_exact(cluster, num_ranks):
     assert num_captures <= num_repeated + 1
     if num_ranks > 1:
         assert num_repeated >= 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_decides_a_step_is_captured_apart(cluster, num_ranks):
+    assert cluster(num_ranks, "cuda").run(check_changes, "cuda") == [[]] * num_ranks
+
+
+def check_arguments(rank: int, num_ranks: int) -> list[str]:
+    """Of a dataclass with new tensors in every call and a number on the CPU that changes: the bits of eager steps."""
+    findings, alive = Findings(), []
+    with open_heap("cuda", num_bytes=64 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        model, plain = Model(heap), Model(heap)
+        plain.load_state_dict(model.state_dict())
+
+        def step_of(model: Model):
+            def step(batch: Batch) -> Batch:
+                y, aux_loss = model(batch.x)
+                loss = batch.scale * y.square().mean() + aux_loss
+                loss.backward()
+                return Batch(loss, y)
+
+            return step
+
+        captured, eager = symmoe.capture_step(step_of(model), model, num_eager=2), step_of(plain)
+        kept = []
+        for number, scale in enumerate([0.5] * 5 + [2.0] * 4 + [0.5]):
+            x = torch.randn(T, H, generator=torch.Generator().manual_seed(number % 4 + 10 * rank)).to(heap.device)
+            batch = Batch(x, x + 1, torch.tensor(scale))
+            alive += [weakref.ref(batch), weakref.ref(x), weakref.ref(batch.y), weakref.ref(batch.scale)]
+            plain.zero_grad()
+            torch.manual_seed(number)
+            found = captured(batch)
+            torch.manual_seed(number)
+            wanted = eager(batch)
+            kept.append((number, found, Batch(wanted.x.detach(), wanted.y.detach())))
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            same = [torch.equal(p.grad, other.grad) for p, other in pairs]
+            findings.check(all(same), f"rank {rank}, step {number}: {same}")
+            del wanted
+        for number, found, wanted in kept:  # also after later replays
+            same = torch.equal(found.x, wanted.x), torch.equal(found.y, wanted.y)
+            findings.check(all(same), f"rank {rank}, results of step {number}: {same}")
+        findings.check(2 <= captured.num_captures <= 2 + captured.num_repeated, f"{captured.num_captures} captures")
+        with pytest.raises(ArgumentError, match=r"batch\.y \[3\] is on cpu, the model on cuda:"):
+            captured(Batch(x, torch.ones(3)))
+        del batch, x
+        gc.collect()
+        findings.equal("alive", [reference() for reference in alive if reference() is not None], [])
+        captured.close()
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_arguments(cluster, num_ranks):
+    assert cluster(num_ranks, "cuda").run(check_arguments) == [[]] * num_ranks
+
+
+def check_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
+    """Weights that autocast has cast and kept before a capture are cast anew in each replay."""
+    findings = Findings()
+    with open_heap("cuda", num_bytes=64 << 20) as heap:
+        linear = torch.nn.Linear(H, H, device=heap.device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y = linear(x).float()
+            y.square().sum().backward()
+            return y
+
+        captured = symmoe.capture_step(step, linear, num_eager=1)
+        x = torch.randn(T, H, device=heap.device)
+        with torch.autocast("cuda", torch.bfloat16):
+            for number in range(4):
+                found = captured(x)
+                with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                    findings.check(torch.equal(found, linear(x).float().detach()), f"rank {rank}, step {number}")
+                with torch.no_grad():
+                    linear.weight.mul_(1.5)
+        captured.close()
+    return findings.texts
+
+
+def test_autocast_around_steps(cluster):
+    assert cluster(1, "cuda").run(check_autocast_around_steps) == [[]]

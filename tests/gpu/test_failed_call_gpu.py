@@ -1,4 +1,5 @@
-"""A rank that does not come to combine: the others' outputs and gradients are NaN, and their CUDA contexts live on."""
+"""A rank that does not come to combine: the others' outputs and gradients are NaN, and their CUDA contexts live on.
+A rank that calls a layer inside a transform of torch.func: an error on all ranks, and the heap lives on."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster
 from limits import PROMPT_S
+from test_bad_input import TRANSFORMS, layer_of, sets_of_culprits
 from test_heap import outcome
-from worker import Findings
+from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerAborted, PeerError, PeerTimeout
@@ -115,3 +117,30 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
         assert [text for texts in ranks.run(leave_out_of_combine, "cuda", where, order) for text in texts] == []
     finally:
         ranks.close()
+
+
+def check_transforms(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    with open_heap("cuda") as heap:
+        layer = layer_of(heap)
+        x = torch.ones(T, layer.config.hidden, device=heap.device)
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            y, _ = layer(x)
+            heap.synchronize()
+            return y.sum()
+
+        wanted = call(x).detach()
+        for culprits in sets_of_culprits(num_ranks):
+            for name, transform in TRANSFORMS.items():
+                findings.where = f"{name} on {culprits}, rank {rank} of {num_ranks}"
+                error, text = outcome(transform, call, x) if rank in culprits else outcome(call, x)
+                findings.equal("error", error, "ArgumentError")
+                findings.check("no rules for transforms of torch.func" in text, text)
+                findings.check(torch.equal(call(x).detach(), wanted), "the next call is wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_transforms_of_a_layer(cluster, num_ranks: int):
+    assert cluster(num_ranks, "cuda").run(check_transforms) == [[]] * num_ranks

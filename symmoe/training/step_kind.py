@@ -1,0 +1,273 @@
+"""What decides a captured step besides the contents of tensors: its arguments, the modules of its model, and how torch
+is set. What is not understood is refused by name: a replay would repeat what it was when the step was captured."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import numbers
+import operator
+import types
+import warnings
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from symmoe.checks.buffers import memory_problem
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.torch_internals import pytree, version_of
+
+_CONSTANTS = frozenset((bool, int, float, complex, str, bytes, range, types.NoneType))
+_CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+# Tables of a module by which its calls find what they need.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_TRAINED = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _is_constant(value: object) -> bool:
+    return type(value) in _CONSTANTS or isinstance(value, numbers.Number | enum.Enum | np.generic)
+
+
+def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
+    """What a container holds, by where, and what makes a like one of other parts; None: it is none that is known."""
+    kind = type(value)
+    if kind in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(kind, "_make")):
+        return {f"[{i}]": part for i, part in enumerate(value)}, getattr(kind, "_make", kind)
+    if kind is slice:
+        return {f".{name}": getattr(value, name) for name in ("start", "stop", "step")}, lambda new: slice(*new)
+    is_dataclass = dataclasses.is_dataclass(kind)
+    if is_dataclass or isinstance(value, dict | UserDict | types.SimpleNamespace):
+        items = value if isinstance(value, dict) else {}
+        fields = [field.name for field in dataclasses.fields(kind)] if is_dataclass else []
+        names = [name for name in dict.fromkeys([*fields, *getattr(value, "__dict__", ())]) if hasattr(value, name)]
+        if not all(map(_is_constant, items)):
+            return None
+
+        def like(new: list[Any]) -> Any:
+            other = copy.copy(value)
+            for key, part in zip(items, new, strict=False):
+                dict.__setitem__(other, key, part)
+            for name, part in zip(names, new[len(items) :], strict=True):
+                object.__setattr__(other, name, part)  # it may be frozen
+            return other
+
+        parts = {f"[{key!r}]": part for key, part in items.items()}
+        return parts | {f".{name}": getattr(value, name) for name in names}, like
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if spec.is_leaf():
+        return None
+    parts = {f"[{i}]": part for i, part in enumerate(children)} | {".context": spec.context}
+    return parts, lambda new: pytree.tree_unflatten(new[:-1], spec)
+
+
+class Tree:
+    """Values, taken apart.
+
+    Args:
+        values: by name.
+        device: of the model, if these are arguments of a captured step; None: what a step returns.
+
+    Attributes:
+        tensors, paths: the tensors in the values, each once, and where they are.
+        kind: everything else; values of the same kind differ in the contents of `tensors` only.
+
+    Raises:
+        ArgumentError, StaleLease: a value is none that is understood, or a tensor that cannot be an argument.
+    """
+
+    def __init__(self, values: dict[str, object], device: torch.device | None = None) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.paths: list[str] = []
+        self._values, self._device = values, device
+        self._numbers: dict[int, int] = {}
+        tokens: list[Hashable] = []
+        for path, value in values.items():
+            self._add(path, value, tokens)
+        self.kind: Hashable = (*values, *tokens)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> OrderedDict[str, Any]:
+        """The values by name, with other tensors in place of `tensors`."""
+        return OrderedDict((name, self._with(value, tensors)) for name, value in self._values.items())
+
+    def _with(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            number = self._numbers.get(id(value))
+            return value.clone() if number is None else tensors[number]
+        if type(value) in _CONSTANTS or (found := _parts(value)) is None:
+            return value
+        parts, like = found
+        return like([self._with(part, tensors) for part in parts.values()])
+
+    def _add(self, path: str, value: object, tokens: list[Hashable]) -> None:
+        if isinstance(value, torch.Tensor):
+            tokens.append(self._add_tensor(path, value))
+        elif type(value) in _CONSTANTS:
+            tokens.append((type(value), value if isinstance(value, str) else repr(value)))  # 0.0 is not -0.0
+        elif (found := _parts(value)) is not None:
+            parts, _ = found
+            tokens.append((type(value), *parts))
+            for where, part in parts.items():
+                self._add(path + where, part, tokens)
+        elif _is_constant(value):
+            tokens.append((type(value), repr(value)))
+        else:
+            raise ArgumentError(
+                f"{path} ({type(value).__name__}) cannot be captured: arguments and results of a captured step are "
+                "tensors (torch.from_numpy makes them of arrays), numbers, strings, None, dtypes, devices, and lists, "
+                "tuples, dicts (by such keys) and dataclasses of these; what is always the same may stay in the step"
+            )
+
+    def _add_tensor(self, path: str, tensor: torch.Tensor) -> Hashable:
+        if (number := self._numbers.get(id(tensor))) is not None:
+            return number
+        if self._device is not None:
+            if tensor.requires_grad:
+                raise ArgumentError(f"{path} {list(tensor.shape)} requires a gradient; a captured step gives it none")
+            raise_for(memory_problem(path, tensor))
+            if tensor.device != self._device:
+                if tensor.device.type == "cpu" and tensor.dim() == 0:  # kernels get it as a number
+                    return tensor.dtype, repr(tensor.item())
+                raise ArgumentError(
+                    f"{path} {list(tensor.shape)} is on {tensor.device}, the model on {self._device}: a replay would "
+                    "not read it; move it there, or, if the host shall read it, give numbers"
+                )
+        self._numbers[id(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        self.paths.append(path)
+        return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def modes(device_type: str) -> Hashable:
+    """How torch is set."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
+class Modules:
+    """The modules of a model, looked at before every call.
+
+    Attributes:
+        parameters, layers: of the model.
+        located: those of its parameters and buffers that have memory of their own.
+        num_looks: how often parameters, buffers, modules, hooks, or what the step itself sets, were found to be others.
+        places: where tensors lie, as :meth:`settings` has found them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.num_looks, self._num_replaced = model, 0, 0
+        self._own: dict[tuple[int, str], object] = {}  # attributes that the step itself sets
+        self._numbers: dict[Hashable, int] = {}
+        self._objects: dict[int, object] = {}  # by id, which no other gets as long as they are here
+        self.places: list[list[Any]] = []
+        self._trained: list[tuple[Any, ...]] = []
+        self._values: list[Any] = []
+        self._settings = 0
+        self._look()
+
+    def settings(self) -> int:
+        """The number of what decides the step, but for where tensors lie."""
+        if self._are_others() or sum(map(len, self._vars)) != self._num_attributes:
+            self._look()
+        trained, values = list(map(_TRAINED, self.parameters)), [d.get(name) for d, name in self._public]
+        tensors = self._tensors()
+        places = [list(map(of, tensors)) for of in (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel)]
+        if trained == self._trained and places == self.places and all(map(operator.is_, values, self._values)):
+            return self._settings
+        if torch.Tensor in map(type, values) or [hooks for _, *hooks in trained] != self._hooks:
+            self._look()
+            return self.settings()
+        self._trained, self._values, self.places = trained, values, places
+        tokens = [(type(value), repr(value) if type(value) in _CONSTANTS else id(value)) for value in values]
+        self._objects |= {id(value): value for value in values if type(value) not in _CONSTANTS}
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+        settings = self.num_looks, *[needs_gradient for needs_gradient, *_ in trained], *tokens, *layouts
+        self._settings = self._numbers.setdefault(settings, len(self._numbers))
+        return self._settings
+
+    def states(self) -> list[torch.Tensor]:
+        """Tensors that a step may change, other than gradients. (It cannot if several elements share memory.)"""
+        tensors = [t.detach() for t in self._tensors() if not isinstance(t, nn.Parameter)]
+        return [t for t in tensors if all(step or size < 2 for step, size in zip(t.stride(), t.shape, strict=True))]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return self.located + [t for d, name in self._attributes if type(t := d.get(name)) is torch.Tensor]
+
+    @contextmanager
+    def running(self, arguments: dict[str, torch.Tensor]) -> Iterator[None]:
+        """A context for the step, which finds out what it sets itself. arguments: by where they are.
+
+        Raises:
+            ArgumentError: it writes into arguments or parameters, or always replaces something in the model.
+        """
+        tensors = [*arguments.items(), *self._model.named_parameters()]
+        versions = [_version(tensor) for _, tensor in tensors]
+        watched = [*self._public, *self._attributes]
+        before = [d.get(name) for d, name in watched]
+        yield
+        for (name, tensor), version in zip(tensors, versions, strict=True):
+            if _version(tensor) != version:
+                raise ArgumentError(f"the step writes into {name} {list(tensor.shape)}, twice if it has to be repeated")
+        self._num_replaced = self._num_replaced + 1 if self._are_others() else 0
+        if self._num_replaced == 2:
+            known = set(map(id, self._entries))
+            names = [key for d in (*self._full, *self._empty) for key, value in d.items() if id(value) not in known]
+            raise ArgumentError(f"the step replaces {names} of modules in every call, which a replay would not")
+        own = [pair for pair, value in zip(watched, before, strict=True) if not _is_same(value, pair[0].get(pair[1]))]
+        if own:
+            names = sorted({name for _, name in own})
+            warnings.warn(f"the step sets {names} of modules, which replays of a capture will not", stacklevel=6)
+            self._own |= {(id(d), name): d for d, name in own}
+            self._look()
+
+    def _are_others(self) -> bool:
+        """Whether parameters, buffers, modules or their hooks are others than at the last look."""
+        entries = chain.from_iterable(map(dict.values, self._full))
+        is_known = all(map(operator.is_, entries, self._entries)) and sum(map(len, self._full)) == len(self._entries)
+        return not is_known or any(self._empty)
+
+    def _look(self) -> None:
+        self.num_looks += 1
+        modules, self.parameters = list(self._model.modules()), list(self._model.parameters())
+        self._hooks = [hooks for _, *hooks in map(_TRAINED, self.parameters)]
+        self.layers = [module for module in modules if isinstance(module, ExpertParallelModule)]
+        tables = [vars(module)[name] for module in modules for name in _TABLES if name in vars(module)]
+        tables += [table for table in chain.from_iterable(self._hooks) if table is not None]
+        self._full, self._empty = [table for table in tables if table], [table for table in tables if not table]
+        self._entries = list(chain.from_iterable(map(dict.values, self._full)))
+        self._vars = list(map(vars, modules))
+        self._num_attributes = sum(map(len, self._vars))
+        found = [(d, name) for d in self._vars for name in d if (id(d), name) not in self._own]
+        self._attributes = [
+            (d, name) for d, name in found if type(t := d[name]) is torch.Tensor and t.layout is torch.strided
+        ]
+        self._public = [(d, name) for d, name in found if name[0] != "_" and type(d[name]) is not torch.Tensor]
+        tensors = (*self.parameters, *self._model.buffers())
+        self.located = [t for t in tensors if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
+        self.places, self._trained, self._values = [], [], []  # unknown
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _is_same(old: object, new: object) -> bool:
+    return old is new or (type(old) is type(new) and type(old) in _CONSTANTS and old == new)
