@@ -6,9 +6,10 @@ the step is one operator of torch (moe/torch_operators.py); otherwise it is not.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -20,6 +21,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
+
+_FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +116,11 @@ class RoutedExperts:
             self._history.note(*plan.needed_rows)
         return y, plan.expert_load, plan.num_dropped
 
+    @functools.cached_property
+    def _config_number(self) -> int:
+        """By which plans compare all of the configuration, which must be equal on every rank."""
+        return self.heap.configurations.number({name: getattr(self.config, name) for name in _FIELDS})
+
     @property
     def _history(self) -> RowHistory:
         return self.heap.row_history((self.config.num_experts, self.config.top_k))
@@ -124,7 +132,7 @@ class RoutedExperts:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity)
+        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
         return plan_call(topk_idx, self.heap, options, find_room)
 
     def apply(

@@ -35,6 +35,7 @@ class DryHeap(SymmetricHeap):
 
     rank, device, epoch = 0, _META, 0
     status: Any = None
+    configurations: Any = SimpleNamespace(number=lambda fields: 0)
     trip_timer = captured_reports = None
     spans_nodes = False
     base = 0

@@ -39,6 +39,7 @@ from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, warn_if_alone_by_mistake
+from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
@@ -101,6 +102,7 @@ class SymmetricHeap:
             another node, the rank with its index here.
         statistics: counters.
         captured_reports, room_factor: None, or where the reports of plans go in :meth:`fixed_room`, and its factor.
+        configurations: numbers of layers' configurations, which plans compare.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
@@ -158,7 +160,8 @@ class SymmetricHeap:
         self._streams = stream_order(self.device)
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
         self._one_call = OneCall(self._access, self._memory.lock, self._streams)
-        self._waits = Waits(self.peers, timeout_s, start_timeout_s)
+        self.configurations = Configurations(self._bootstrap)
+        self._waits = Waits(self.peers, self.configurations, timeout_s, start_timeout_s)
         self._mates = self._make_mates(start_timeout_s) if self.spans_nodes else None
         self._faults = Faults(self._waits, self._streams, self._one_call, self.backend, self._mates)
         self.statistics = self._memory.statistics
@@ -354,7 +357,7 @@ class SymmetricHeap:
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED offsets in the arena, or other integers, for the peers.
             spoils: rows that are filled with NaN if the call has failed.
-            agreed: fields of control.CALL_FIELDS that must be equal on all ranks, as the phase must be.
+            agreed: arguments of control.pack_call that must be equal on all ranks, as the phase must be.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
