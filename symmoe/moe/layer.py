@@ -21,7 +21,7 @@ from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.expert_bias import count_in_backward, load_so_far
-from symmoe.moe.layer_checks import arguments_problem, hooks_of, inference_problem, numbers_problem
+from symmoe.moe.layer_checks import arguments_problem, device_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.metrics import MoEMetrics
 from symmoe.moe.routed_experts import RoutedExperts
@@ -188,6 +188,8 @@ class MoELayer(ExpertParallelModule):
         return (
             self.wrapper_problem()
             or arguments_problem(self.config, self.heap.device, x, **arguments)
+            or device_problem("router", self._modules.get("router"), self.heap.device)
+            or device_problem("shared_expert", self._modules.get("shared_expert"), self.heap.device)
             or inference_problem(self, x=x, **arguments)
             or width_problem(self.experts.fc1, x)
             or width_problem(self.experts.fc2, x)

@@ -16,9 +16,11 @@ import torch
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
+from symmoe.moe.layer_checks import device_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 
@@ -105,6 +107,7 @@ class RoutedExperts:
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Same as a call, without an operator around it."""
+        self.heap.fail_for(device_problem("experts", experts, self.heap.device), control.PHASE_PLAN)
         plan = self.plan(topk_idx, tokens.dtype, self._find_room)
         if before_trips is not None:
             before_trips()
