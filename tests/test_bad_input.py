@@ -24,6 +24,7 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Recipe
+from symmoe.training.lora import add_lora
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
@@ -554,6 +555,51 @@ def check_plans_of_different_heaps(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+PLACES = (
+    ("experts.fc1.weight", lambda layer: layer.experts.to("meta")),
+    ("experts.fc2.weight", lambda layer: layer.experts.fc2.to("meta")),
+    ("experts.fc1.lora_b", lambda layer: (add_lora(layer, rank=2, alpha=1.0), _to_meta(layer.experts.fc1, "lora_b"))),
+    ("router.weight", lambda layer: layer.router.to("meta")),
+    ("shared_expert.bias", lambda layer: _to_meta(layer.shared_expert, "bias")),
+)
+
+
+def _to_meta(module: torch.nn.Module, name: str) -> None:
+    module._parameters[name] = torch.nn.Parameter(torch.empty_like(module._parameters[name], device="meta"))
+
+
+def check_places(rank: int, num_ranks: int) -> list[str]:
+    """Parameters that have no memory, in the first call and later."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
+
+        def new_layer(**options: Any) -> MoELayer:
+            config = layer_of(heap).config
+            return MoELayer(config, heap, shared_expert=torch.nn.Linear(H, H, **options), **options)
+
+        x = torch.randn(T, H)
+        for culprits, (name, move), calls in itertools.product(sets_of_culprits(num_ranks), PLACES, (0, 1, 9)):
+            findings.where = f"{name} on ranks {culprits}, after {calls} calls, seen by rank {rank} of {num_ranks}"
+            layer = new_layer()
+            for _ in range(calls):
+                layer(x)[0].sum().backward()
+            if rank in culprits:
+                move(layer)
+            kind, text = outcome(layer, x)
+            findings.equal("error", kind, "ArgumentError")
+            findings.check(f"{name} is on meta; it must be on cpu" in text, text)
+            goes_on(heap, findings)
+        findings.where = f"a layer without memory, seen by rank {rank} of {num_ranks}"
+        layer = new_layer(device="meta")
+        findings.check("router.weight is on meta" in outcome(layer, x)[1], outcome(layer, x)[1])
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.fill_(0.25)
+        findings.equal("y", outcome(layer, x), ("", ""))
+    return findings.texts
+
+
 def check_scores(rank: int, num_ranks: int) -> list[str]:
     """NaN and Inf in the router's logits, by a token or by the router's weight."""
     findings = Findings()
@@ -812,6 +858,7 @@ CHECKS: tuple[tuple[tuple[int, ...], Callable[..., list[str]], tuple[Any, ...]],
     ((2, 3), check_order_of_errors, ()),
     ((2, 3), check_plans, ()),
     ((2,), check_plans_of_different_heaps, ()),
+    ((1, 3), check_places, ()),
     ((1, 3), check_scores, ()),
     ((1, 2), check_other_heaps, ()),
     ((1, 2, 4), check_misuse, ()),
