@@ -216,7 +216,8 @@ def _place_slots(
     numel, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
     with heap.one_call():
         fill = partial(_fill, topk_idx, heap, header, config, numel, layout, tell, share)
-        (storage,) = fill() if heap.spans_nodes else heap.run(("plan", header, config), fill, (topk_idx,))
+        is_special = heap.spans_nodes or heap.first_step is not None
+        (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
         heap.note_counts(generation, num_tokens=num_tokens, top_k=top_k)
         if heap.raises_at_once:
@@ -257,7 +258,13 @@ def _fill(
     ops.send_counts(block_counts, topk_idx, header, block_starts, heap.count_peers, num_experts=num_experts)
     if tell is not None:
         tell()
-    received = heap.barrier(control.PHASE_PLAN, config=config)
+    first_step = heap.first_step
+    if first_step is None or heap.capture:
+        received = heap.barrier(control.PHASE_PLAN, config=config)
+    else:
+        heap.first_step = None
+        received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
+        first_step.compare(heap.read_back(received)())
     if share is not None:
         share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.

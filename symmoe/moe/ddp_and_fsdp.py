@@ -40,12 +40,14 @@ class Replicas:
     Attributes:
         group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
         gradient_group: the same, for gradients under DDP; None: the DDP's ranks are one EP group.
+        are_reduced: whether reduce_gradients has been called for the layer.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.gradient_group = group if gradient_group is None else gradient_group
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self.are_reduced = False
 
     @property
     def ddp(self) -> DistributedDataParallel | None:

@@ -21,6 +21,7 @@ from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.expert_bias import count_in_backward, load_so_far
+from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.layer_checks import arguments_problem, device_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.metrics import MoEMetrics
@@ -111,6 +112,7 @@ class MoELayer(ExpertParallelModule):
             if found[name] != value:
                 raise ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
         self.experts = experts
+        watch_first_step(self)
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
     def forward(

@@ -36,7 +36,7 @@ class DryHeap(SymmetricHeap):
     rank, device, epoch = 0, _META, 0
     status: Any = None
     configurations: Any = SimpleNamespace(number=lambda fields: 0)
-    trip_timer = captured_reports = None
+    trip_timer = captured_reports = first_step = None
     spans_nodes = False
     base = 0
     one_call: Any = nullcontext

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,16 @@ def heap_numbered(number: int | None) -> SymmetricHeap | None:
     return None if number is None else _HEAPS.get(number)
 
 
+class Compared(Protocol):
+    """What ranks tell each other in the barrier of one plan."""
+
+    def words(self) -> tuple[int, ...]:
+        """Of this rank, none below 0."""
+
+    def compare(self, received: Sequence[Sequence[int]]) -> None:
+        """Looks at those of all ranks."""
+
+
 class SymmetricHeap:
     """Symmetric memory over the ranks of an expert-parallel group.
 
@@ -103,6 +113,7 @@ class SymmetricHeap:
         statistics: counters.
         captured_reports, room_factor: None, or where the reports of plans go in :meth:`fixed_room`, and its factor.
         configurations: numbers of layers' configurations, which plans compare.
+        first_step: None, or what the next plan compares between the ranks of a node.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
@@ -168,6 +179,7 @@ class SymmetricHeap:
         self._row_histories: dict[Hashable, RowHistory] = {}
         self._num_errors = 0
         self.captured_reports: list[torch.Tensor] | None = None
+        self.first_step: Compared | None = None
         self.room_factor: float | None = None
         self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
