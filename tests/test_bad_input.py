@@ -589,6 +589,14 @@ def check_places(rank: int, num_ranks: int) -> list[str]:
             findings.equal("error", kind, "ArgumentError")
             findings.check(f"{name} is on meta; it must be on cpu" in text, text)
             goes_on(heap, findings)
+        findings.where = f"assigned experts of another size, seen by rank {rank} of {num_ranks}"
+        layer = new_layer()
+        fitting, layer.experts = layer.experts, GroupedMLP(2, H, 2 * H if rank == num_ranks - 1 else H)
+        kind, text = outcome(layer, x)
+        findings.equal("error", kind, "ArgumentError")
+        findings.check(f"experts.ffn ({2 * H}) must be {H}" in text, text)
+        layer.experts = fitting
+        findings.equal("y", outcome(layer, x), ("", ""))
         findings.where = f"a layer without memory, seen by rank {rank} of {num_ranks}"
         layer = new_layer(device="meta")
         findings.check("router.weight is on meta" in outcome(layer, x)[1], outcome(layer, x)[1])

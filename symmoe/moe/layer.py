@@ -12,7 +12,7 @@ from torch import nn
 
 from symmoe.checks.arguments import width_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
@@ -56,6 +56,8 @@ class MoELayer(ExpertParallelModule):
     Raises:
         ArgumentError: the configuration does not fit the group, or `experts` does not fit the configuration.
     """
+
+    _fitting_experts: GroupedMLP  # as they were when they last were compared with the configuration
 
     def __init__(
         self,
@@ -102,6 +104,13 @@ class MoELayer(ExpertParallelModule):
         Raises:
             ArgumentError: they do not fit the configuration.
         """
+        raise_for(self._fit_problem(experts))
+        self.experts = vars(self)["_fitting_experts"] = experts
+        watch_first_step(self)
+        self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
+
+    def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
+        """In what these experts differ from the configuration, or None."""
         num_local = self.config.num_experts // self.heap.num_ranks
         wanted = {"num_groups": num_local} | {
             name: getattr(self.config, name) for name in ("hidden", "ffn", "precision")
@@ -110,10 +119,8 @@ class MoELayer(ExpertParallelModule):
         wanted["activation"], found["activation"] = self.config.activation, experts.activation.activation
         for name, value in wanted.items():
             if found[name] != value:
-                raise ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
-        self.experts = experts
-        watch_first_step(self)
-        self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
+                return ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
+        return None
 
     def forward(
         self,
@@ -187,6 +194,11 @@ class MoELayer(ExpertParallelModule):
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None."""
+        experts = self._modules["experts"]
+        if experts is not self._fitting_experts and isinstance(experts, GroupedMLP):  # they have been assigned
+            if (problem := self._fit_problem(experts)) is not None:
+                return problem
+            self.set_experts(experts)
         return (
             self.wrapper_problem()
             or arguments_problem(self.config, self.heap.device, x, **arguments)
