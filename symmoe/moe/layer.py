@@ -198,7 +198,7 @@ class MoELayer(ExpertParallelModule):
         if experts is not self._fitting_experts and isinstance(experts, GroupedMLP):  # they have been assigned
             if (problem := self._fit_problem(experts)) is not None:
                 return problem
-            self.set_experts(experts)
+            vars(self)["_fitting_experts"] = experts
         return (
             self.wrapper_problem()
             or arguments_problem(self.config, self.heap.device, x, **arguments)

@@ -38,9 +38,9 @@ class Configurations:
     def mismatch(self, first: int, number: int, peer: int, other: int) -> ConfigMismatch:
         """The error of two ranks, `first` and `peer`, whose layers have these numbers; 0: of make_plan."""
         if not (number and other):
-            here, there = ("of a layer" if each else "of make_plan" for each in (number, other))
+            calls = ["that of a layer" if each else "make_plan" for each in (number, other)]
             return ConfigMismatch(
-                f"ranks are in different calls: rank {first} in that {here}, rank {peer} in that {there}"
+                f"ranks are in different calls: rank {first} in {calls[0]}, rank {peer} in {calls[1]}"
             )
         here, there = self._fields(number), self._fields(other)
         name = next((name for name in here if name in there and here[name] != there[name]), None)
@@ -63,6 +63,6 @@ def _key(number: int) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    if isinstance(value, float):  # or a kind of it, e.g. numpy's
+        value = int(value) if value.is_integer() else float(value)
     return "none" if value is None else repr(value)
