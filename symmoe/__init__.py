@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from symmoe.training.metrics import LayerRecord, MetricsLogger, tensorboard_sink
     from symmoe.training.precision_choice import choose_precision
     from symmoe.training.replay import balanced_routing, record_routing, replay_routing
+    from symmoe.training.replicas import broadcast_parameters
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
@@ -67,6 +68,7 @@ _HOME = {
     "balance_after": "symmoe.moe.expert_bias",
     "balance_step": "symmoe.moe.expert_bias",
     "balanced_routing": "symmoe.training.replay",
+    "broadcast_parameters": "symmoe.training.replicas",
     "capture_step": "symmoe.training.captured_step",
     "choose_precision": "symmoe.training.precision_choice",
     "clip_grad_norm": "symmoe.training.gradients",
@@ -113,6 +115,7 @@ __all__ = [
     "balance_after",
     "balance_step",
     "balanced_routing",
+    "broadcast_parameters",
     "capture_step",
     "choose_precision",
     "clip_grad_norm",

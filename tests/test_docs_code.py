@@ -101,7 +101,7 @@ def replicated_gradients(scope: Scope) -> None:
 def model_to_save(scope: Scope) -> None:
     heap = symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host")
     model = symmoe.MoELayer(symmoe.MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=2), heap)
-    dist.broadcast(model.router.weight.data, src=0)
+    symmoe.broadcast_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 32))[0].sum().backward()
     symmoe.reduce_gradients(model)
@@ -239,9 +239,7 @@ def own_loop(scope: Scope) -> None:
 
     def build_model(heap: symmoe.SymmetricHeap) -> torch.nn.Module:
         model = Model(heap)
-        for name, parameter in model.named_parameters():
-            if ".experts." not in name:
-                dist.broadcast(parameter.data, src=0)
+        symmoe.broadcast_parameters(model)
         return model
 
     data = [(torch.randn(FEATURES), torch.randn(FEATURES)) for _ in range(32)]

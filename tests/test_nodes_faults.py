@@ -116,6 +116,11 @@ def wrong_calls(
             expect("ExpertIdError", lambda o=options: make_plan(bad_ids, **o))
         more = NUM_EXPERTS * (2 if is_culprit else 1)
         expect("ConfigMismatch", lambda: make_plan(ready.ids, num_experts=more, heap=heap))
+        for differs in (is_culprit, on_its_node):
+            sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": 1}
+            layer = MoELayer(MoEConfig(**sizes, stash="none" if differs else "all"), heap)
+            expect("ConfigMismatch", lambda its=layer: its(x))
+            assert found[-1][1][1].startswith("stash differs: rank ")
         rail_capacity = 50 if on_its_node else 40
         expect("ConfigMismatch", lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity))
         for has_capacity in (is_culprit, not is_culprit, on_its_node):  # the others' hosts read the plan

@@ -34,11 +34,11 @@ from symmoe.checkpoint.manifest import (
 )
 from symmoe.checkpoint.optimizer_state import record_of, state_places
 from symmoe.checkpoint.peers import Peers
+from symmoe.checkpoint.replicas import check_replicas, digest
 from symmoe.checkpoint.tensors import Place, places_of
 from symmoe.errors import ArgumentError, CheckpointError
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
-_DIGEST_BYTES = 32
 Run = tuple[int, int]  # first row and number of rows
 
 
@@ -95,8 +95,8 @@ def save_checkpoint(
         )
         token = tables[0]["token"]
         plan = peers.together(lambda: _plan(tables))
-        digests = peers.gather(lambda: b"".join(_digest(parts[key]) for key in plan.compared_by(peers.rank)))
-        peers.together(lambda: _compare(plan, digests))
+        digests = peers.gather(lambda: b"".join(digest(parts[key].to_host()) for key in plan.compared_by(peers.rank)))
+        peers.together(lambda: check_replicas(plan.replicas, digests))
 
         def prepare() -> None:
             if peers.rank == 0:  # rank 0 holds the lock until all ranks know the result
@@ -163,9 +163,14 @@ class _Plan:
     holders: dict[tuple[str, Run], list[int]]
     writes: list[list[tuple[str, Run]]]
 
+    @property
+    def replicas(self) -> list[tuple[str, list[int]]]:
+        """Keys of what several ranks have, and the ranks, in order."""
+        return [(key, ranks) for (key, _), ranks in self.holders.items() if len(ranks) > 1]
+
     def compared_by(self, rank: int) -> list[str]:
         """Keys of the tensors that a rank has in common with others, in order."""
-        return [key for (key, _), ranks in self.holders.items() if len(ranks) > 1 and rank in ranks]
+        return [key for key, ranks in self.replicas if rank in ranks]
 
 
 def _check_arguments(step: int, keep_last: int | None) -> None:
@@ -222,9 +227,9 @@ def _json(name: str, value: Any) -> bytes:
 
 
 def _plan(tables: list[dict[str, Any]]) -> _Plan:
-    for name, digest in tables[0]["common"].items():
+    for name, expected in tables[0]["common"].items():
         for rank, table in enumerate(tables):
-            if table["common"][name] != digest:
+            if table["common"][name] != expected:
                 raise CheckpointError(
                     f"{name} differs between rank 0 and rank {rank}; it must be the same on all ranks"
                 )
@@ -258,27 +263,6 @@ def _share(
         writes[writer].append((key, run))
         load[writer] += math.prod((run[1], *shape[1:])) * DTYPES[dtype].itemsize
     return writes
-
-
-def _digest(part: _Part) -> bytes:
-    return hashlib.sha256(part.to_host().reshape(-1).view(torch.uint8).numpy().data).digest()
-
-
-def _compare(plan: _Plan, digests: list[bytes]) -> None:
-    """Checks that parts that several ranks have are the same on all of them."""
-    seen: dict[tuple[str, Run], tuple[int, bytes]] = {}
-    positions = [0] * len(digests)
-    for (key, run), ranks in plan.holders.items():
-        for rank in ranks if len(ranks) > 1 else ():
-            start = positions[rank]
-            positions[rank] += _DIGEST_BYTES
-            digest = digests[rank][start : positions[rank]]
-            other, expected = seen.setdefault((key, run), (rank, digest))
-            if digest != expected:
-                raise CheckpointError(
-                    f"{key} differs between rank {other} and rank {rank}, which must have the same bits (unless it "
-                    "is an expert's: then its module has to say holds_experts = True)"
-                )
 
 
 def _write(unfinished: Path, parts: Mapping[str, _Part], rank: int) -> dict[str, Any]:

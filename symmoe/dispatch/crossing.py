@@ -110,9 +110,9 @@ class RailCounts:
         for rank in range(self._heap.peers.num_ranks):
             self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, number)
 
-    def share(self) -> None:
+    def share(self, config: int) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
-        Collective over the group, after the plan's barrier."""
+        Collective over the group, after the plan's barrier. config: as in PlanOptions."""
         topology, maps = self._heap.topology, self._heap.rank_maps
         table, to_row = self._table(self._heap.peers.rank), self._rows()
         ours = table.index_select(0, to_row[maps.by_node[topology.node]])
@@ -124,6 +124,7 @@ class RailCounts:
             [receives],
             control.PHASE_NODES_PLAN,
             num_tokens=len(self._rails.topk_idx),
+            config=config,
         )
         rows, num_received = received.split([ours.numel(), topology.num_nodes], 1)
         others = maps.by_node.index_select(0, maps.other_nodes).flatten()

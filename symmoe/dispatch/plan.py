@@ -43,6 +43,7 @@ class PlanOptions(NamedTuple):
     precision: Recipe | None
     quantized_wire: str
     rail_capacity: int | None = None
+    config: int = 0  # the number of a layer's configuration, see symm_mem/configurations.py
 
 
 def make_plan(
@@ -108,7 +109,7 @@ def plan_call(
     """
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, _ = options
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = options
     heap.check(control.PHASE_PLAN, waits=capacity is None)
     with told(heap, control.PHASE_PLAN):
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
@@ -141,7 +142,7 @@ def plan_call(
         if heap.spans_nodes:
             plan = _plan_between_nodes(topk_idx, heap, words, options)
         else:
-            plan = _place_slots(topk_idx, heap, _header(words))
+            plan = _place_slots(topk_idx, heap, _header(words), options.config)
         if room is not None:
             plan.expected_rows = room.expected_rows
         if capacity is None and reports is not None:
@@ -171,7 +172,7 @@ def _plan_between_nodes(
         if overflow is not None:
             counts.tell(overflow.num_dropped if drops else overflow.too_many)
 
-    plan = _place_slots(rails.topk_idx, heap, _header(words), tell, counts.share)
+    plan = _place_slots(rails.topk_idx, heap, _header(words), options.config, tell, counts.share)
     sent: Sequence[int]
     received: Sequence[int]
     if rail_capacity is not None:
@@ -200,11 +201,13 @@ def _place_slots(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
     header: tuple[int, ...],
+    config: int,
     tell: Callable[[], None] | None = None,
-    share: Callable[[], None] | None = None,
+    share: Callable[[int], None] | None = None,
 ) -> Plan:
     """The plan; `header` has the other arguments of make_plan. Does not wait.
 
+    config: as in PlanOptions.
     tell, share: complete the count table before and after the barrier, if the group spans nodes.
     """
     num_tokens, top_k = topk_idx.shape
@@ -212,8 +215,9 @@ def _place_slots(
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     numel, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
     with heap.one_call():
-        fill = partial(_fill, topk_idx, heap, header, numel, layout, tell, share)
-        (storage,) = fill() if heap.spans_nodes else heap.run(("plan", header), fill, (topk_idx,))
+        fill = partial(_fill, topk_idx, heap, header, config, numel, layout, tell, share)
+        is_special = heap.spans_nodes or heap.first_step is not None
+        (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
         heap.note_counts(generation, num_tokens=num_tokens, top_k=top_k)
         if heap.raises_at_once:
@@ -237,10 +241,11 @@ def _fill(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
     header: tuple[int, ...],
+    config: int,
     numel: int,
     layout: Mapping[str, tuple[int, int, tuple[int, ...]]],
     tell: Callable[[], None] | None,
-    share: Callable[[], None] | None,
+    share: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor]:
     """A new storage of a plan, filled. Collective."""
     num_tokens, num_ranks, num_experts = len(topk_idx), heap.num_ranks, header[control.HEAD_NUM_EXPERTS]
@@ -253,9 +258,15 @@ def _fill(
     ops.send_counts(block_counts, topk_idx, header, block_starts, heap.count_peers, num_experts=num_experts)
     if tell is not None:
         tell()
-    received = heap.barrier(control.PHASE_PLAN)
+    first_step = heap.first_step
+    if first_step is None or heap.capture:
+        received = heap.barrier(control.PHASE_PLAN, config=config)
+    else:
+        heap.first_step = None
+        received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
+        first_step.compare(heap.read_back(received)())
     if share is not None:
-        share()
+        share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
         received = torch.where(heap.failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(num_ranks, 1)
     ops.lay_out(
@@ -304,7 +315,7 @@ def _find_problem(
     topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions
 ) -> ArgumentError | StaleLease | None:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity = options
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity, _ = options
     dtypes = (torch.int32, torch.int64)
     error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
     if error is not None:

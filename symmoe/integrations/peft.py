@@ -24,7 +24,7 @@ from torch import nn
 from symmoe.errors import CheckpointError
 from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
-from symmoe.integrations.transformers.checkpoint import together
+from symmoe.integrations.transformers.checkpoint import compare, together
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.swap import adopt_adapters, heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -85,11 +85,12 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
     Raises:
         ArgumentError: the model has not been swapped.
-        CheckpointError: on every rank, if writing failed anywhere.
+        CheckpointError: on every rank, if ranks have different bits of what they all have, or writing failed anywhere.
     """
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
     layers = {name: layer for name, layer, _ in _adapted(model)}
+    compare(heap, _others(model))
 
     def make() -> None:
         if heap.rank == 0:

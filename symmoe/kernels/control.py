@@ -166,7 +166,8 @@ PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBIN
 PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
-# The last bits of its generation stand for the plan.
+# The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration
+# (symm_mem/configurations.py) takes the place of all fields but the phase.
 CALL_FIELDS = {
     "phase": 8,
     "order": 1,
@@ -178,6 +179,7 @@ CALL_FIELDS = {
     "schedule": 1,
     "plan": 12,
 }
+CONFIG_BITS = 48
 MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
@@ -199,9 +201,9 @@ def gradients_index(*, x: bool, probs: bool) -> int:
     return int(x) + 2 * int(probs)
 
 
-def pack_call(**fields: int) -> int:
-    """The call of a barrier as one integer; fields that are not given are 0."""
-    call, shift = 0, 0
+def pack_call(*, config: int = 0, **fields: int) -> int:
+    """The call of a barrier as one integer; fields that are not given are 0. config: of a plan."""
+    call, shift = config << CALL_FIELDS["phase"], 0
     for name, width in CALL_FIELDS.items():
         call |= (fields.get(name, 0) & (1 << width) - 1) << shift
         shift += width
@@ -215,6 +217,11 @@ def unpack_call(call: int) -> dict[str, int]:
         fields[name] = call >> shift & (1 << width) - 1
         shift += width
     return fields
+
+
+def config_of(call: int) -> int:
+    """The configuration of the call of a plan."""
+    return call >> CALL_FIELDS["phase"]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ copies of one. Both would mix experts, which differ from rank to rank. So
 
 * a layer names its experts where DDP looks for parameters to ignore, and `prepare_for_ddp` makes a whole model do so.
   (DDP asks the module that it wraps, and no other.)
-* the first forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas
-  of every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it.
+* every forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas of
+  every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it. It looks for parameters that
+  are new in the layer, or take gradients since the last one.
 * what has gone wrong by then is an error of that forward pass, on every rank.
 """
 
@@ -30,8 +31,7 @@ from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
 
-_MET = "_symmoe_layers"  # on a DDP: ids of the layers in it that have met it, and of their experts' parameters
-_NUM_CALLS = "_symmoe_calls"  # on a DDP: of layers that are spread over ranks, in its forward
+_JOINED = "_symmoe_joined"  # on a DDP: its _Joined
 _NUM_COMPARED = 8  # dense parameters, the smallest
 _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
@@ -42,12 +42,14 @@ class Replicas:
     Attributes:
         group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
         gradient_group: the same, for gradients under DDP; None: the DDP's ranks are one EP group.
+        are_reduced: whether reduce_gradients has been called for the layer.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.gradient_group = group if gradient_group is None else gradient_group
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self.are_reduced = False
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -60,6 +62,43 @@ class Replicas:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Replicas:
         return Replicas(self.group, self.gradient_group)
+
+
+class _Joined:
+    """What has become part of a DDP. Keeps nothing alive.
+
+    Attributes:
+        layers: by id.
+        experts: by id, parameters of experts that are equal on all replicas, and whether their gradients have hooks.
+        num_calls: of layers that are spread over ranks, in the DDP's forward.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, weakref.ref[ExpertParallelModule]] = {}
+        self.experts: dict[int, tuple[weakref.ref[nn.Parameter], bool]] = {}
+        self.num_calls = 0
+
+    def has(self, layer: ExpertParallelModule) -> bool:
+        its = self.layers.get(id(layer))
+        return its is not None and its() is layer
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter has all that it needs as it is."""
+        its, has_hooks = self.experts.get(id(parameter), (None, False))
+        return its is not None and its() is parameter and has_hooks >= parameter.requires_grad
+
+    def knows_all(self, module: nn.Module) -> bool:
+        """Whether there is nothing new in a layer's experts. In every call: named_parameters takes far longer."""
+        for parameter in module._parameters.values():
+            if parameter is not None and not self.knows(parameter):
+                return False
+        return all(child is None or self.knows_all(child) for child in module._modules.values())
+
+    def note(self, parameter: nn.Parameter) -> bool:
+        """Notes a parameter, which gets hooks if it takes gradients; whether it is new."""
+        its, _ = self.experts.get(id(parameter), (None, False))
+        self.experts[id(parameter)] = weakref.ref(parameter), parameter.requires_grad
+        return its is None or its() is not parameter
 
 
 class ExpertParallelModule(nn.Module):
@@ -90,7 +129,7 @@ class ExpertParallelModule(nn.Module):
         self._ignored_besides = list(names)
 
     def wrapper_problem(self) -> ArgumentError | None:
-        """What is around the layer that would mix experts, or None; in its first forward in a DDP, takes part in it."""
+        """What is around the layer that would mix experts, or None; in a forward of a DDP, takes part in it."""
         return ddp_problem(self) or fsdp_problem(self.experts, self.heap.num_ranks)
 
 
@@ -125,8 +164,8 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
 def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
     """What is wrong with the DDP whose forward is running, if there is one, or None.
 
-    When layers are in its forward for the first time, they take part: their experts' gradients get hooks, and replicas
-    are made equal (collective over them).
+    Layers and parameters of experts that are in its forward for the first time, or take gradients since the last one,
+    take part: these gradients get hooks, and replicas of new parameters are made equal (collective over them).
 
     Args:
         layer: the layer that is being called; None: one that is in the DDP.
@@ -134,27 +173,33 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     ddp = active_ddp()
     if ddp is None:
         return None
-    met: set[int] = vars(ddp).get(_MET, set())
-    if not met or not (layer is None or id(layer) in met):
+    joined: _Joined | None = vars(ddp).get(_JOINED)
+    if joined is None or not (layer is None or joined.has(layer)):
         return join_ddp(ddp, [] if layer is None else [layer])
     if layer is not None and not layer.is_spread:
         return None
-    num_calls = vars(ddp)[_NUM_CALLS] = vars(ddp).get(_NUM_CALLS, 0) + 1
-    return None if num_calls & (num_calls - 1) else _drift_problem(ddp)  # at 1, 2, 4, 8 ..
+    # An operator does not know its layer.
+    for each in [its() for its in joined.layers.values()] if layer is None else [layer]:
+        if each is not None and each.is_spread and not joined.knows_all(each.experts):
+            if (problem := gradients_elsewhere(each.experts)) is not None:
+                return problem
+            _average_gradients(ddp, each, joined)
+    joined.num_calls += 1
+    return None if joined.num_calls & (joined.num_calls - 1) else _drift_problem(ddp)  # at 1, 2, 4, 8 ..
 
 
 def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule] = ()) -> ArgumentError | None:
     """Makes the layers in a DDP, and others, part of it, or says why that cannot be."""
     inside = [module for module in ddp.module.modules() if isinstance(module, ExpertParallelModule)]
-    met: set[int] = vars(ddp).setdefault(_MET, set())
-    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if id(layer) not in met]
+    joined: _Joined = vars(ddp).setdefault(_JOINED, _Joined())
+    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if not joined.has(layer)]
     for layer in new_layers:
         if (problem := _group_problem(ddp, layer)) is not None:
             return problem
     for layer in new_layers:
         if layer.is_spread:
-            _average_gradients(ddp, layer, met)
-        met.add(id(layer))
+            _average_gradients(ddp, layer, joined)
+        joined.layers[id(layer)] = weakref.ref(layer)
     return None
 
 
@@ -271,11 +316,11 @@ def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     )
 
 
-def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule, done: set[int]) -> None:
+def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule, joined: _Joined) -> None:
     """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
 
     Args:
-        done: ids of parameters that have it already, e.g. of experts that layers share; updated here.
+        joined: knows parameters that have it already, e.g. of experts that layers share; updated here.
     """
     num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)
@@ -299,10 +344,9 @@ def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule
             gradient.div_(num_replicas)
 
     for parameter in _parameters(layer):
-        if id(parameter) in done:
+        if joined.knows(parameter):
             continue
-        done.add(id(parameter))
-        if num_replicas > 1:
+        if joined.note(parameter) and num_replicas > 1:
             dist.broadcast(local_part(parameter.detach()), group=group, group_src=0)
         if parameter.requires_grad:
             if num_ranks > 1:

@@ -22,7 +22,8 @@ from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.expert_bias import count_in_backward, load_so_far
-from symmoe.moe.layer_checks import arguments_problem, hooks_of, inference_problem, numbers_problem
+from symmoe.moe.first_step import watch_first_step
+from symmoe.moe.layer_checks import arguments_problem, device_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.metrics import MoEMetrics
 from symmoe.moe.routed_experts import RoutedExperts
@@ -56,6 +57,8 @@ class MoELayer(ExpertParallelModule):
     Raises:
         ArgumentError: the configuration does not fit the group or its GPUs, or `experts` does not fit it.
     """
+
+    _fitting_experts: GroupedMLP  # as they were when they last were compared with the configuration
 
     def __init__(
         self,
@@ -103,6 +106,13 @@ class MoELayer(ExpertParallelModule):
         Raises:
             ArgumentError: they do not fit the configuration.
         """
+        raise_for(self._fit_problem(experts))
+        self.experts = vars(self)["_fitting_experts"] = experts
+        watch_first_step(self)
+        self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
+
+    def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
+        """In what these experts differ from the configuration, or None."""
         num_local = self.config.num_experts // self.heap.num_ranks
         wanted = {"num_groups": num_local} | {
             name: getattr(self.config, name) for name in ("hidden", "ffn", "precision")
@@ -111,9 +121,8 @@ class MoELayer(ExpertParallelModule):
         wanted["activation"], found["activation"] = self.config.activation, experts.activation.activation
         for name, value in wanted.items():
             if found[name] != value:
-                raise ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
-        self.experts = experts
-        self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
+                return ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
+        return None
 
     def forward(
         self,
@@ -187,10 +196,17 @@ class MoELayer(ExpertParallelModule):
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None."""
+        experts = self._modules["experts"]
+        if experts is not self._fitting_experts and isinstance(experts, GroupedMLP):  # they have been assigned
+            if (problem := self._fit_problem(experts)) is not None:
+                return problem
+            vars(self)["_fitting_experts"] = experts
         return (
             self.wrapper_problem()
             or wrapped_problem("router", self._modules.get("router"), "step_load")
             or arguments_problem(self.config, self.heap.device, x, **arguments)
+            or device_problem("router", self._modules.get("router"), self.heap.device)
+            or device_problem("shared_expert", self._modules.get("shared_expert"), self.heap.device)
             or inference_problem(self, x=x, **arguments)
             or width_problem(self.experts.fc1, x)
             or width_problem(self.experts.fc2, x)

@@ -13,6 +13,7 @@ from symmoe.checks.buffers import tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ownership import has_elsewhere
 from symmoe.moe.router import Choice, RouterOutput, choice_problem, mask_problem, probs_problem
 
 
@@ -38,6 +39,23 @@ def arguments_problem(
         return ArgumentError(f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({config.hidden})")
     error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, config.top_k)
     return error or probs_problem(probs, topk_idx, x, config)
+
+
+def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
+    """The error of a parameter that is on another device than the heap, or has no memory, or None: kernels would read
+    whatever is at its address. Not of what is brought in time: parts of DTensors, modules with accelerate's hooks."""
+    if module is None or not has_elsewhere(module, device):
+        return None
+    brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
+    ignored = {id(parameter) for each in brought for parameter in each.parameters()}
+    for path, parameter in module.named_parameters():
+        is_part = hasattr(parameter, "device_mesh") and not parameter.is_meta
+        if parameter.device != device and not is_part and id(parameter) not in ignored:
+            return ArgumentError(
+                f"{name}.{path} is on {parameter.device}; it must be on {device}, as the heap: move the layer there, "
+                "or give it memory with to_empty and then values"
+            )
+    return None
 
 
 def inference_problem(layer: nn.Module, **tensors: torch.Tensor | None) -> ArgumentError | None:

@@ -6,20 +6,25 @@ the step is one operator of torch (moe/torch_operators.py); otherwise it is not.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
+from symmoe.moe.layer_checks import device_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
+
+_FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +107,7 @@ class RoutedExperts:
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Same as a call, without an operator around it."""
+        self.heap.fail_for(device_problem("experts", experts, self.heap.device), control.PHASE_PLAN)
         plan = self.plan(topk_idx, tokens.dtype, self._find_room)
         if before_trips is not None:
             before_trips()
@@ -112,6 +118,11 @@ class RoutedExperts:
         if self.config.capacity is None and self.heap.captured_reports is None:
             self._history.note(*plan.needed_rows)
         return y, plan.expert_load, plan.num_dropped
+
+    @functools.cached_property
+    def _config_number(self) -> int:
+        """By which plans compare all of the configuration, which must be equal on every rank."""
+        return self.heap.configurations.number({name: getattr(self.config, name) for name in _FIELDS})
 
     @property
     def _history(self) -> RowHistory:
@@ -124,7 +135,7 @@ class RoutedExperts:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity)
+        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
         return plan_call(topk_idx, self.heap, options, find_room)
 
     def apply(

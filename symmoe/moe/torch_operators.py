@@ -91,6 +91,8 @@ def run_as_operator(
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, weights, adapters = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
+    if any(tensor.device != step.heap.device for tensor in (*biases, *weights, *adapters)):
+        raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
     trains = torch.is_grad_enabled()
     trains_weights = trains and any(tensor.requires_grad for tensor in (*biases, *weights))
     gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)

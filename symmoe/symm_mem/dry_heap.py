@@ -35,7 +35,8 @@ class DryHeap(SymmetricHeap):
 
     rank, device, epoch = 0, _META, 0
     status: Any = None
-    trip_timer = captured_reports = None
+    configurations: Any = SimpleNamespace(number=lambda fields: 0)
+    trip_timer = captured_reports = first_step = None
     spans_nodes = False
     base = 0
     one_call: Any = nullcontext

@@ -182,7 +182,9 @@ class Faults:
             fault = read_fault(self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH])
         else:
             first, peer = self._peers.in_group(0), self._peers.in_group(words[control.STATUS_PEER])
-            mismatch = mismatch_error(first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN])
+            mismatch = mismatch_error(
+                self._waits.configurations, first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
+            )
             fault = Fault(-1, encode(mismatch))
         if self._mates is not None:
             fault = replace(fault, is_unraised=is_unraised)

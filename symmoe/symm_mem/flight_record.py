@@ -182,6 +182,8 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     }
     if peer >= 0:
         described["signal_of"] = peer
+    elif call & 0xFF in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
+        pass  # fields hold the number of a configuration
     elif fields["hidden"] or fields["probs"]:  # a trip
         for name in ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule", "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]

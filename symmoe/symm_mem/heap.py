@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, warn_if_alone_by_mistake
+from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
@@ -68,6 +69,16 @@ _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDicti
 def heap_numbered(number: int | None) -> SymmetricHeap | None:
     """The heap of this process with that number; None if there is none any more, or for None."""
     return None if number is None else _HEAPS.get(number)
+
+
+class Compared(Protocol):
+    """What ranks tell each other in the barrier of one plan."""
+
+    def words(self) -> tuple[int, ...]:
+        """Of this rank, none below 0."""
+
+    def compare(self, received: Sequence[Sequence[int]]) -> None:
+        """Looks at those of all ranks."""
 
 
 class SymmetricHeap:
@@ -101,6 +112,8 @@ class SymmetricHeap:
             another node, the rank with its index here.
         statistics: counters.
         captured_reports, room_factor: None, or where the reports of plans go in :meth:`fixed_room`, and its factor.
+        configurations: numbers of layers' configurations, which plans compare.
+        first_step: None, or what the next plan compares between the ranks of a node.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
@@ -158,13 +171,15 @@ class SymmetricHeap:
         self._streams = stream_order(self.device)
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
         self._one_call = OneCall(self._access, self._memory.lock, self._streams)
-        self._waits = Waits(self.peers, timeout_s, start_timeout_s)
+        self.configurations = Configurations(self._bootstrap)
+        self._waits = Waits(self.peers, self.configurations, timeout_s, start_timeout_s)
         self._mates = self._make_mates(start_timeout_s) if self.spans_nodes else None
         self._faults = Faults(self._waits, self._streams, self._one_call, self.backend, self._mates)
         self.statistics = self._memory.statistics
         self._row_histories: dict[Hashable, RowHistory] = {}
         self._num_errors = 0
         self.captured_reports: list[torch.Tensor] | None = None
+        self.first_step: Compared | None = None
         self.room_factor: float | None = None
         self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
@@ -354,7 +369,7 @@ class SymmetricHeap:
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED offsets in the arena, or other integers, for the peers.
             spoils: rows that are filled with NaN if the call has failed.
-            agreed: fields of control.CALL_FIELDS that must be equal on all ranks, as the phase must be.
+            agreed: arguments of control.pack_call that must be equal on all ranks, as the phase must be.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.

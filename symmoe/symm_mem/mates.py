@@ -265,7 +265,8 @@ class Mates:
         rail = self.topology.rail
         for node, header in enumerate(headers):
             if header.call != headers[0].call:
-                return Fault(-1, encode(mismatch_error(rail[0], headers[0].call, rail[node], header.call)))
+                calls = rail[0], headers[0].call, rail[node], header.call
+                return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
             if header.sizes != headers[0].sizes:
                 text = f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
                 return Fault(-1, encode(ConfigMismatch(text)))

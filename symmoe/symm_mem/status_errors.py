@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from symmoe.errors import CapacityError, ConfigMismatch, ExpertIdError, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
+from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.inbox import Report
 
 # The tuples into which fields of a call (control.CALL_FIELDS) are indices.
@@ -75,13 +76,15 @@ def plan_error(words: list[int]) -> SymmoeError:
     raise AssertionError(f"unknown plan error {code}")
 
 
-def mismatch_error(first: int, call: int, peer: int, other_call: int) -> ConfigMismatch:
+def mismatch_error(configurations: Configurations, first: int, call: int, peer: int, other_call: int) -> ConfigMismatch:
     """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
     zero, other = control.unpack_call(call), control.unpack_call(other_call)
     here = control.PHASES[zero["phase"]]
     if zero["phase"] != other["phase"]:
         there = control.PHASES[other["phase"]]
         return ConfigMismatch(f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'")
+    if zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
+        return configurations.mismatch(first, control.config_of(call), peer, control.config_of(other_call))
     field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
     names = {**CHOICES, "probs": ("without", "with")}.get(field)
     shown = [names[call[field]] if names else call[field] for call in (zero, other)]

@@ -11,6 +11,7 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.flight_record import FlightRecorder
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
@@ -91,14 +92,15 @@ class Waits:
         timeout_s, start_timeout_s: bounds, as in SymmetricHeap.
         kernels: kernels for the heap's device.
         peers, status: arguments of the kernels.
+        configurations: of the layers whose plans the barriers compare.
         flight: the record of launched waits.
         first_times: knows which waits `start_timeout_s` bounds.
         is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
     """
 
-    def __init__(self, peers: Peers, timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self.peers, self._device = peers, peers.bases.device
+        self.peers, self.configurations, self._device = peers, configurations, peers.bases.device
         self.kernels = kernels.for_device(self._device)
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"

@@ -55,15 +55,23 @@ def reduce_gradients(
             world is one EP group.
 
     Raises:
-        ArgumentError: a parameter is a DTensor, or a layer is inside a DistributedDataParallel.
+        ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, or these gradients have
+            been reduced already.
     """
-    group = group or _default_group()
-    if any(isinstance(module, ExpertParallelModule) and module.replicas.ddp is not None for module in model.modules()):
+    group = group or default_group()
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
+    if any(layer.replicas.ddp is not None for layer in layers):
         raise ArgumentError(
             "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
             "reduce_gradients would do it again"
         )
     dense, experts = trainable(model)
+    num_ranks = group_size(group)
+    if num_ranks > 1 and _are_reduced(dense + experts) and not any(layer.heap.graph_bytes for layer in layers):
+        raise ArgumentError(
+            "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
+            f"would divide those of experts by the number of ranks ({num_ranks}) once more"
+        )
     for parameter in dense + experts:
         if hasattr(parameter, "device_mesh"):
             placements = _dtensor(parameter).placements
@@ -71,11 +79,13 @@ def reduce_gradients(
                 f"a parameter of shape {list(parameter.shape)} is a DTensor ({placements}): FSDP reduces its "
                 "gradient in backward, and reduce_gradients would do it again"
             )
-    num_ranks = _size(group)
     _sum_gradients(dense, group=group)
     _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
         torch._foreach_div_([p.grad for p in dense + experts if p.grad is not None], num_ranks)
+        _note_reduced(dense + experts)
+        for layer in layers:
+            layer.replicas.are_reduced = True
 
 
 @torch.no_grad()
@@ -103,9 +113,9 @@ def clip_grad_norm(
     Raises:
         ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
     """
-    group = group or _default_group()
-    num_ranks = _size(group)
-    num_replicas = _num_replicas(model, num_ranks) if expert_group is None else _size(expert_group)
+    group = group or default_group()
+    num_ranks = group_size(group)
+    num_replicas = _num_replicas(model, num_ranks) if expert_group is None else group_size(expert_group)
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
     everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
@@ -160,7 +170,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    if _size(group) == 1:
+    if group_size(group) == 1:
         return
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -169,15 +179,33 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
             gradient.copy_(summed.view_as(gradient))
 
 
+def _note_reduced(parameters: list[nn.Parameter]) -> None:
+    """Notes how often each gradient has been written by now: backward writes again, or makes a new tensor."""
+    if parameters and (first := parameters[0].grad) is not None:
+        first._symmoe_versions = _versions(parameters)  # type: ignore[attr-defined]
+
+
+def _are_reduced(parameters: list[nn.Parameter]) -> bool:
+    """Whether nothing has been written into the gradients since they were reduced. (Replays of a graph do not show.)"""
+    noted = getattr(parameters[0].grad, "_symmoe_versions", None) if parameters else None
+    return noted is not None and noted == _versions(parameters)
+
+
+def _versions(parameters: list[nn.Parameter]) -> list[int | None]:
+    return [None if parameter.grad is None else parameter.grad._version for parameter in parameters]
+
+
 def _num_replicas(model: nn.Module, num_ranks: int) -> int:
     """How many of the ranks have the same experts, as the heap of a layer says; 1 if there is no layer."""
     layers = (module for module in model.modules() if isinstance(module, ExpertParallelModule))
     return max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
 
 
-def _default_group() -> dist.ProcessGroup | None:
+def default_group() -> dist.ProcessGroup | None:
+    """All ranks; None if there is no process group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Its ranks; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)

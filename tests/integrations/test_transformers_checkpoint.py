@@ -395,6 +395,11 @@ def failed_save(rank: int, num_ranks: int, source: str, parent: str) -> list[tup
 
     with open_heap("cpu") as heap:
         model = swap_moe(random_model("olmoe"), heap)
+        if rank == 1:
+            model.model.norm.weight.data.neg_()
+        attempt(f"{parent}/target")
+        if rank == 1:
+            model.model.norm.weight.data.neg_()
         attempt(f"{source}/config.json")
         attempt(f"{parent}/target", like=f"{parent}/mixtral")
         checkpoint.os.fsync = disk_full
@@ -415,13 +420,14 @@ def failed_save(rank: int, num_ranks: int, source: str, parent: str) -> list[tup
 def test_failed_save_leaves_nothing(cluster, saved, tmp_path: Path):
     shutil.copytree(saved("mixtral"), tmp_path / "mixtral")
     first, second = cluster(2).run(failed_save, str(saved("olmoe")), str(tmp_path))
-    assert first[:3] == second
-    (kind0, text0), (kind1, text1), (kind2, text2) = second
-    assert kind0 == kind1 == kind2 == "CheckpointError"
+    assert first[:4] == second
+    assert {kind for kind, _ in second} == {"CheckpointError"}
+    text, text0, text1, text2 = (text for _, text in second)
+    assert "model.norm.weight differs between rank 0 and rank 1" in text
     assert "config.json is a file; a checkpoint is written to a folder" in text0
     assert "is missing" in text1
     assert text2 == "on rank 1: OSError: [Errno 28] No space left on device"
-    assert first[3] == ["mixtral"]
+    assert first[4] == ["mixtral"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "target"]
     assert digests(tmp_path / "target") == digests(saved("olmoe"))
 

@@ -21,6 +21,7 @@ from small_model import (
     Model,
     curve_of,
     equal_shares,
+    open_heap,
     open_mesh,
     rank_loss,
     set_weights,
@@ -234,6 +235,91 @@ def one_rank_groups(rank: int, num_ranks: int) -> None:
 
 def test_groups_of_one_rank_are_plain_data_parallel(cluster: Callable[..., Cluster]):
     cluster(2).run(one_rank_groups)
+
+
+def unfreeze(model: nn.Module, may_train: bool = True) -> None:
+    for block in model.blocks:
+        block.moe.experts.requires_grad_(may_train)
+
+
+def assign(model: nn.Module) -> None:
+    for block in model.blocks:
+        linear = block.moe.experts.fc1
+        linear.weight = nn.Parameter(linear.weight.detach().clone())
+        block.moe.experts.fc2 = copy.deepcopy(block.moe.experts.fc2)
+
+
+def set_others(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.moe.set_experts(copy.deepcopy(block.moe.experts))
+
+
+# What changes, when the model has been wrapped; and whether experts are frozen until then.
+LATE = {
+    "unfrozen": (unfreeze, True),
+    "one layer of experts unfrozen": (lambda model: model.blocks[1].moe.experts.fc2.requires_grad_(True), True),
+    "frozen for a while": (
+        lambda model: (unfreeze(model, False), model(torch.randn(5, FEATURES)), unfreeze(model)),
+        False,
+    ),
+    "assigned": (assign, False),
+    "set_experts": (set_others, False),
+    "add_lora": (adapted, False),
+}
+
+
+NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": ".experts.", "add_lora": "lora"}
+
+
+def changed_late(rank: int, num_ranks: int, change: str, has_run: bool, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Gradients are those of one process that has all experts, and replicas are equal."""
+    without_semaphores()
+    mesh, shares = open_mesh(num_ranks // 2, 2), equal_shares(num_ranks)
+    change_it, is_frozen = LATE[change]
+    with open_heap(None) as own_heap, symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        whole, model = Model(own_heap), Model(heap)
+        unfreeze(model, not is_frozen)
+        ddp = DistributedDataParallel(wrap(prepared(model, mesh["efsdp"].get_group())))
+        if has_run:
+            rank_loss(ddp, 0, rank, shares).backward()
+            model.zero_grad()
+        change_it(model)
+        for each, of in ((whole, own_heap), (model, heap)):
+            if each is whole and change == "add_lora":
+                adapted(whole)
+            set_weights(each, ep_rank=of.rank, num_ep_ranks=of.num_ranks)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if rank >= 2 and NEW[change] in name:  # and differs from the first replica
+                    parameter.mul_(3)
+        (sum(rank_loss(whole, 0, r, shares) for r in range(num_ranks)) / num_ranks).backward()
+        for _ in range(2):  # accumulated
+            (rank_loss(ddp, 0, rank, shares) / 2).backward()
+        for (name, parameter), of_whole in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert (parameter.grad is None) == (not parameter.requires_grad), name
+            if parameter.requires_grad:
+                parts = of_whole.grad.chunk(2) if ".experts." in name else (of_whole.grad,) * 2
+                deviation = (parameter.grad - parts[heap.rank]).abs().max() / parts[heap.rank].abs().max()
+                assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("has_run", [True, False], ids=["after a step", "after wrapping"])
+@pytest.mark.parametrize("change", LATE)
+def test_experts_that_change_late_get_the_right_gradients(cluster: Callable[..., Cluster], change: str, has_run: bool):
+    cluster(2).run(changed_late, change, has_run, prepared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", LATE)
+def test_experts_of_replicas_that_change_late(cluster: Callable[..., Cluster], change: str):
+    cluster(4).run(changed_late, change, True, prepared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["unfrozen", "one layer of experts unfrozen", "add_lora"])
+def test_experts_of_compiled_models_that_change_late(cluster: Callable[..., Cluster], change: str):
+    cluster(2).run(changed_late, change, True, compiled)
 
 
 def unwrapped_again(rank: int, num_ranks: int) -> None:

@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,10 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from symmoe.checkpoint.replicas import check_replicas, digest
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.checkpoint_keys import Piece, keys_not_in_model, layout_problem, pieces_of
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout, read_layout
 from symmoe.integrations.transformers.swap import heap_of
+from symmoe.symm_mem.heap import SymmetricHeap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,8 +91,8 @@ def save_checkpoint(
 
     Raises:
         ArgumentError: the model has not been swapped.
-        CheckpointError: on every rank, if `like` is not a checkpoint of this model, `folder` is a file, or writing
-            failed anywhere. `folder` is as it was then, unless renaming failed.
+        CheckpointError: on every rank, if `like` is not a checkpoint of this model, `folder` is a file, ranks differ in
+            what they all have, or writing failed anywhere. `folder` is as it was then, unless renaming failed.
     """
     folder, heap = Path(folder).absolute(), heap_of(model)  # "." has no name to put ".partial" behind
     like = None if like is None else Path(like)
@@ -109,6 +111,7 @@ def save_checkpoint(
         return layout, pieces
 
     layout, pieces = together(heap.agree, plan)
+    compare(heap, {piece.key: piece.tensor for piece in pieces if piece.is_everywhere and piece.tensor is not None})
 
     def lay_out() -> None:
         if heap.rank == 0:
@@ -130,6 +133,13 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     together(heap.agree, finish)  # what fails here leaves the files that have no name in `folder` yet
+
+
+def compare(heap: SymmetricHeap, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective as heap.agree is."""
+    mine = together(heap.agree, lambda: b"".join(map(digest, tensors.values())))
+    digests, ranks = heap.gather_bytes(mine), range(heap.num_ranks)
+    check_replicas(((key, ranks) for key in tensors), digests)
 
 
 def together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:

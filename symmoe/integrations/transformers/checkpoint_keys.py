@@ -29,6 +29,7 @@ class Piece:
         index: the piece's index in the first dimension; None: the piece is the whole tensor.
         tensor: the model's memory, viewed in the layout on disk; None on ranks that do not hold this expert.
         writer: the rank that saves it.
+        is_everywhere: whether every rank has it.
     """
 
     key: str
@@ -37,6 +38,7 @@ class Piece:
     index: int | None
     tensor: torch.Tensor | None
     writer: int
+    is_everywhere: bool = False
 
 
 def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
@@ -70,7 +72,7 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
         keys = aliases[id(tensor)]
         on_disk = keys[:1] if stored is None else [k for k in keys if k in stored] or keys[:1]
         if key in on_disk:
-            pieces.append(Piece(key, tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0))
+            pieces.append(Piece(key, tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0, True))
     return pieces
 
 

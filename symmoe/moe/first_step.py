@@ -1,0 +1,157 @@
+"""Mistakes of training loops that nothing else would show: ranks that train apart, found by their first optimizer step.
+
+DDP, FSDP and Megatron look after gradients themselves. A plain loop has to start with equal dense parameters and other
+experts, and to call reduce_gradients and clip_grad_norm. So the first step of an optimizer that has parameters of a
+layer takes a checksum before, and the next plan on the heap one after it. Checksums travel in words of the plan's
+barrier that are free, and every rank warns of what they say. From then on there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.ownership import named_parameters
+
+if TYPE_CHECKING:
+    from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+
+_MOST_STEPS = 16  # of optimizers that have no parameter of a layer; then nobody looks for one any more
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 7  # of positive words
+
+_AT_START = (
+    "dense parameters differ between ranks before the first optimizer step: make them equal with "
+    "symmoe.broadcast_parameters(model) when the model is built"
+)
+_NOT_REDUCED = (
+    "dense parameters differ between ranks after the first optimizer step: call symmoe.reduce_gradients(model) after "
+    "backward and before the optimizer"
+)
+_CHANGED = (
+    "dense parameters differ between ranks after the first optimizer step: gradients were changed after "
+    "symmoe.reduce_gradients, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ counts "
+    "only this rank's experts"
+)
+_EQUAL_EXPERTS = (
+    "experts are equal on all ranks, as from equal seeds; those of different ranks are different parameters. Seed them "
+    "with heap.rank, and make the others equal with symmoe.broadcast_parameters(model)"
+)
+
+_layers: weakref.WeakSet[ExpertParallelModule] = weakref.WeakSet()  # whose first step has not come
+_num_steps = 0  # of optimizers that have none of them
+_hooks: list[Any] = []
+
+
+def watch_first_step(layer: ExpertParallelModule) -> None:
+    """Looks at the first step of an optimizer that has parameters of a layer, which is new or has new experts."""
+    global _num_steps
+    if layer.heap.num_ranks == 1 or layer.heap.device.type == "meta":
+        return
+    _layers.add(layer)
+    _num_steps = 0
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+class FirstStep:
+    """What the ranks of a heap compare in the plan after a first step.
+
+    Args:
+        dense, experts: parameters of the layers: those that must be equal, and those that must not.
+    """
+
+    def __init__(
+        self, layers: Sequence[ExpertParallelModule], dense: list[torch.Tensor], experts: list[torch.Tensor]
+    ) -> None:
+        self._layers, self._dense = [weakref.ref(layer) for layer in layers], [weakref.ref(p) for p in dense]
+        # Copies of one expert (upcycling) say nothing.
+        self._experts = layers[0].heap.rank + 1 if _are_copies(layers[0]) else _checksum(experts)
+        self._before = _checksum(dense) << 1  # even: a plan's barrier has a word 1 for something else
+
+    def words(self) -> tuple[int, ...]:
+        """Of this rank."""
+        dense = [parameter for its in self._dense if (parameter := its()) is not None]
+        return (self._before, _checksum(dense), self._experts) if len(dense) == len(self._dense) else ()
+
+    def compare(self, received: Sequence[Sequence[int]]) -> None:
+        """Warns of what the ranks of a node have published; ranks that have had no step have published zeros."""
+        rows = [words for words in received if words[1] > 0]
+        before, after, experts = (len({row[column] for row in rows}) for column in range(3))
+        if before > 1:
+            warnings.warn(_AT_START, stacklevel=2)
+        elif after > 1:
+            are_reduced = any(layer.replicas.are_reduced for its in self._layers if (layer := its()) is not None)
+            warnings.warn(_CHANGED if are_reduced else _NOT_REDUCED, stacklevel=2)
+        if experts == 1 and len(rows) > 1:
+            warnings.warn(_EQUAL_EXPERTS, stacklevel=2)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global _num_steps
+    if torch.compiler.is_compiling() or not _layers:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    given = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    layers = [layer for layer in _layers if any(id(parameter) in given for parameter in layer.parameters())]
+    _num_steps += 1
+    if not layers and _num_steps >= _MOST_STEPS:
+        _layers.clear()
+    for heap in {layer.heap for layer in layers}:
+        its_layers = [layer for layer in layers if layer.heap is heap]
+        heap.first_step = _first_step(optimizer, its_layers, given)
+    _layers.difference_update(layers)
+
+
+@torch.no_grad()
+def _first_step(
+    optimizer: torch.optim.Optimizer, layers: list[ExpertParallelModule], given: dict[int, torch.Tensor]
+) -> FirstStep | None:
+    """What is to be compared, if this is a plain loop."""
+    if any(layer.replicas.ddp is not None for layer in layers):
+        return None
+    if any(hasattr(parameter, "device_mesh") for parameter in given.values()):
+        return None
+    dense, experts = list[torch.Tensor](), list[torch.Tensor]()
+    for layer in layers:
+        for _, parameter, is_expert in named_parameters(layer):
+            (experts if is_expert else dense).append(parameter)
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        if any(id(parameter) in given for parameter in experts):
+            raise ArgumentError(
+                "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites them "
+                "with those of the rank to which it gives their update: give it the dense parameters only, and the "
+                "experts an optimizer of their own"
+            )
+    if not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more
+        known = {id(parameter) for parameter in experts}
+        dense += [parameter for number, parameter in given.items() if number not in known]
+    return FirstStep(layers, dense, experts)
+
+
+def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:
+    """Sums of the bits of tensors, or of the rows of their first dimension, whatever the order. Synchronises."""
+    found = [tensor.detach().view(_INTEGERS[tensor.element_size()]).flatten(int(by_row)) for tensor in tensors]
+    return [sums.view(-1).tolist() for sums in [bits.sum(-1, dtype=torch.int64) for bits in found]]
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> int:
+    return 1 + int.from_bytes(hashlib.sha256(repr(_sums(tensors)).encode()).digest()[:_WORD_BYTES], "little")
+
+
+def _are_copies(layer: ExpertParallelModule) -> bool:
+    """Whether this rank has several experts, all of them equal."""
+    weights = [weight.detach() for weight in layer.experts.fc1.weight_parameters()]
+    if len(weights) == 1:
+        (sums,) = _sums(weights, by_row=True)
+    else:
+        sums = [each for (each,) in _sums(weights)]
+    return len(sums) > 1 and len(set(sums)) == 1

@@ -1,0 +1,247 @@
+"""Mistakes in training loops without a trainer, and loops that are right: what each says, by the second step at latest.
+
+The reference is one process with all experts, and all tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worker import open_heap
+
+import symmoe
+from symmoe.errors import ArgumentError
+
+HIDDEN, EXPERTS, TOKENS = 16, 4, 12
+CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=8, num_experts=EXPERTS, top_k=2, order="slot")
+
+
+class Model(nn.Module):
+    def __init__(self, heap: symmoe.SymmetricHeap, seed: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(heap.rank + 1 if seed is None else seed)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = symmoe.MoELayer(CONFIG, heap, shared_expert=nn.Linear(HIDDEN, HIDDEN))
+        self.register_buffer("scale", torch.full((), 1.0 + heap.rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(self.first(x))[0] * self.scale
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x).square().mean()
+
+
+def texts_of(loop: Callable[[], object]) -> list[str]:
+    """What a loop warns of, and what it raises."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = []
+        try:
+            loop()
+        except ArgumentError as error:
+            found.append(str(error))
+    return [str(each.message) for each in caught if each.category is UserWarning] + found
+
+
+Loop = Callable[[symmoe.SymmetricHeap], object]
+
+
+def trains(
+    model: nn.Module,
+    rank: int,
+    after_backward: Callable[[], object] | None = None,
+    *,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    zero_first: bool = False,
+    num_micro_batches: int = 1,
+) -> None:
+    """Two steps, and the next forward pass."""
+    optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        with torch.no_grad():
+            loss_of(model.eval(), rank)
+        model.train()
+        for number in range(num_micro_batches):
+            loss = loss_of(model, rank, step + 10 * number)
+            if zero_first and number == 0:
+                optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+        (after_backward or (lambda: symmoe.reduce_gradients(model)))()
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+
+
+def right(heap: symmoe.SymmetricHeap) -> Model:
+    model = Model(heap)
+    symmoe.broadcast_parameters(model)
+    return model
+
+
+def reduce_and_clip(model: nn.Module, clip: Callable[..., object]) -> None:
+    symmoe.reduce_gradients(model)
+    clip(model)
+
+
+def reduced_twice(heap: symmoe.SymmetricHeap) -> None:
+    model = right(heap)
+    trains(model, heap.rank, lambda: (symmoe.reduce_gradients(model), symmoe.reduce_gradients(model)))
+
+
+def with_equal_experts(heap: symmoe.SymmetricHeap) -> None:
+    trains(Model(heap, seed=3), heap.rank)
+
+
+def clipped_by(clip: Callable[..., object]) -> Loop:
+    def loop(heap: symmoe.SymmetricHeap) -> None:
+        model = right(heap)
+        trains(model, heap.rank, lambda: reduce_and_clip(model, clip))
+
+    return loop
+
+
+def clip_by_torch(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def with_zero(heap: symmoe.SymmetricHeap) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=lr)
+
+    model = right(heap)
+    before = [p.detach().clone() for p in model.moe.experts.parameters()]
+    try:
+        trains(model, heap.rank, make=make)
+    finally:
+        assert all(map(torch.equal, before, model.moe.experts.parameters()))
+
+
+# The loop, and a word of each text.
+MISTAKES: dict[str, tuple[Loop, tuple[str, ...]]] = {
+    "no reduce_gradients": (
+        lambda heap: trains(right(heap), heap.rank, lambda: None),
+        ("call symmoe.reduce_gradients",),
+    ),
+    "reduce_gradients twice": (reduced_twice, ("called for these gradients already",)),
+    "torch's clip_grad_norm_": (clipped_by(clip_by_torch), ("Clip with symmoe.clip_grad_norm",)),
+    "nothing is broadcast": (lambda heap: trains(Model(heap), heap.rank), ("symmoe.broadcast_parameters(model) when",)),
+    "equal seeds": (with_equal_experts, ("experts are equal on all ranks",)),
+    "ZeroRedundancyOptimizer": (with_zero, ("ZeroRedundancyOptimizer",)),
+}
+
+
+def frozen(heap: symmoe.SymmetricHeap) -> None:
+    model = right(heap)
+    model.moe.router.requires_grad_(False)
+    model.moe.shared_expert.requires_grad_(False)
+    trains(model, heap.rank)
+
+
+def in_ddp(heap: symmoe.SymmetricHeap) -> None:
+    model = right(heap)
+    symmoe.prepare_for_ddp(model)
+    trains(DistributedDataParallel(model), heap.rank, lambda: symmoe.clip_grad_norm(model, 1e-3))
+
+
+def with_own_reduction(heap: symmoe.SymmetricHeap) -> None:
+    model = right(heap)
+
+    def reduce() -> None:
+        for name, parameter in model.named_parameters():
+            if ".experts." not in name:
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= heap.num_ranks
+
+    trains(model, heap.rank, reduce)
+
+
+def upcycled(heap: symmoe.SymmetricHeap) -> None:
+    model = right(heap)
+    with torch.no_grad():
+        for parameter in model.moe.experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape[1:], generator=torch.Generator().manual_seed(1)))
+    trains(model, heap.rank)
+
+
+def with_lora(heap: symmoe.SymmetricHeap) -> None:
+    model = right(heap)
+    symmoe.add_lora(model, rank=2, alpha=1.0)
+    trains(model, heap.rank)
+
+
+def in_groups_of_one(heap: symmoe.SymmetricHeap) -> None:
+    with open_heap("cpu", group=dist.new_group([dist.get_rank()], use_local_synchronization=True)) as own:
+        trains(Model(own, seed=heap.rank), heap.rank, lambda: None)
+
+
+RIGHT: dict[str, Loop] = {
+    "plain": lambda heap: trains(right(heap), heap.rank),
+    "clipped": clipped_by(lambda model: symmoe.clip_grad_norm(model, 1e-3)),
+    "gradients are zeroed in place": lambda heap: trains(right(heap), heap.rank, zero_first=True),
+    "accumulation": lambda heap: trains(right(heap), heap.rank, num_micro_batches=3),
+    "AdamW": lambda heap: trains(right(heap), heap.rank, make=torch.optim.AdamW),
+    "frozen router": frozen,
+    "LoRA": with_lora,
+    "DDP": in_ddp,
+    "own reduction": with_own_reduction,
+    "upcycled": upcycled,
+    "groups of one rank": in_groups_of_one,
+}
+
+
+def said(rank: int, num_ranks: int, kind: str, name: str) -> list[str]:
+    loop = MISTAKES[name][0] if kind == "mistake" else RIGHT[name]
+    with open_heap("cpu") as heap:
+        texts = texts_of(lambda: loop(heap))
+        y = right(heap)(torch.randn(TOKENS, HIDDEN))  # the next correct call
+        assert y.isfinite().all()
+    return texts
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(cluster, name: str):
+    for texts in cluster(2).run(said, "mistake", name):
+        assert len(texts) == len(MISTAKES[name][1]), texts
+        for text, words in zip(texts, MISTAKES[name][1], strict=True):
+            assert words in text
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_loops_are_not_warned(cluster, name: str):
+    assert cluster(2).run(said, "right", name) == [[], []]
+
+
+def broadcast(rank: int, num_ranks: int) -> None:
+    """Two EP groups. Everything of rank 0 but its experts; with expert_group those of the first group, too."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    with open_heap("cpu", group=pairs[rank // 2]) as heap:
+
+        def model_of(number: int) -> Model:
+            model = Model(heap, seed=number)
+            model.transposed = nn.Parameter(torch.full((2, 3), number, dtype=torch.float64).t())
+            model.flags = nn.Buffer(torch.tensor([number > 0]))
+            model.scale.fill_(number)
+            return model
+
+        model = model_of(rank)
+        for options in ({}, {"expert_group": pairs[2 + rank % 2]}):
+            symmoe.broadcast_parameters(model, **options)
+            first, own = model_of(0).state_dict(), model_of(rank % 2 if options else rank).state_dict()
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, (own if ".experts." in name else first)[name]), name
+        model.meta = nn.Parameter(torch.empty(2, device="meta"))
+        with pytest.raises(ArgumentError, match="meta is on meta"):
+            symmoe.broadcast_parameters(model)
+
+
+def test_broadcast_parameters(cluster):
+    cluster(4).run(broadcast)
