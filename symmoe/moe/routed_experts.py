@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
+from symmoe.grouped.local_experts import CallExperts, evaluated, kind_of, without_memory
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.tell_peers import told
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +98,14 @@ class RoutedExperts:
         tokens: torch.Tensor,
         probs: torch.Tensor,
         topk_idx: torch.Tensor,
-        experts: GroupedMLP,
+        experts: GroupedMLP | CallExperts,
         *,
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Same as a call, without an operator around it."""
+        with told(self.heap, control.PHASE_PLAN):
+            experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
         plan = self.plan(topk_idx, tokens.dtype, self._find_room)
         if before_trips is not None:
             before_trips()
@@ -131,7 +135,7 @@ class RoutedExperts:
         self,
         tokens: torch.Tensor,
         probs: torch.Tensor,
-        experts: GroupedMLP,
+        experts: GroupedMLP | CallExperts,
         plan: Plan,
         *,
         out_shape: torch.Size | None = None,
@@ -141,7 +145,7 @@ class RoutedExperts:
         return expert_parallel_mlp(
             tokens,
             probs,
-            local_experts(experts),
+            experts,
             plan,
             order=config.order,
             stash=config.stash,
