@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,16 +27,20 @@ POISON = 0xFF
 
 
 @contextlib.contextmanager
-def open_heap(device: str, *, num_bytes: int = 8 << 20, **kwargs) -> Iterator[SymmetricHeap]:
-    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge
-    indices."""
+def open_heap(
+    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs
+) -> Iterator[SymmetricHeap]:
+    """A heap on `device`, with SYMMOE_TAPES as given. As long as it is open, every torch.empty of this rank is filled
+    with NaN or huge indices."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
     if device == "cpu":  # which may be busy
         kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        with SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs) as heap:
+        with mock.patch.dict(os.environ, {} if tapes is None else {"SYMMOE_TAPES": tapes}):
+            made = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
+        with made as heap:
             yield heap
     finally:
         torch.use_deterministic_algorithms(was)

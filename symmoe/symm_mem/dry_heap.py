@@ -69,7 +69,11 @@ class DryHeap(SymmetricHeap):
         self.events.append((arena, span))
 
     def run(
-        self, key: Hashable, function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor], **numbers: int
+        self,
+        key: tuple[Hashable, ...],
+        function: Callable[[], Sequence[Any]],
+        inputs: Sequence[torch.Tensor],
+        **numbers: int,
     ) -> Sequence[Any]:
         """See SymmetricHeap."""
         return function()

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import operator
+import os
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -51,7 +52,7 @@ from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import recorded, recorded_on_cpus
-from symmoe.tape.tapes import Tapes
+from symmoe.tape.tapes import MODES, Tapes
 
 logger = logging.getLogger("symmoe")
 
@@ -88,7 +89,8 @@ class SymmetricHeap:
             machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
-    raised (docs/reliability.md).
+    raised (docs/reliability.md). `SYMMOE_TAPES` says whether calls that repeat are played from tapes: "on", "off", or
+    "audit", where each runs and is compared with its tape (docs/design.md). Both are read here, once.
 
     Attributes:
         rank, num_ranks: in the group.
@@ -170,7 +172,9 @@ class SymmetricHeap:
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
         self._is_watched = kernels.watcher(self.device)
         constants = self.peers.bases, self.status, *self.peers.views
-        self.tapes = Tapes(self.device, self.abort_for, constants, kernels.tape_compiler(self.device))
+        fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
+        compiler, audits = kernels.tape_compiler(self.device), self._tape_mode == "audit"
+        self.tapes = Tapes(self.device, self.abort_for, fail, constants, compiler, audits=audits)
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.peers.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
@@ -280,7 +284,7 @@ class SymmetricHeap:
 
     def run(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor],
         **numbers: int,
@@ -291,9 +295,12 @@ class SymmetricHeap:
         """
         if (
             self._closed
+            or self._tape_mode == "off"
             or not self._access.is_given
             or self.trip_timer is not None
+            or self._faults.poison is not None
             or self._faults.unraised is not None
+            or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self._waits.some_are_bounded
             or self._is_watched()
             or capture_id(self.device)
@@ -305,7 +312,7 @@ class SymmetricHeap:
         except ConcurrentUse:
             return function()  # which raises if it needs the turn, too
         try:
-            return self.tapes.run((key, self.timeout_s == math.inf), function, inputs, numbers)
+            return self.tapes.run((*key, self.timeout_s == math.inf), function, inputs, numbers)
         finally:
             self._one_call.__exit__()
 
@@ -731,6 +738,9 @@ class SymmetricHeap:
             )
         raise_for(_timeout_problem("timeout_s", timeout_s))
         raise_for(_timeout_problem("start_timeout_s", start_timeout_s))
+        self._tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
+        if self._tape_mode not in MODES:
+            raise ArgumentError(f"SYMMOE_TAPES ({self._tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
         if ranks_per_node is not None and not (
             isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool) and 0 < ranks_per_node < 1 << 31
         ):
