@@ -457,6 +457,13 @@ def test_a_call_is_played_once_two_recordings_agree():
     assert tapes.problems == []
 
 
+def test_what_is_compiled_to_play_is_compiled_before_the_first_call():
+    seen: list[object] = []
+    tapes = Tapes(CPU, lambda error: None, raise_for, (), lambda tape: seen.append(tape) or tape)
+    tapes.run(("some",), lambda: seen.append("call") or (), [torch.rand(3)], {})
+    assert seen[1:] == ["call"]
+
+
 def test_other_shapes_strides_and_dtypes_are_other_kinds():
     tapes = make_tapes()
     run_often(tapes, lambda x: (x + 1,), lambda: [torch.rand(4, 3)])
