@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
 from reliability.delays import before_steps
-from worker import open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerError, PeerTimeout
@@ -102,7 +103,10 @@ def test_a_first_step_may_be_cold(cluster, way: str, num_ranks: int):
 def record_alone(rank: int, num_ranks: int) -> tuple[int, bool]:
     """Calls that were played, and whether torch's compiler was imported. Ranks record in different steps."""
     tokens = ([8, 9, 10, 10, 10, 10, 8, 8], [8, 8, 9, 11, 11, 9, 9, 9])[rank]
-    with open_heap("cpu", tapes="on", timeout_s=1.0) as heap:
+    with mock.patch.dict(os.environ, SYMMOE_TAPES="on"):
+        heap = SymmetricHeap(num_bytes=4 << 20, backend="host")
+    with heap:
+        heap.timeout_s = 1.0
         layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * num_ranks, top_k=2), heap)
         for num_tokens in [*tokens, *tokens]:
             layer(torch.randn(num_tokens, H))[0].sum().backward()

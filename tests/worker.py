@@ -88,12 +88,12 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
     return experts
 
 
-def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_rows: int) -> None:
-    """The next call with exact capacity gets room for little more than num_rows rows; it measures if that is 0. kind:
-    the numbers of experts and of those of a token. The same on all ranks."""
+def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
+    """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
+    if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
     history = heap.row_history(kind)
     history.forget()
-    history.note(num_rows, num_rows)
+    history.note(num_tokens, num_rows, num_rows)
 
 
 def mlp_with_room(
@@ -112,7 +112,7 @@ def mlp_with_room(
     sizes = {"hidden": experts.hidden, "ffn": experts.ffn, "num_experts": num_experts, "top_k": top_k}
     config = MoEConfig(**sizes, **options)
     num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
-    give_room(heap, (num_experts, top_k), num_rows)
+    give_room(heap, (num_experts, top_k), len(x), num_rows)
     return RoutedExperts.of(config, heap, experts).run(x, probs, topk_idx, experts)[0]
 
 

@@ -39,6 +39,7 @@ from symmoe.moe.overlap import Rates, Sizes, gpu_of, num_sms_of, overlap, overla
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.tell_peers import told
 
@@ -288,6 +289,29 @@ def _held(linears: tuple[GroupedLinear, GroupedLinear]) -> Held:
     return linears[0].held_weight, linears[1].held_weight
 
 
+def bytes_of_sums(rows: int, num_tokens: int, num_ranks: int, row_bytes: int) -> int:
+    """What a combine leases at most: rows, and a place for the sums of the peers."""
+    return (rows + max(1, num_ranks - 1) * max(1, num_tokens)) * row_bytes + 2 * ALIGNMENT_BYTES
+
+
+def bytes_of_slots(packed_rows: int, top_k: int) -> int:
+    """What a dispatch leases besides rows: slots and probs."""
+    return 2 * (packed_rows * top_k * torch.int32.itemsize + ALIGNMENT_BYTES)
+
+
+def _that_fits(step: _EPStep, dy: torch.Tensor, sends_again: bool) -> _EPStep:
+    """The step, with buffers of backward that fit into the heap, if those with room do not."""
+    plan, row_bytes = step.plan, dy.shape[1] * dy.element_size()
+    if plan.num_rows is None or (plan.row_capacity, plan.packed_row_capacity) == plan.needed_rows or plan.heap.capture:
+        return step  # there is no room beyond what is needed
+    num_bytes = (1 + sends_again) * (step.num_received * row_bytes + ALIGNMENT_BYTES)
+    num_bytes += bytes_of_sums(plan.row_capacity, plan.num_tokens, plan.heap.num_ranks, row_bytes)
+    if plan.heap.has_free(num_bytes + bytes_of_slots(plan.packed_row_capacity, plan.top_k)):
+        return step
+    plan.shrink()
+    return replace(step, kind=None, num_rows=max(1, plan.num_rows))
+
+
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     """The rows in the format in which they travel."""
     return rows if wire is None else wire.encode(rows)
@@ -454,9 +478,10 @@ class _ExpertParallelMLP(Function):
 
 
 def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    step, linears = ctx.step, ctx.linears
+    linears = ctx.linears
     _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors
+    step = ctx.step = _that_fits(ctx.step, dy, sends_again=received is None)
     computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     biases = b1, b2
     plan = step.plan

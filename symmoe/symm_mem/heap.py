@@ -222,6 +222,10 @@ class SymmetricHeap:
             self.fail(HeapExhausted(problem), phase)
         return Lease(self._memory, span, shape, dtype)
 
+    def has_free(self, num_bytes: int) -> bool:
+        """Whether leases of so many bytes in all can be made one after the other. Local."""
+        return self._memory.has_free(num_bytes)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in this rank's arena. Local."""
         return not self._closed and self._memory.owns(tensor)

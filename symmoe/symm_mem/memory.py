@@ -124,6 +124,12 @@ class Memory:
             span = self._take(num_bytes, name)
         return span
 
+    def has_free(self, num_bytes: int) -> bool:
+        """Whether leases of so many bytes in all fit into one free range, outside of captures."""
+        with self.lock:
+            self._take_back_dropped()
+            return self.arena.largest_free_bytes >= num_bytes
+
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
             self._take_back_dropped()
