@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from unittest import mock
 
@@ -234,7 +235,8 @@ def check_little_memory(rank: int, num_ranks: int) -> tuple[list[str], list[str]
     findings, found = Findings(), []
     own = torch.Generator().manual_seed(rank)
     ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
-    call = torch.randn(100, H, generator=own), ids, torch.rand(100, K, generator=own), torch.randn(100, H, generator=own)
+    x, dy = (torch.randn(100, H, generator=own) for _ in range(2))
+    call = x, ids, torch.rand(100, K, generator=own), dy
     with open_heap("cpu", num_bytes=1 << 20) as heap:
         layer, waits = make_layers(heap, stash="rows")
         is_last = rank == num_ranks - 1
@@ -244,6 +246,8 @@ def check_little_memory(rank: int, num_ranks: int) -> tuple[list[str], list[str]
             run(layer, call, recomputes=False)  # after an error all measure
             outcomes = []
             for each in (waits, layer):
+                gc.collect()  # what an error holds
+                findings.check(heap.leased_bytes == 0, "leases are left")
                 with heap.lease((free_bytes(heap) - num_bytes,), torch.uint8) if is_last else nullcontext():
                     try:
                         same = map(torch.equal, run(each, call, recomputes=False), wanted)
@@ -252,7 +256,6 @@ def check_little_memory(rank: int, num_ranks: int) -> tuple[list[str], list[str]
                         outcomes.append("exhausted")
             found.append(outcomes[0])
             findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
-        findings.check(heap.leased_bytes == 0, "leases are left")
     return found, findings.texts
 
 
