@@ -449,6 +449,8 @@ class _ExpertParallelMLP(Function):
             if stash.keeps_rows:
                 used = max_packed_rows if step.layout == "packed" else max_rows
                 kept = (None, _first_rows(received.tensor, used))
+                if used < received.shape[0]:
+                    received.shrink(used * received.shape[1] * received.dtype.itemsize)
             num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
             kept += computed.of_rows(num_rows) if stash.keeps_h else (None,) * len(computed)
             ctx.save_for_backward(*kept, _first_rows(row_probs, max_rows), b1, b2, *tensors)

@@ -78,6 +78,10 @@ class DryHeap(SymmetricHeap):
         """See SymmetricHeap."""
         return function()
 
+    def shrink(self, arena: Any, span: tuple[int, int], num_bytes: int) -> Any:
+        """Memory is planned for leases that stay as large as they are made."""
+        return arena, span
+
     def has_free(self, num_bytes: int) -> bool:
         """See SymmetricHeap."""
         return True

@@ -38,7 +38,8 @@ class MemoryPlan:
         num_rows, num_packed_rows: N and P that the figures are for.
         heap_bytes: what `SymmetricHeap(num_bytes=...)` needs to run the schedule, eagerly or in one CUDA graph:
             the control block and the arena up to the highest byte that is ever leased.
-        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward.
+        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward, if its
+            routing needs all the room that it got.
         forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
             plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
