@@ -59,6 +59,7 @@ TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 |
   $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/test_%.py)' || exit 1; done
 CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
 
+test: export SYMMOE_TAPES ?= audit
 test-all: MARKED := -m 'not gpu'
 test-all: $(TORCHTITAN)
 test test-all: setup
