@@ -34,10 +34,10 @@ from symmoe.checks.arguments import (
     size_problem,
 )
 from symmoe.errors import ArgumentError, StaleLease, raise_for
-from symmoe.grouped import weight_gradients
 from symmoe.grouped.low_rank import low_rank
 from symmoe.grouped.products import NOTHING, products_of, weight_gradient
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
+from symmoe.grouped.weight_gradients import Compute, DelayedGradients, MainGrads, NewGradients, Target
 from symmoe.grouped.weights import addresses, lay_side_by_side
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight
@@ -232,7 +232,7 @@ class GroupedLinear(nn.Module):
         return x.to(dtype), tuple(weight.to(dtype) for weight in self.weight_parameters()), bias
 
     def weight_gradients(
-        self, weights: tuple[torch.Tensor, ...], compute: weight_gradients.Compute, *, overwrite_main_grad: bool
+        self, weights: tuple[torch.Tensor, ...], compute: Compute, *, overwrite_main_grad: bool
     ) -> Sequence[torch.Tensor | None]:
         """What the backward of an autograd function returns for `weights`; runs `compute` now or in backward_dw.
 
@@ -244,18 +244,16 @@ class GroupedLinear(nn.Module):
         target = self.gradient_target(weights, overwrite_main_grad=overwrite_main_grad)
         return target.placeholders(weights, target.add(weights, compute))
 
-    def gradient_target(
-        self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool
-    ) -> weight_gradients.Target:
+    def gradient_target(self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool) -> Target:
         """Where the gradients of `weights` go, as the options are now.
 
         Raises:
             ArgumentError: an option wants parameters of this module, and the weights are made of others.
         """
         if not any(weight.requires_grad for weight in weights):
-            return weight_gradients.Target()
+            return Target()
         if not (self.delay_wgrad or self.accumulate_into_main_grad):
-            return weight_gradients.NewGradients()
+            return NewGradients()
         names = ("weight",) if self.is_packed else weight_names(self.num_groups)
         parameters = tuple(self._parameters.get(name) for name in names)
         if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
@@ -263,9 +261,9 @@ class GroupedLinear(nn.Module):
             raise ArgumentError(f"{option} (True) must be False: weights of {self} are parametrized, or DTensors")
         found = cast("tuple[nn.Parameter, ...]", parameters)
         if not self.delay_wgrad:
-            return weight_gradients.MainGrads(found, overwrite=overwrite_main_grad)
+            return MainGrads(found, overwrite=overwrite_main_grad)
         overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
-        return weight_gradients.DelayedGradients(found, self._delayed, overwrite)
+        return DelayedGradients(found, self._delayed, overwrite)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The first tensors, as many as the layer has weights, and the tensors after them."""

@@ -247,8 +247,7 @@ def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear, weight: torch.Tensor) ->
     pairs = fc1.adapters(), fc2.adapters()
     if not any(pairs):
         return ()
-    pairs = tuple(pair or _zero_adapters(fc, weight) for fc, pair in zip((fc1, fc2), pairs, strict=True))
-    return *pairs[0], *pairs[1]
+    return *(pairs[0] or _zero_adapters(fc1, weight)), *(pairs[1] or _zero_adapters(fc2, weight))
 
 
 def _zero_adapters(linear: GroupedLinear, weight: torch.Tensor) -> Tensors:

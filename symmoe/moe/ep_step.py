@@ -8,7 +8,7 @@ whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,7 +216,7 @@ class _EPStep:
     def run(
         self,
         name: str,
-        options: tuple[bool | None, ...],
+        options: tuple[Hashable, ...],
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor | None],
     ) -> Sequence[Any]:
@@ -504,10 +504,10 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     inputs = (dy, x, received, computed.h, row_probs, *biases, plan.storage, packed_to_row, row_to_packed_row, *tensors)
     options = *needs, x is None, fc1.option, fc2.option
     if "delayed" in options:
-        found = function()
+        dx, d_probs, db1, db2, *rest = function()
     else:
         found = step.run("backward", options, function, (*inputs, *fc1.tensors, *fc2.tensors))
-    dx, d_probs, db1, db2, *rest = found
+        dx, d_probs, db1, db2, *rest = found
     dw1, dw2, d_adapters = step.form.split(rest)
     dw = *fc1.placeholders(both[0], dw1), *fc2.placeholders(both[1], dw2)
     return None, None, dx, d_probs, db1, db2, *dw, *d_adapters

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -109,7 +108,7 @@ class RoutedExperts:
         """Same as a call, without an operator around it."""
         with told(self.heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
-        plan = self.plan(topk_idx, tokens.dtype, partial(self._find_room, *topk_idx.shape, tokens.dtype.itemsize))
+        plan = self.plan(topk_idx, tokens.dtype, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
         if before_trips is not None:
             before_trips()
         y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
@@ -124,8 +123,8 @@ class RoutedExperts:
     def _history(self) -> RowHistory:
         return self.heap.row_history((self.config.num_experts, self.config.top_k))
 
-    def _find_room(self, num_tokens: int, top_k: int, item_bytes: int) -> Room | None:
-        config, heap = self.config, self.heap
+    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> Room | None:
+        config, heap, (num_tokens, top_k) = self.config, self.heap, topk_idx.shape
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room

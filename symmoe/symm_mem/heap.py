@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import operator
-import os
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -39,7 +38,7 @@ from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
 from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
-from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, warn_if_alone_by_mistake
+from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, read_tape_mode, warn_if_alone_by_mistake
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
@@ -52,7 +51,7 @@ from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import recorded, recorded_on_cpus
-from symmoe.tape.tapes import MODES, Tapes
+from symmoe.tape.tapes import Tapes
 
 logger = logging.getLogger("symmoe")
 
@@ -742,9 +741,7 @@ class SymmetricHeap:
             )
         raise_for(_timeout_problem("timeout_s", timeout_s))
         raise_for(_timeout_problem("start_timeout_s", start_timeout_s))
-        self._tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
-        if self._tape_mode not in MODES:
-            raise ArgumentError(f"SYMMOE_TAPES ({self._tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
+        self._tape_mode = read_tape_mode()
         if ranks_per_node is not None and not (
             isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool) and 0 < ranks_per_node < 1 << 31
         ):
