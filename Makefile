@@ -61,6 +61,7 @@ TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 |
 NEWEST := tests/test_fast_launch.py tests/test_torch_internals.py tests/test_*_compile.py
 CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
 
+test: export SYMMOE_TAPES ?= audit
 test-all: MARKED := -m 'not gpu'
 test-all: $(TORCHTITAN)
 test test-all: setup

@@ -67,6 +67,10 @@ class StaleRows(SymmoeError):
     """Rows that a delayed weight gradient needs have been overwritten since its backward pass."""
 
 
+class StaleTape(SymmoeError):
+    """A call that is played from a tape launches something else now. The text says what; the tape is thrown away."""
+
+
 class CheckpointError(SymmoeError):
     """A checkpoint cannot be read or written, or is not that of the model. The text names the file or the key."""
 
@@ -181,6 +185,7 @@ TRAVELLING: tuple[type[SymmoeError], ...] = (
     StalePlan,
     BackendUnavailable,
     CheckpointError,
+    StaleTape,
 )
 
 FAULT_BYTES = 512  # one travelling error: 2 bytes class, 2 bytes length, UTF-8 text, zero padding

@@ -6,8 +6,8 @@ Where a name is gone, there is another way that is as right, or whoever needs it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -94,13 +94,16 @@ def is_transformed() -> bool:
     return transform_level() is not None or forward_ad._current_level >= 0
 
 
-def outside_transforms() -> AbstractContextManager[object]:
+@contextmanager
+def outside_transforms() -> Iterator[None]:
     """In this context torch.func transforms nothing, e.g. no words that a rank writes to tell its peers of an error."""
     if transform_level() is None:
-        return nullcontext()
+        yield
+        return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # only errors need it
 
-    return temporarily_clear_interpreter_stack()  # type: ignore[no-any-return,no-untyped-call]  # untyped in torch
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def active_ddp() -> DistributedDataParallel | None:

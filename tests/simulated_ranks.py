@@ -31,6 +31,7 @@ class Case:
     ids: str = "uniform"
     capacity: int = -1
     packed_capacity: int = -1
+    rooms: tuple[tuple[int, int], ...] = ()  # capacity and packed capacity that each rank gives itself
     drop: bool = False
     other_top_k: int | None = None  # rank of which the header names another K
     plan_fails: bool = False
@@ -44,6 +45,9 @@ class Case:
     @property
     def num_ranks(self) -> int:
         return len(self.tokens)
+
+    def room_of(self, rank: int) -> tuple[int, int]:
+        return self.rooms[rank] if self.rooms else (self.capacity, self.packed_capacity)
 
 
 CASES = {
@@ -66,6 +70,15 @@ CASES = {
     "overflow": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=100),
     "too many packed rows": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=90),
     "room": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=123),
+    "rooms that differ": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (200, 150))
+    ),
+    "one rank has too little room": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (50, 123))
+    ),
+    "one rank has too little room for packed rows": Case(
+        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((-1, -1), (300, 20), (300, 123))
+    ),
     "overflow, record pending": Case(
         tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT
     ),
@@ -200,8 +213,9 @@ class _Call:
             header = [0] * control.HEADER_WORDS
             header[control.HEAD_NUM_TOKENS] = num_tokens
             header[control.HEAD_TOP_K] = top_k + (case.other_top_k == rank)
-            header[control.HEAD_CAPACITY] = case.capacity
-            header[control.HEAD_PACKED_CAPACITY] = case.packed_capacity
+            header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY] = case.room_of(rank)
+            if case.rooms:
+                header[control.HEAD_OVERFLOW] = control.OVERFLOW_REPEAT
             header[control.HEAD_MAX_TOKENS] = -1
             header[control.HEAD_HIDDEN] = case.hidden
             header[control.HEAD_RAIL_CAPACITY] = 77
@@ -236,10 +250,10 @@ class _Call:
                 received,
                 status,
                 num_experts=num_experts,
-                capacity=case.capacity,
-                packed_capacity=case.packed_capacity,
+                capacity=case.room_of(rank)[0],
+                packed_capacity=case.room_of(rank)[1],
                 drop=case.drop,
-                record_errors=case.capacity >= 0,
+                record_errors=case.room_of(rank)[0] >= 0,
                 **layout,
             )
             if self.device.type == "cuda":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import Cluster
 from reliability.delays import before_steps
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -95,6 +98,28 @@ def test_a_first_step_may_be_cold(cluster, way: str, num_ranks: int):
     assert num_cold >= 10
     assert fine
     assert warm == [(True, 0)] * (num_ranks - 1)
+
+
+def record_alone(rank: int, num_ranks: int) -> tuple[int, bool]:
+    """Calls that were played, and whether torch's compiler was imported. Ranks record in different steps."""
+    tokens = ([8, 9, 10, 10, 10, 10, 8, 8], [8, 8, 9, 11, 11, 9, 9, 9])[rank]
+    with mock.patch.dict(os.environ, SYMMOE_TAPES="on"):
+        heap = SymmetricHeap(num_bytes=4 << 20, backend="host")
+    with heap:
+        heap.timeout_s = 1.0
+        layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * num_ranks, top_k=2), heap)
+        for num_tokens in [*tokens, *tokens]:
+            layer(torch.randn(num_tokens, H))[0].sum().backward()
+        return heap.tapes.num_played, "torch._dynamo" in sys.modules
+
+
+def test_one_rank_alone_records_a_call():
+    ranks = Cluster(2)  # new processes, which have imported nothing yet
+    try:
+        results = ranks.run(record_alone)
+    finally:
+        ranks.close()
+    assert all(num_played > 0 and not is_imported for num_played, is_imported in results)
 
 
 def stay_away(rank: int, num_ranks: int, num_steps: int) -> tuple[str, float]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from worker import Findings
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap, clip_grad_norm, reduce_gradients
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters
+from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.training.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
@@ -262,6 +266,78 @@ def check_layer(rank: int, num_ranks: int, way: dict) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_adapters_of_a_layer(cluster, num_ranks: int, way: dict):
     assert [text for texts in cluster(num_ranks).run(check_layer, way) for text in texts] == []
+
+
+class Counted(nn.Module):
+    """A parametrization that counts how often it is evaluated."""
+
+    num_calls = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return weight * 1.0
+
+
+def dense(experts: GroupedMLP, x: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """By the definition, in float64, with adapters that are drawn once."""
+    both = (experts.fc1, *experts.fc1.adapters()), (experts.fc2, *experts.fc2.adapters())
+    w1, w2 = (fc.weight.double() + torch.bmm(b.double(), a.double()) for fc, a, b in both)
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for g in range(EXPERTS):
+        gate, up = (x.double() @ w1[g].T + experts.fc1.bias[g]).chunk(2, 1)
+        out = (nn.functional.silu(gate) * up) @ w2[g].T + experts.fc2.bias[g]
+        y = y + (probs.double() * (ids == g)).sum(1, keepdim=True) * out
+    return y
+
+
+@pytest.mark.parametrize("around", ["nothing", "reentrant checkpoint", "checkpoint"])
+def test_what_a_call_draws_it_draws_once(around: str):
+    """Whether calls measure, have room, or have to be repeated."""
+    generator = torch.Generator().manual_seed(3)
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router="none")
+        layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
+        add_lora(layer, rank=RANK, alpha=ALPHA, rank_dropout=0.5)
+        fill_b(layer)
+        counts = []
+        for fc in (layer.experts.fc1, layer.experts.fc2):
+            for name in ("weight", "bias"):
+                counts.append(Counted())
+                parametrize.register_parametrization(fc, name, counts[-1])
+        asked = [count.num_calls for count in counts]
+        layer.set_experts(layer.experts)
+        assert "bias=True" in str(layer)
+        assert [count.num_calls for count in counts] == asked
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        rooms = {"measured": None, "room": Room(100, 100, 24), "too little room": Room(1, 1, 24)}
+        for number, (name, room) in enumerate([*rooms.items()] * 3):
+            x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))
+            ids = torch.rand(12, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+            probs = torch.rand(12, TOP_K, generator=generator)
+            torch.manual_seed(number)
+            leaf = x.clone().requires_grad_()
+            want = dense(layer.experts, leaf, ids, probs)
+            state = torch.get_rng_state()
+            wanted = torch.autograd.grad((want * dy).sum(), [leaf, *trained])
+
+            def forward(x: torch.Tensor, ids=ids, probs=probs) -> torch.Tensor:
+                return layer(x, topk_idx=ids, probs=probs)[0]
+
+            torch.manual_seed(number)
+            before, leaf = [count.num_calls for count in counts], x.clone().requires_grad_()
+            with mock.patch.object(RowHistory, "room", lambda *_, room=room: room):
+                if around == "nothing":
+                    y = forward(leaf)
+                else:
+                    y = checkpoint(forward, leaf, use_reentrant=around == "reentrant checkpoint")
+                assert torch.equal(torch.get_rng_state(), state), name
+                for parameter in trained:
+                    parameter.grad = None
+                y.backward(dy)
+            assert [count.num_calls for count in counts] == [n + 1 + (around != "nothing") for n in before], name
+            torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6)
+            for parameter, gradient in zip([leaf, *trained], wanted, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 class Backward(TorchDispatchMode):

@@ -23,7 +23,7 @@ from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.grouped import quantized_experts
 from symmoe.grouped.experts import ExpertRows
-from symmoe.grouped.mlp import expert_weights
+from symmoe.grouped.mlp import ExpertForm, expert_weights
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -298,7 +298,8 @@ def test_rows_on_their_way_are_waited_for():
     """Whatever hands out parts: all of them are taken before anything is quantised."""
     experts = GroupedMLP(2, 64, 32, precision=NVFP4())
     tensors = experts.fc1.weight, experts.fc2.weight
-    weights = expert_weights(experts.fc1, experts.activation, experts.fc2, (None, None), tensors, trains=(True, True))
+    form = ExpertForm.of(experts.fc1, experts.activation, experts.fc2)
+    weights = expert_weights(form, (None, None), tensors, trains=(True, True))
     rows = torch.randn(8, 64)
     row_range, scale = whole_groups((5, 3)), torch.ones(8)
     want, _ = weights.first_layer(ExpertRows(rows, row_range, scale), num_rows=8)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, open_heap
+from worker import Findings, free_bytes, open_heap
 
 from symmoe import MoEConfig, MoELayer
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.room_for_rows import Room, RowHistory
 
 H, I, E, K, CALLS = 16, 24, 8, 3, 30
 
@@ -21,7 +23,7 @@ H, I, E, K, CALLS = 16, 24, 8, 3, 30
 
 
 def test_the_first_call_measures():
-    assert RowHistory().room(None) is None
+    assert RowHistory().room(8, None) is None
 
 
 @pytest.mark.parametrize("rows", [1, 7, 100, 65_536, 524_288])
@@ -29,8 +31,8 @@ def test_there_is_a_margin_and_sizes_repeat(rows: int):
     found = set()
     for more in range(-(-rows // 200)):
         history = RowHistory()
-        history.note(rows + more, rows // 2)
-        room = history.room(None)
+        history.note(8, rows + more, rows // 2)
+        room = history.room(9, None)
         assert room.rows >= rows + more + rows // 32
         assert room.rows <= 1.1 * (rows + more + 4 * (rows + more) ** 0.5) + 2
         assert room.packed_rows >= rows // 2
@@ -41,11 +43,11 @@ def test_there_is_a_margin_and_sizes_repeat(rows: int):
 
 def test_room_shrinks_when_routing_does():
     history = RowHistory()
-    history.note(10_000, 5_000)
+    history.note(8, 10_000, 5_000)
     rooms = []
     for _ in range(200):
-        history.note(1_000, 500)
-        rooms.append(history.room(None).rows)
+        history.note(8, 1_000, 500)
+        rooms.append(history.room(8, None).rows)
     assert rooms[60] >= 10_000
     assert rooms[-1] < 1_300
     assert rooms == sorted(rooms, reverse=True)
@@ -53,11 +55,20 @@ def test_room_shrinks_when_routing_does():
 
 def test_no_more_than_the_user_allows():
     history = RowHistory()
-    history.note(1_000, 500)
-    assert history.room(1_010).rows == 1_010
-    assert history.room(999) is None
+    history.note(8, 1_000, 500)
+    assert history.room(8, 1_010).rows == 1_010
+    assert history.room(8, 999) == Room(-1, -1, 1_000)
     history.forget()
-    assert history.room(None) is None
+    assert history.room(8, None) is None
+
+
+def test_a_small_call_gets_little_room_after_a_large_one():
+    history = RowHistory()
+    history.note(4096, 10_000, 5_000)
+    assert history.room(8, None) == Room(-1, -1, 10_000)
+    history.note(8, 30, 20)
+    assert history.room(8, None).rows < 80
+    assert history.room(4096, None).rows > 10_000
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -203,7 +214,7 @@ def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[
             )
             history = heap.row_history((E, K))
             history.forget()
-            history.note(1, 1)
+            history.note(len(x), 1, 1)
             got = torch.autograd.grad(y, (x, *layer.parameters()), dy)
             _, *wanted = run(waits, call, recomputes=False)
             want = [wanted[0], *wanted[2:]]  # no gradient of probs here
@@ -216,3 +227,65 @@ def test_recomputed_without_room(cluster):
     results = cluster(2).run(check_recomputed_without_room)
     assert [text for _, texts in results for text in texts] == []
     assert all(count >= 4 for count, _ in results)
+
+
+def check_little_memory(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
+    """The last rank has less and less memory: a call fits with room where it does without, on all ranks, backward too.
+    What became of the calls; findings."""
+    findings, found = Findings(), []
+    own = torch.Generator().manual_seed(rank)
+    ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
+    x, dy = (torch.randn(100, H, generator=own) for _ in range(2))
+    call = x, ids, torch.rand(100, K, generator=own), dy
+    with open_heap("cpu", num_bytes=1 << 20) as heap:
+        layer, waits = make_layers(heap, stash="rows")
+        is_last = rank == num_ranks - 1
+        for num_bytes in range(24 << 10, 96 << 10, 4 << 10):
+            findings.where = f"rank {rank}, {num_bytes} bytes"
+            wanted = run(waits, call, recomputes=False)
+            run(layer, call, recomputes=False)  # after an error all measure
+            outcomes = []
+            for each in (waits, layer):
+                gc.collect()  # what an error holds
+                findings.check(heap.leased_bytes == 0, "leases are left")
+                with heap.lease((free_bytes(heap) - num_bytes,), torch.uint8) if is_last else nullcontext():
+                    try:
+                        same = map(torch.equal, run(each, call, recomputes=False), wanted)
+                        outcomes.append("right" if all(same) else "wrong")
+                    except HeapExhausted:
+                        outcomes.append("exhausted")
+            found.append(outcomes[0])
+            findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
+    return found, findings.texts
+
+
+def test_a_call_with_room_needs_no_more_memory_than_one_without(cluster):
+    for found, texts in cluster(2).run(check_little_memory):
+        assert texts == []
+        assert found == sorted(found)
+        assert {*found} == {"exhausted", "right"}
+
+
+def check_small_after_large(rank: int, num_ranks: int) -> tuple[int, list[int]]:
+    """Bytes that a small call holds for backward at first, and after a large one of another layer of these sizes."""
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        (large, small), held = (make_layers(heap)[0] for _ in range(2)), []
+
+        def call(layer: MoELayer, num_tokens: int) -> int:
+            x = torch.randn(num_tokens, H)
+            ids = torch.arange(num_tokens * K).view(-1, K) % E
+            y, _ = layer(x, topk_idx=ids, probs=torch.ones(num_tokens, K).requires_grad_())
+            return heap.leased_bytes * bool(y.requires_grad)
+
+        for _ in range(4):
+            alone = call(small, 8)
+        for number in range(6):
+            if number % 3 == 0:
+                call(large, 2048 * (rank + 1))  # ranks have different room
+            held.append(call(small, 8))
+        return alone, held
+
+
+def test_a_small_call_holds_little_after_a_large_one(cluster):
+    for alone, held in cluster(2).run(check_small_after_large):
+        assert max(held) <= alone <= 16 << 10

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.errors import SymmoeError
+from symmoe.errors import ArgumentError, HeapPoisoned, StaleTape, SymmoeError, raise_for
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import twin
+from symmoe.moe.ep_step import _Forward
 from symmoe.moe.router import Router
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.tape.recorder import Recorder, recorded
@@ -29,6 +30,12 @@ from symmoe.tape.tapes import Tapes
 H, I, E, K, T = 16, 24, 8, 3, 200
 CPU = torch.device("cpu")
 OUTSIDE = torch.ones(3)
+
+
+@pytest.fixture(autouse=True)
+def plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heaps of this process play tapes. (Those of a cluster get the same by open_heap.)"""
+    monkeypatch.setenv("SYMMOE_TAPES", "on")
 
 
 @contextmanager
@@ -128,14 +135,14 @@ def check_bits(
     """Calls that were played; calls that did not fit; findings."""
     findings, options = Findings(), dict(options)
     dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
-    with open_heap(device, num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
+    with open_heap(device, tapes="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
         layer, plain = make_layer(heap, **options), make_layer(heap, **options)
         plain.load_state_dict(layer.state_dict())
         for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
             findings.check(torch.equal(ours, theirs), "main_grad begins with other bits")
         repeats = 0
         for number, (x, dy) in enumerate(make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)):
-            room = layer._routed_experts._find_room()
+            room = layer._routed_experts._find_room(torch.empty(T, K), dtype.itemsize)
             found = step(layer, x, dy, around)
             with without_tapes(heap):
                 wanted = step(plain, x, dy, around)
@@ -183,7 +190,7 @@ def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, aroun
 def check_in_flight(rank: int, num_ranks: int) -> list[str]:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     findings, flying = Findings(), []
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
+    with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
         layer, plain = make_layer(heap), make_layer(heap)
         for x, dy in make_calls(rank, 14, torch.float32):
             x = x.requires_grad_()
@@ -207,7 +214,7 @@ def test_calls_in_flight(cluster):
 def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
     """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
     findings = Findings()
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
+    with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
         layer = make_layer(heap, overwrites=(False, False))
         weights = [fc.weight for fc in (layer.experts.fc1, layer.experts.fc2)]
         x, dy = next(make_calls(rank, 1, torch.float32))
@@ -244,6 +251,136 @@ def test_main_grads_that_change(cluster):
     assert cluster(2).findings(check_main_grads_that_change) == []
 
 
+BETWEEN = ("frozen", "delay_wgrad", "main_grad")
+
+
+def check_changes_between(rank: int, num_ranks: int, what: str) -> list[str]:
+    """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
+    of their kind are recorded."""
+    findings = Findings()
+    with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
+        layer = make_layer(heap)
+        linears = layer.experts.fc1, layer.experts.fc2
+        weights = [fc.weight for fc in linears]
+        x, dy = next(make_calls(rank, 1, torch.float32))
+        *_, first, second = step(layer, x, dy, "")
+
+        def change(changes: bool) -> None:
+            for fc in linears:
+                if what == "frozen":
+                    fc.weight.requires_grad_(not changes)
+                elif what == "delay_wgrad":
+                    fc.delay_wgrad = changes
+                else:
+                    fc.accumulate_into_main_grad = changes
+                    fc.weight.main_grad = torch.zeros_like(fc.weight)
+
+        for number in range(24):
+            findings.where = f"rank {rank}, call {number}"
+            for weight in weights:
+                weight.grad = None
+            y, _ = layer(x)
+            change(number < 6 or number in (12, 13))
+            y.backward(dy)
+            is_changed = number < 6 or number in (12, 13)
+            if what == "delay_wgrad" and is_changed:
+                findings.check(weights[0].grad is None, "it was not delayed")
+                layer.experts.backward_dw()
+            change(False)
+            found = [weight.grad for weight in weights]
+            if is_changed and what != "delay_wgrad":
+                findings.check(found == [None, None], "there are gradients")
+            else:
+                same = [a is not None and torch.equal(a, b) for a, b in zip(found, (first, second), strict=True)]
+                findings.check(all(same), f"other gradients: {same}")
+        findings.check(heap.tapes.num_played > 30, "nothing was played")
+        findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
+    return findings.texts
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_options_that_change_between_forward_and_backward(cluster, what):
+    assert cluster(2).findings(check_changes_between, what) == []
+
+
+# -- audits -----------------------------------------------------------------------------------------------------------
+
+
+def check_audit(rank: int, num_ranks: int, tapes: str) -> tuple[int, int, list[str]]:
+    """From some step on rank 1 does more in one part of a call than its tape does: both ranks raise when that call is
+    compared, and not before; steps after it are right."""
+    findings, added = Findings(), []
+    real = _Forward._second_layer_and_combine
+
+    def more(self: _Forward, half: object, received: torch.Tensor) -> tuple[torch.Tensor]:
+        if added:
+            half.a.mul_(1.0)
+        return real(self, half, received)
+
+    with pytest.MonkeyPatch.context() as patch, open_heap("cpu", tapes=tapes, num_bytes=16 << 20) as heap:
+        patch.setattr(_Forward, "_second_layer_and_combine", more)
+        layer = make_layer(heap)
+        x, dy = next(make_calls(rank, 1, torch.float32))
+        wanted = step(layer, x, dy, "")
+        raised = []
+        for number in range(1, 30):
+            if number == 6 and rank == 1:
+                added.append(True)
+            try:
+                found = step(layer, x, dy, "")
+                findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}, step {number}: other bits")
+            except StaleTape as error:
+                raised.append((number, str(error)))
+        findings.check(heap.leased_bytes == 0, "leases are left")
+        findings.check(len(raised) == 1, f"rank {rank}: {raised}")
+        number, text = raised[0]
+        for part in ("'second half'", "step 0 was Call", "and is Operator aten::mul_"):
+            findings.check(part in text, f"rank {rank}: {part} is not in {text}")
+        findings.check(number == (10 if tapes == "on" else 6), f"rank {rank}: found in step {number}")
+        return heap.tapes.num_played, heap.tapes.num_audited, findings.texts
+
+
+@pytest.mark.parametrize("tapes", ["on", "audit"])
+def test_an_audit_finds_a_difference(cluster, tapes):
+    for num_played, num_audited, texts in cluster(2).run(check_audit, tapes):
+        assert texts == []
+        assert (num_played > 0) == (tapes == "on")
+        assert num_audited >= (6 if tapes == "on" else 60)
+
+
+def test_calls_are_compared_at_last():
+    tapes, extra = make_tapes(), []
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x + 1 if not extra else (x + 1) * extra[0],)
+
+    run_often(tapes, function, lambda: [torch.rand(3)], times=9)
+    assert (tapes.num_played, tapes.num_audited) == (6, 0)
+    run_often(tapes, function, lambda: [torch.rand(3)], times=90)
+    assert (tapes.num_played, tapes.num_audited) == (95, 1)
+    extra.append(3.0)
+    with pytest.raises(StaleTape, match="step 1 was None, and is Operator aten"):
+        run_often(tapes, function, lambda: [torch.rand(3)], times=1)
+    (y,) = run_often(tapes, function, lambda: [torch.ones(3)], times=1)
+    assert torch.equal(y, torch.full((3,), 6.0))
+
+
+@pytest.mark.parametrize("mode", ["off", "audit", "twice"])
+def test_the_variable(mode, monkeypatch):
+    monkeypatch.setenv("SYMMOE_TAPES", mode)
+    if mode == "twice":
+        with pytest.raises(ArgumentError, match=r"SYMMOE_TAPES \('twice'\) must be one of 'on', 'audit', 'off'"):
+            SymmetricHeap(num_bytes=16 << 20, backend="host")
+        return
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        layer = make_layer(heap)
+        x, dy = next(make_calls(0, 1, torch.float32))
+        for _ in range(6):
+            step(layer, x, dy, "")
+        assert heap.tapes.num_played == 0
+        assert (heap.tapes.num_audited > 0) == (mode == "audit")
+
+
 # -- errors in the middle of a played call ----------------------------------------------------------------------------
 
 
@@ -251,7 +388,7 @@ def check_errors(rank: int, num_ranks: int, options: dict) -> tuple[int, list[st
     """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
     findings = Findings()
     names: list[str] = []
-    with open_heap("cpu", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30) as heap:
+    with open_heap("cpu", tapes="on", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30) as heap:
         layer = make_layer(heap, **options)
         x, dy = next(make_calls(rank, 1, torch.float32))
         wanted = step(layer, x, dy, "")
@@ -296,7 +433,7 @@ def test_an_error_in_a_played_call_is_every_ranks(cluster, options):
 
 
 def make_tapes() -> Tapes:
-    return Tapes(CPU, lambda error: None, (), lambda tape: tape)
+    return Tapes(CPU, lambda error: None, raise_for, (), lambda tape: tape)
 
 
 def run_often(tapes: Tapes, function, make_inputs, *, times: int = 6, **numbers) -> list[object]:
@@ -304,7 +441,7 @@ def run_often(tapes: Tapes, function, make_inputs, *, times: int = 6, **numbers)
     for n in range(times):
         inputs = make_inputs()
         now = {name: value + n for name, value in numbers.items()}
-        found.append(tapes.run("some", lambda inputs=inputs: function(*inputs), inputs, now)[0])
+        found.append(tapes.run(("some",), lambda inputs=inputs: function(*inputs), inputs, now)[0])
     return found
 
 
@@ -313,11 +450,18 @@ def test_a_call_is_played_once_two_recordings_agree():
     found = run_often(tapes, lambda x: (x * 2 + 1,), lambda: [torch.rand(3)], times=3)
     assert tapes.num_played == 0
     x = torch.rand(3)
-    (again,) = tapes.run("some", lambda: pytest.fail("it was called"), [x], {})
+    (again,) = tapes.run(("some",), lambda: pytest.fail("it was called"), [x], {})
     assert torch.equal(again, x * 2 + 1)
     assert len({y.data_ptr() for y in (*found, again)}) == 4
     assert tapes.num_played == 1
     assert tapes.problems == []
+
+
+def test_what_is_compiled_to_play_is_compiled_before_the_first_call():
+    seen: list[object] = []
+    tapes = Tapes(CPU, lambda error: None, raise_for, (), lambda tape: seen.append(tape) or tape)
+    tapes.run(("some",), lambda: seen.append("call") or (), [torch.rand(3)], {})
+    assert seen[1:] == ["call"]
 
 
 def test_other_shapes_strides_and_dtypes_are_other_kinds():
@@ -325,9 +469,37 @@ def test_other_shapes_strides_and_dtypes_are_other_kinds():
     run_often(tapes, lambda x: (x + 1,), lambda: [torch.rand(4, 3)])
     played = tapes.num_played
     for other in (torch.rand(3, 3), torch.rand(3, 4).t(), torch.rand(4, 3, dtype=torch.float64)):
-        (y,) = tapes.run("some", lambda x=other: (x + 1,), [other], {})
+        (y,) = tapes.run(("some",), lambda x=other: (x + 1,), [other], {})
         assert torch.equal(y, other + 1)
     assert tapes.num_played == played
+
+
+def test_what_requires_gradients_is_another_kind():
+    tapes = make_tapes()
+    for number in range(12):
+        x = torch.rand(3).requires_grad_(number % 3 == 0)
+
+        def function(x=x) -> tuple[torch.Tensor]:
+            with torch.no_grad():
+                return (x * 2 if x.requires_grad else x * 3,)
+
+        (y,) = tapes.run(("some",), function, [x], {})
+        assert torch.equal(y, x.detach() * (2 if x.requires_grad else 3))
+    assert tapes.num_played > 3
+
+
+def test_nothing_is_played_on_a_poisoned_heap():
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        layer = make_layer(heap)
+        x, dy = next(make_calls(0, 1, torch.float32))
+        for _ in range(6):
+            step(layer, x, dy, "")
+        y, _ = layer(x.requires_grad_())
+        heap.abort("a test")
+        played = heap.tapes.num_played
+        with pytest.raises(HeapPoisoned):
+            y.backward(dy)
+        assert heap.tapes.num_played == played
 
 
 def test_a_number_that_changes_keeps_a_call_off_the_tape():
@@ -399,7 +571,7 @@ def test_views_and_writes_in_place_land_where_they_should():
 
     for _ in range(6):
         x = torch.rand(2, 3)
-        a, b = tapes.run("some", lambda x=x: function(x), [x], {})
+        a, b = tapes.run(("some",), lambda x=x: function(x), [x], {})
         assert torch.equal(a, torch.cat([x, torch.full((1, 3), 5.0)]))
         assert torch.equal(b, a.reshape(-1)[1:])
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -450,7 +622,7 @@ def test_there_is_no_tape_where_somebody_sees_every_operator():
     tapes = make_tapes()
     run_often(tapes, lambda x: (x + 1,), lambda: [torch.rand(2)])
     with FlopCounterMode(display=False) as counter:
-        tapes.run("some", lambda: (torch.rand(2, 2) @ torch.rand(2, 2),), [torch.rand(2)], {})
+        tapes.run(("some",), lambda: (torch.rand(2, 2) @ torch.rand(2, 2),), [torch.rand(2)], {})
     assert counter.get_total_flops() == 16
 
 
@@ -517,8 +689,8 @@ def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> 
     room = RowHistory.room
     calls = itertools.count()
 
-    def random_room(self: RowHistory, most_rows: int | None, factor: float | None = None) -> Room | None:
-        found = room(self, most_rows)
+    def random_room(self: RowHistory, *args: int | None) -> Room | None:
+        found = room(self, *args)
         too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
         return Room(1, 1, 1) if found is not None and too_little else found
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,16 +27,20 @@ POISON = 0xFF
 
 
 @contextlib.contextmanager
-def open_heap(device: str, *, num_bytes: int = 8 << 20, **kwargs) -> Iterator[SymmetricHeap]:
-    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge
-    indices."""
+def open_heap(
+    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs
+) -> Iterator[SymmetricHeap]:
+    """A heap on `device`, with SYMMOE_TAPES as given. As long as it is open, every torch.empty of this rank is filled
+    with NaN or huge indices."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
     if device == "cpu":  # which may be busy
         kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        with SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs) as heap:
+        with mock.patch.dict(os.environ, {} if tapes is None else {"SYMMOE_TAPES": tapes}):
+            made = SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs)
+        with made as heap:
             yield heap
     finally:
         torch.use_deterministic_algorithms(was)
@@ -82,12 +88,12 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
     return experts
 
 
-def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_rows: int) -> None:
-    """The next call with exact capacity gets room for little more than num_rows rows; it measures if that is 0. kind:
-    the numbers of experts and of those of a token. The same on all ranks."""
+def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
+    """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
+    if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
     history = heap.row_history(kind)
     history.forget()
-    history.note(num_rows, num_rows)
+    history.note(num_tokens, num_rows, num_rows)
 
 
 def mlp_with_room(
@@ -106,7 +112,7 @@ def mlp_with_room(
     sizes = {"hidden": experts.hidden, "ffn": experts.ffn, "num_experts": num_experts, "top_k": top_k}
     config = MoEConfig(**sizes, **options)
     num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
-    give_room(heap, (num_experts, top_k), num_rows)
+    give_room(heap, (num_experts, top_k), len(x), num_rows)
     return RoutedExperts.of(config, heap, experts).run(x, probs, topk_idx, experts)[0]
 
 

@@ -121,9 +121,9 @@ class Plan(PlanIntegers):
     Attributes:
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
-        row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
-            capacity), the capacity given (static), or the room that the call got.
-        packed_row_capacity: packed rows that a buffer for this plan needs on every rank.
+        row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
+            capacity), the capacity given (static), or the room that the call got here.
+        packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
         expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.
         num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
@@ -194,6 +194,13 @@ class Plan(PlanIntegers):
             self.row_capacity = self.expected_rows = self.max_rows
             self.packed_row_capacity = self.max_packed_rows
         self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+
+    def shrink(self) -> None:
+        """After forward with room: later buffers have the rows that the routing needs. Local, as buffers are."""
+        self.row_capacity, self.packed_row_capacity = self.needed_rows
+        packed_to_row, row_to_packed_row = self.received_index()
+        self.packed_to_row = packed_to_row[: self.packed_row_capacity]
+        self.row_to_packed_row = row_to_packed_row[: self.row_capacity]
 
     @property
     def needed_rows(self) -> tuple[int, int]:

@@ -104,8 +104,8 @@ def plan_call(
     """Same as make_plan, except that with exact capacity the host does not wait if there is room: see Plan.settle.
 
     Args:
-        find_room: with exact capacity, what the buffers of this call can take, the same on all ranks; None: what its
-            routing needs. Asked for once this rank has noticed the errors of earlier calls, as its peers have.
+        find_room: with exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what
+            its routing needs. Asked for once this rank has noticed the errors of earlier calls, as its peers have.
     """
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
@@ -119,7 +119,7 @@ def plan_call(
         # Between nodes the host reads the sizes of messages in any case, except in a capture.
         can_have_room = capacity is None and (reports is not None or not heap.spans_nodes)
         room = find_room() if can_have_room else None
-        if can_have_room and room is None and reports is not None:
+        if can_have_room and (room is None or room.rows < 0) and reports is not None:
             heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
@@ -143,14 +143,14 @@ def plan_call(
             plan = _plan_between_nodes(topk_idx, heap, words, options)
         else:
             plan = _place_slots(topk_idx, heap, _header(words), options.config)
-        if room is not None:
-            plan.expected_rows = room.expected_rows
         if capacity is None and reports is not None:
             reports.append(plan.report)
         elif capacity is None and not heap.spans_nodes:
             plan._read_report = heap.read_back(plan.report)
-            if room is None:
+            if room is None or room.rows < 0:
                 plan.settle()
+        if room is not None:
+            plan.expected_rows = room.expected_rows
         return plan
 
 

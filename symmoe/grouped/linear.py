@@ -34,10 +34,10 @@ from symmoe.checks.arguments import (
     size_problem,
 )
 from symmoe.errors import ArgumentError, StaleLease, raise_for
-from symmoe.grouped import weight_gradients
 from symmoe.grouped.low_rank import low_rank
 from symmoe.grouped.products import NOTHING, products_of, weight_gradient
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
+from symmoe.grouped.weight_gradients import Compute, DelayedGradients, MainGrads, NewGradients, Target
 from symmoe.grouped.weights import addresses, lay_side_by_side
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.tensor_table import TensorTable
@@ -154,7 +154,13 @@ class GroupedLinear(nn.Module):
 
     def bias_parameter(self) -> torch.Tensor | None:
         """The bias, if there is one; for a DTensor this rank's part, differentiable."""
-        return None if self.bias is None else local_part(self.bias)
+        bias = self.bias  # once: a parametrization evaluates it
+        return None if bias is None else local_part(bias)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias. Evaluates none."""
+        return not any("bias" in found and found["bias"] is None for found in (self._parameters, self.__dict__))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -230,12 +236,7 @@ class GroupedLinear(nn.Module):
         return x.to(dtype), tuple(weight.to(dtype) for weight in self.weight_parameters()), bias
 
     def weight_gradients(
-        self,
-        weights: tuple[torch.Tensor, ...],
-        compute: weight_gradients.Compute,
-        *,
-        overwrite_main_grad: bool,
-        main_grads: weight_gradients.MainGrads | None = None,
+        self, weights: tuple[torch.Tensor, ...], compute: Compute, *, overwrite_main_grad: bool
     ) -> Sequence[torch.Tensor | None]:
         """What the backward of an autograd function returns for `weights`; runs `compute` now or in backward_dw.
 
@@ -243,36 +244,30 @@ class GroupedLinear(nn.Module):
             weights: as :meth:`operands` gave them.
             compute: launches the wgrad kernel; keeps what it reads alive.
             overwrite_main_grad: see forward.
-            main_grads: where the gradients go now, for callers that look for it themselves, and put its placeholders
-                in place of what is returned.
         """
-        if main_grads is not None:
-            main_grads.add(compute)
-            return [None] * len(weights)
+        target = self.gradient_target(weights, overwrite_main_grad=overwrite_main_grad)
+        return target.placeholders(weights, target.add(weights, compute))
+
+    def gradient_target(self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool) -> Target:
+        """Where the gradients of `weights` go, as the options are now.
+
+        Raises:
+            ArgumentError: an option wants parameters of this module, and the weights are made of others.
+        """
         if not any(weight.requires_grad for weight in weights):
-            return [None] * len(weights)
+            return Target()
         if not (self.delay_wgrad or self.accumulate_into_main_grad):
-            return weight_gradients.new_gradients(weights, compute)
-        parameters = self.weight_parameters()
-
-        def to_main_grad(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
-            found = weight_gradients.MainGrads(parameters, overwrite=overwrite_main_grad)
-            found.add(compute)
-            return found.placeholders(weights)
-
-        def to_main_grad_later() -> None:
-            # Where autograd would have put the placeholders: Megatron's DDP looks there before it reduces.
-            for parameter, placeholder in zip(parameters, to_main_grad(parameters), strict=True):
-                if placeholder is not None and parameter.grad is None:
-                    parameter.grad = placeholder
-
-        def to_grad() -> None:
-            weight_gradients.add_to_grad(parameters, weight_gradients.new_gradients(parameters, compute))
-
-        if self.delay_wgrad:
-            self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
-            return [None] * len(weights)
-        return to_main_grad(weights)
+            return NewGradients()
+        names = ("weight",) if self.is_packed else weight_names(self.num_groups)
+        parameters = tuple(self._parameters.get(name) for name in names)
+        if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
+            option = "delay_wgrad" if self.delay_wgrad else "accumulate_into_main_grad"
+            raise ArgumentError(f"{option} (True) must be False: weights of {self} are parametrized, or DTensors")
+        found = cast("tuple[nn.Parameter, ...]", parameters)
+        if not self.delay_wgrad:
+            return MainGrads(found, overwrite=overwrite_main_grad)
+        overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
+        return DelayedGradients(found, self._delayed, overwrite)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The first tensors, as many as the layer has weights, and the tensors after them."""
@@ -303,11 +298,15 @@ class GroupedLinear(nn.Module):
         precision = "" if self.precision is None else f", precision={self.precision}"
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, weights={'packed' if self.is_packed else 'discrete'}{precision}"
+            f"bias={self.has_bias}, weights={'packed' if self.is_packed else 'discrete'}{precision}"
         )
 
     def _discrete_weights(self) -> tuple[nn.Parameter, ...]:
-        return cast("tuple[nn.Parameter, ...]", tuple(map(self._parameters.get, weight_names(self.num_groups))))
+        names = weight_names(self.num_groups)
+        try:
+            return cast("tuple[nn.Parameter, ...]", tuple(map(self._parameters.__getitem__, names)))
+        except KeyError:  # parametrized
+            return tuple(getattr(self, name) for name in names)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         before = None if self.is_packed else addresses(self._discrete_weights())
@@ -368,7 +367,7 @@ def linear_problem(
     """What is wrong with an argument of a forward pass other than the rows, or None. Reads no device memory."""
     error = splits_problem(splits, num_groups=linear.num_groups, device=rows.device, num_rows=rows.num_rows)
     if error is None and bias_scale is not None:
-        if linear.bias is None or linear.return_bias:
+        if not linear.has_bias or linear.return_bias:
             found = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
             return ArgumentError(f"bias_scale ({found}) needs a bias that is added; {linear} adds none")
         error = scale_problem("bias_scale", bias_scale, rows)

@@ -1,15 +1,15 @@
-"""Experts over tensors that cannot be a module's parameters: this rank's parts of DTensors, or an operator's inputs."""
+"""The experts of one call: a frozen description, and tensors that are a module's, this rank's parts of DTensors, what
+parametrizations and adapters have made for this call, or an operator's inputs."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 
-from symmoe.grouped.linear import GroupedLinear, weight_names
-from symmoe.grouped.mlp import GroupedMLP, adapters_of, split_tensors
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import ExpertForm, GroupedMLP, adapters_of
 from symmoe.kernels.activation import Activation
 
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
@@ -22,7 +22,7 @@ def without_memory(experts: GroupedMLP) -> GroupedMLP:
         experts.hidden,
         experts.ffn,
         activation=experts.activation,
-        bias=experts.fc1.bias is not None,
+        bias=experts.fc1.has_bias,
         weights="packed" if experts.fc1.is_packed else "discrete",
         precision=experts.precision,
         device="meta",
@@ -35,53 +35,62 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     sizes = experts.num_groups, experts.hidden, experts.ffn
     # The fields, not the object: torch.compile would tell layers apart that do not share the object.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
-    return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
+    return (*sizes, *activation, fc1.has_bias, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
 
 
-class _LocalLinear(GroupedLinear):
-    """A linear layer of :func:`with_parameters`. Its adapters may come from a module of another class."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CallExperts:
+    """The experts of one call, see :func:`evaluated`.
 
-    local_adapters: tuple[torch.Tensor, ...]
+    Attributes:
+        form: what launches depend on besides tensors.
+        biases: of fc1 and fc2, or None.
+        tensors: their weights and adapters in one sequence, see ExpertForm.split.
+        linears: fc1 and fc2, whose options backward reads when it runs.
+    """
 
-    def adapters(self) -> tuple[torch.Tensor, ...]:
-        return self.local_adapters
+    form: ExpertForm
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]
+    tensors: tuple[torch.Tensor, ...]
+    linears: tuple[GroupedLinear, GroupedLinear]
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the tensors end with adapters."""
+        return bool(self.form.split(self.tensors)[2])
 
 
-def with_parameters(
+def of_tensors(
     experts: GroupedMLP,
-    biases: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
-) -> GroupedMLP:
-    """A copy of the experts with other tensors as parameters: those of local_parameters, or tensors like them."""
-    copied = copy.copy(experts)
-    copied._modules = dict(experts._modules)
-    weights_of_both = split_tensors(experts.fc1, experts.fc2, weights)[:2]
-    for number, (name, own_weights) in enumerate(zip(("fc1", "fc2"), weights_of_both, strict=True)):
-        linear = copy.copy(getattr(experts, name))
-        linear.__class__ = _LocalLinear
-        linear.local_adapters = tuple(adapters[2 * number : 2 * number + 2])
-        names = ["weight"] if linear.is_packed else weight_names(linear.num_groups)
-        bias = biases[number] if biases else None
-        linear._parameters = dict(zip(names, own_weights, strict=True)) | {"bias": bias}
-        copied._modules[name] = linear
-    return copied
+) -> CallExperts:
+    """Experts of that form with other tensors: those of local_tensors, or tensors like them."""
+    linears = experts.fc1, experts.fc2
+    b1, b2 = biases or (None, None)
+    form = ExpertForm.of(experts.fc1, experts.activation, experts.fc2)
+    return CallExperts(form, (b1, b2), (*weights, *adapters), linears)
 
 
-def local_experts(experts: GroupedMLP) -> GroupedMLP:
-    """Experts whose parameters are this rank's parts, if they are DTensors; else the experts themselves."""
-    if not hasattr(next(experts.parameters()), "device_mesh"):
+def evaluated(experts: GroupedMLP | CallExperts, dtype: torch.dtype) -> CallExperts:
+    """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
+    may draw random numbers, or save something."""
+    if isinstance(experts, CallExperts):
         return experts
-    return with_parameters(experts, *local_parameters(experts))
+    return of_tensors(experts, *local_tensors(experts, dtype))
 
 
-def local_parameters(experts: GroupedMLP) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """(biases, weights, adapters) of fc1 and fc2; for DTensors this rank's parts, differentiable.
+def local_tensors(
+    experts: GroupedMLP, dtype: torch.dtype
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
+    """(biases, weights, adapters) of fc1 and fc2 in that dtype; for DTensors this rank's parts, differentiable.
 
-    The biases are two or none; the adapters are A1, B1, A2, B2 or none (adapters_of).
+    The biases are two, or None; the adapters are A1, B1, A2, B2 or none (adapters_of).
     """
     linears = experts.fc1, experts.fc2
-    maybe_biases = [linear.bias_parameter() for linear in linears]
-    biases = [bias for bias in maybe_biases if bias is not None]
+    found = [linear.bias_parameter() for linear in linears]
+    biases = [None if bias is None else bias.to(dtype) for bias in found]
     weights = [weight for linear in linears for weight in linear.weight_parameters()]
-    return biases, weights, list(adapters_of(*linears))
+    adapters = [adapter.to(dtype) for adapter in adapters_of(*linears, weights[0])]
+    return biases, [weight.to(dtype) for weight in weights], adapters

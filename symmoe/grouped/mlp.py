@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ from symmoe.grouped.low_rank import RANK_MULTIPLE, LowRank
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weights import kernel_matrices
+from symmoe.kernels.activation import Activation
+from symmoe.precision.cached_weights import HeldWeight
 from symmoe.precision.recipes import Recipe
 
 
@@ -194,68 +196,93 @@ def fused_mlp(
     settings = _MLPSettings(
         fc1=fc1,
         fc2=fc2,
-        activation=activation,
+        form=ExpertForm.of(fc1, activation, fc2),
         scale_bias=scale_bias and b2 is not None,
         overwrite_main_grad=is_first_microbatch,
         trains=(trains_rows, trains),
     )
     row_range = splits_to_row_range(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
-    adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
+    adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2, weights1[0]))
     y: torch.Tensor = _FusedMLP.apply(
         settings, (out, grad_input_out), row_range, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
     )
     return y
 
 
+T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 
 
-def split_tensors(fc1: GroupedLinear, fc2: GroupedLinear, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, ...]:
-    """The weights of fc1, those of fc2, and the adapters after them."""
-    weights1, rest = fc1.split(tensors)
-    return weights1, *fc2.split(rest)
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What launches of experts depend on besides tensors.
+
+    Attributes:
+        num_groups, hidden, ffn, activation, precision: as in GroupedMLP.
+        are_packed: whether the weights of fc1 are packed, and whether those of fc2 are.
+    """
+
+    num_groups: int
+    hidden: int
+    ffn: int
+    activation: Activation
+    precision: Recipe | None
+    are_packed: tuple[bool, bool]
+
+    @classmethod
+    def of(cls, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear) -> ExpertForm:
+        """That of these layers now."""
+        sizes = fc1.num_groups, fc1.in_features, fc2.in_features
+        return cls(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
+
+    def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
+        """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
+        first, second = (1 if is_packed else self.num_groups for is_packed in self.are_packed)
+        return tuple(tensors[:first]), tuple(tensors[first : first + second]), tuple(tensors[first + second :])
 
 
-def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear) -> Tensors:
-    """GroupedLinear.adapters of both layers, A1, B1, A2, B2; none if neither has any.
+def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear, weight: torch.Tensor) -> Tensors:
+    """GroupedLinear.adapters of both layers, A1, B1, A2, B2; none if neither has any. weight: one of fc1.
 
     If only one layer has adapters, e.g. because those of the other are merged, the other gets zeros.
     """
     pairs = fc1.adapters(), fc2.adapters()
     if not any(pairs):
         return ()
-    return tuple(adapter for fc, pair in zip((fc1, fc2), pairs, strict=True) for adapter in pair or _zero_adapters(fc))
+    return *(pairs[0] or _zero_adapters(fc1, weight)), *(pairs[1] or _zero_adapters(fc2, weight))
 
 
-def _zero_adapters(linear: GroupedLinear) -> Tensors:
-    weight = linear.weight_parameters()[0]
+def _zero_adapters(linear: GroupedLinear, weight: torch.Tensor) -> Tensors:
     shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
     return tuple(weight.new_zeros((linear.num_groups, *shape)) for shape in shapes)
 
 
+Held = tuple[HeldWeight | None, HeldWeight | None]
+
+
 def expert_weights(
-    fc1: GroupedLinear,
-    activation: ScaledActivation,
-    fc2: GroupedLinear,
+    form: ExpertForm,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
     wire: Wire = FULL,
+    held: Held = (None, None),
 ) -> ExpertWeights:
     """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence.
 
     Args:
         trains: whether backward will ask for the gradient of the rows, and whether there will be one.
         wire: the formats in which rows and gradients have travelled.
+        held: what symmoe.constant_weights holds of fc1 and fc2.
     """
-    weights1, weights2, adapters = split_tensors(fc1, fc2, tensors)
+    weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
-    weights = (w1, biases[0], w2, biases[1], activation.activation)
-    if fc1.precision is not None:
+    weights = (w1, biases[0], w2, biases[1], form.activation)
+    if form.precision is not None:
         if adapters:
-            raise ArgumentError(f"adapters need precision None; {fc1} computes in {fc1.precision}")
-        return QuantizedWeights(*weights, fc1.precision, trains, wire, (fc1.held_weight, fc2.held_weight))
+            raise ArgumentError(f"adapters need precision None; the experts compute in {form.precision}")
+        return QuantizedWeights(*weights, form.precision, trains, wire, held)
     if not adapters:
         return ExpertWeights(*weights)
     return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
@@ -284,7 +311,7 @@ class _MLPSettings:
 
     fc1: GroupedLinear
     fc2: GroupedLinear
-    activation: ScaledActivation
+    form: ExpertForm
     scale_bias: bool
     overwrite_main_grad: tuple[bool, bool]
     trains: tuple[bool, bool]
@@ -300,9 +327,10 @@ class _MLPSettings:
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
         scale = scale.view(-1)
+        held = self.fc1.held_weight, self.fc2.held_weight
         return (
             ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, scale if self.scale_bias else None),
-            expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors, trains=self.trains),
+            expert_weights(self.form, (b1, b2), tensors, trains=self.trains, held=held),
         )
 
 
@@ -341,7 +369,7 @@ class _FusedMLP(Function):
         x, row_range, scale, b1, b2, *rest = ctx.saved_tensors
         settings = ctx.settings
         hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
-        weights1, weights2, _ = split_tensors(settings.fc1, settings.fc2, tensors)
+        weights1, weights2, _ = settings.form.split(tensors)
         rows, experts = settings.operands(x, row_range, scale, b1, b2, tensors)
         experts_backward = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None

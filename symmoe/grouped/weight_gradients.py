@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,7 +31,40 @@ def new_gradients(parameters: Sequence[torch.Tensor], compute: Compute) -> list[
     return [buffer] if len(parameters) == 1 and parameters[0].dim() == 3 else list(buffer.unbind(0))
 
 
-class MainGrads:
+class Target:
+    """Where the gradients of a layer's weights go: nowhere. Found when backward begins; nothing about it changes then.
+
+    Attributes:
+        tensors: the trainer's memory to which they are added.
+        option: tells targets apart that launch something else.
+        computes: whether :meth:`add` computes anything.
+    """
+
+    tensors: Sequence[torch.Tensor] = ()
+    option: str = "none"
+    computes: bool = False
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+        """Computes them, or sees to it. Those that autograd has to be given."""
+        return [None] * len(weights)
+
+    def placeholders(
+        self, weights: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """What autograd gets for `weights` in place of what :meth:`add` has found."""
+        return found
+
+
+class NewGradients(Target):
+    """Autograd gets new tensors."""
+
+    option, computes = "new", True
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+        return new_gradients(weights, compute)
+
+
+class MainGrads(Target):
     """The `main_grad`s of a layer's weights, as they are now.
 
     Args:
@@ -39,11 +73,12 @@ class MainGrads:
 
     Attributes:
         tensors: where the gradient of each parameter goes.
-        overwrites: whether gradients overwrite what is there.
 
     Raises:
         ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
     """
+
+    computes = True
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, overwrite: bool) -> None:
         self._parameters = parameters
@@ -51,16 +86,19 @@ class MainGrads:
         self.tensors = [
             _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters
         ]
-        self.overwrites = bool(overwrite or getattr(parameters[0], "overwrite_main_grad", False))
+        overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
+        self.option = "overwrite" if overwrites else "add"
 
-    def add(self, compute: Compute) -> None:
-        """Runs the kernel on them."""
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
         (target,) = kernel_matrices({"main_grad": self.tensors})
-        compute(target, not self.overwrites)
+        compute(target, self.option == "add")
+        return [None] * len(weights)
 
-    def placeholders(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """What autograd gets in place of the gradients of `weights`: the parameters, or what autocast has made of them;
-        then it is not the leaf, and the gradient goes through the cast."""
+    def placeholders(
+        self, weights: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None] = ()
+    ) -> list[torch.Tensor | None]:
+        """`weights` are the parameters, or what autocast has made of them; then a placeholder is not the leaf's, and
+        goes through the cast."""
         asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
         if not any(asked):
             return [None] * len(weights)
@@ -69,6 +107,39 @@ class MainGrads:
         zeros = _shared_zeros(weights[0])
         # A tensor for each: autograd would copy one that it has been given twice.
         return [zeros.detach() if is_asked else None for is_asked in asked]
+
+
+class DelayedGradients(Target):
+    """They are computed when the layer's backward_dw is called.
+
+    Args:
+        parameters: as in MainGrads.
+        calls: those that backward_dw makes; gets one more.
+        overwrite: of MainGrads; None: gradients go to `.grad`.
+    """
+
+    option = "delayed"
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], calls: deque[Callable[[], None]], overwrite: bool | None
+    ) -> None:
+        self._parameters, self._calls, self._overwrite = parameters, calls, overwrite
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+        self._calls.append(functools.partial(self._compute, compute))
+        return [None] * len(weights)
+
+    def _compute(self, compute: Compute) -> None:
+        parameters = self._parameters
+        if self._overwrite is None:
+            add_to_grad(parameters, new_gradients(parameters, compute))
+            return
+        main_grads = MainGrads(parameters, overwrite=self._overwrite)
+        main_grads.add(parameters, compute)
+        # Where autograd would have put the placeholders: Megatron's DDP looks there before it reduces.
+        for parameter, placeholder in zip(parameters, main_grads.placeholders(parameters), strict=True):
+            if placeholder is not None and parameter.grad is None:
+                parameter.grad = placeholder
 
 
 def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

@@ -8,10 +8,11 @@ whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,9 +28,10 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
+from symmoe.grouped.local_experts import CallExperts, evaluated
+from symmoe.grouped.mlp import ExpertForm, GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
-from symmoe.grouped.weight_gradients import MainGrads
+from symmoe.grouped.weight_gradients import Compute, Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
@@ -38,6 +40,7 @@ from symmoe.moe.overlap import Rates, Sizes, gpu_of, num_sms_of, overlap, overla
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.tell_peers import told
 from symmoe.torch_internals import reshaped_result
@@ -71,7 +74,7 @@ STASHES = {
 def expert_parallel_mlp(
     x: torch.Tensor,
     probs: torch.Tensor,
-    experts: GroupedMLP,
+    experts: GroupedMLP | CallExperts,
     plan: Plan,
     *,
     order: str = "rank",
@@ -111,17 +114,17 @@ def expert_parallel_mlp(
     plan.heap.check()
     with told(plan.heap, SEND):
         plan.heap.fail_for(transform_problem() or problem, SEND)
-        for name, fc in (("experts.fc1", experts.fc1), ("experts.fc2", experts.fc2)):
-            plan.heap.fail_for(wrapped_problem(name, fc, "held_problem") or fc.held_problem(), SEND)
-        plan.heap.fail_for(e4m3_problem(experts.precision, x.device), SEND)
-        layout = received_layout(layout, experts.ffn, experts.precision)
-        weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
-        weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
-        b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
-        wire = _wire(experts, plan, quantized_wire)
-        schedule_of_call = _schedule(schedule, x, experts, plan, order, layout, wire)
+        for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
+            plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), SEND)
+        experts = evaluated(experts, x.dtype)
+        form, linears = experts.form, experts.linears
+        problem = linears[0].held_problem() or linears[1].held_problem() or e4m3_problem(form.precision, x.device)
+        plan.heap.fail_for(problem, SEND)
+        layout = received_layout(layout, form.ffn, form.precision)
+        wire = _wire(form, plan, quantized_wire)
+        schedule_of_call = _schedule(schedule, x, form, plan, order, layout, wire)
         step = _EPStep(
-            experts=experts,
+            form=form,
             plan=plan,
             order=order,
             stash=STASHES[stash],
@@ -133,12 +136,11 @@ def expert_parallel_mlp(
             num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
             kind=_kind(experts, plan, schedule_of_call, order, stash, layout),
         )
-        adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
-        y: torch.Tensor = _ExpertParallelMLP.apply(step, x, probs, b1, b2, *weights1, *weights2, *adapters)
+        y: torch.Tensor = _ExpertParallelMLP.apply(step, linears, x, probs, *experts.biases, *experts.tensors)
     return y
 
 
-def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
+def _wire(experts: ExpertForm, plan: Plan, quantized_wire: str) -> Wire:
     recipe = experts.precision
     if quantized_wire != "none":
         plan.heap.fail_for(wire_problem(recipe), SEND)
@@ -149,7 +151,7 @@ def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
 
 
 def _schedule(
-    word: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire
+    word: str, x: torch.Tensor, experts: ExpertForm, plan: Plan, order: str, layout: str, wire: Wire
 ) -> Schedule:
     """The schedule of a call. How it cuts the call depends only on what all ranks agree on."""
     heap, across = plan.heap, plan.across
@@ -166,7 +168,7 @@ def _schedule(
         num_ranks=heap.num_ranks,
         num_nodes=1 if across is None else heap.topology.num_nodes,
         item_bytes=x.element_size(),
-        is_gated=experts.activation.activation.is_gated,
+        is_gated=experts.activation.is_gated,
         sums_travel=not pulls(plan, order),
         is_expert_major=layout == "expert-major",
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
@@ -195,7 +197,8 @@ def _rounded_up(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _EPStep:
-    """One step: everything that forward and backward share, except the tensors that are differentiated.
+    """One step: everything that forward and backward share, except the tensors that are differentiated. Frozen, since
+    functions on tapes read it.
 
     Attributes:
         num_rows: rows of h.
@@ -203,7 +206,7 @@ class _EPStep:
             shapes; None for those that are not put on a tape.
     """
 
-    experts: GroupedMLP
+    form: ExpertForm
     plan: Plan
     order: str
     stash: Stash
@@ -218,7 +221,7 @@ class _EPStep:
     def run(
         self,
         name: str,
-        options: tuple[bool | None, ...],
+        options: tuple[Hashable, ...],
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor | None],
     ) -> Sequence[Any]:
@@ -238,29 +241,18 @@ class _EPStep:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
-    def main_grads(self, linear: GroupedLinear, weights: tuple[torch.Tensor, ...]) -> MainGrads | None:
-        """Where the weight gradients of one linear layer go that a tape adds to the trainer's memory; else None.
-
-        A tape has to be told of all memory before it is played, so this is not left to `linear.weight_gradients`.
-        """
-        if self.kind is None or not linear.accumulate_into_main_grad or not any(w.requires_grad for w in weights):
-            return None
-        return MainGrads(linear.weight_parameters(), overwrite=False)
-
     def weight_gradients(
         self,
-        linear: GroupedLinear,
+        target: Target,
         weights: tuple[torch.Tensor, ...],
-        main_grads: MainGrads | None,
         compute: Callable[..., None],
         *,
         while_combining: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients of one linear layer, computed `while_combining` unless they are delayed. `main_grads` is
-        that of self.main_grads."""
-        num_sms = self.schedule.gradient_combine_sms if while_combining and not linear.delay_wgrad else None
-        compute = partial(compute, num_sms=num_sms)
-        return linear.weight_gradients(weights, compute, overwrite_main_grad=False, main_grads=main_grads)
+        """The weight gradients of one linear layer, computed `while_combining` unless they are delayed."""
+        num_sms = self.schedule.gradient_combine_sms if while_combining and target.computes else None
+        on_sms: Compute = partial(compute, num_sms=num_sms)
+        return target.add(weights, on_sms)
 
     def operands(
         self,
@@ -271,42 +263,58 @@ class _EPStep:
         tensors: Sequence[torch.Tensor],
         *,
         trains: tuple[bool, bool],
+        held: Held,
     ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them. trains: as in expert_weights, for this call."""
-        experts = self.experts
+        """Inputs as the kernels take them. trains, held: as in expert_weights, for this call."""
         bias_scale = None if biases[1] is None else row_probs
-        weights = expert_weights(
-            experts.fc1,
-            experts.activation,
-            experts.fc2,
-            biases,
-            tensors,
-            trains=trains,
-            wire=self.wire,
-        )
+        weights = expert_weights(self.form, biases, tensors, trains=trains, wire=self.wire, held=held)
         row_index = row_to_packed_row if self.layout == "packed" else None
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
-def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> int | None:
+def _kind(experts: CallExperts, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> int | None:
     """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses and no quantised weight
     is among their operands."""
-    linears = experts.fc1, experts.fc2
     if (
         plan.heap.device.type == "meta"
         or plan.heap.spans_nodes
         or plan.num_rows is not None
-        or experts.precision is not None
-        or adapters_of(*linears)
+        or experts.form.precision is not None
+        or experts.has_adapters
+        or not all(experts.form.are_packed)
     ):
         return None
-    if any(fc.delay_wgrad or not fc.is_packed for fc in linears):
-        return None
-    trained = [parameter is None or parameter.requires_grad for fc in linears for parameter in (fc.weight, fc.bias)]
-    has_bias = experts.fc1.bias is not None
+    have_bias = [bias is not None for bias in experts.biases]
     sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
-    shape = experts.num_groups, experts.hidden, experts.ffn, experts.activation.activation
-    return plan.heap.tapes.number((schedule, order, stash, layout, *sizes, *shape, has_bias, *trained))
+    return plan.heap.tapes.number((schedule, order, stash, layout, *sizes, experts.form, *have_bias))
+
+
+def _held(linears: tuple[GroupedLinear, GroupedLinear]) -> Held:
+    """What symmoe.constant_weights holds now: a block may end before backward."""
+    return linears[0].held_weight, linears[1].held_weight
+
+
+def bytes_of_sums(rows: int, num_tokens: int, num_ranks: int, row_bytes: int) -> int:
+    """What a combine leases at most: rows, and a place for the sums of the peers."""
+    return (rows + max(1, num_ranks - 1) * max(1, num_tokens)) * row_bytes + 2 * ALIGNMENT_BYTES
+
+
+def bytes_of_slots(packed_rows: int, top_k: int) -> int:
+    """What a dispatch leases besides rows: slots and probs."""
+    return 2 * (packed_rows * top_k * torch.int32.itemsize + ALIGNMENT_BYTES)
+
+
+def _that_fits(step: _EPStep, dy: torch.Tensor, sends_again: bool) -> _EPStep:
+    """The step, with buffers of backward that fit into the heap, if those with room do not."""
+    plan, row_bytes = step.plan, dy.shape[1] * dy.element_size()
+    if plan.num_rows is None or (plan.row_capacity, plan.packed_row_capacity) == plan.needed_rows or plan.heap.capture:
+        return step  # there is no room beyond what is needed
+    num_bytes = (1 + sends_again) * (step.num_received * row_bytes + ALIGNMENT_BYTES)
+    num_bytes += bytes_of_sums(plan.row_capacity, plan.num_tokens, plan.heap.num_ranks, row_bytes)
+    if plan.heap.has_free(num_bytes + bytes_of_slots(plan.packed_row_capacity, plan.top_k)):
+        return step
+    plan.shrink()
+    return replace(step, kind=None, num_rows=max(1, plan.num_rows))
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
@@ -349,8 +357,9 @@ class _Forward:
         tensors: tuple[torch.Tensor, ...],
         *,
         trains: tuple[bool, bool],
+        held: Held,
     ) -> None:
-        self._step, self._x, self._probs, self._trains = step, x, probs, trains
+        self._step, self._x, self._probs, self._trains, self._held = step, x, probs, trains, held
         self._biases, self._tensors = biases, tensors
         self._operands: tuple[ExpertRows, ExpertWeights] | None = None
 
@@ -374,17 +383,17 @@ class _Forward:
         received = step.receive(sent, name=RECEIVED)
         with step.schedule.dispatch(sent, step.plan, received.tensor, self._probs) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
-            rows, experts = self._make_operands(received.tensor, arrival.row_to_packed_row, row_probs)
+            made = rows, experts = self._make_operands(received.tensor, arrival.row_to_packed_row, row_probs)
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
+        if step.kind is None:  # the halves of steps on tape know of each other only what is in their inputs
+            self._operands = made
         return _Half(received, row_probs, a, hidden)
 
     def _make_operands(
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
     ) -> tuple[ExpertRows, ExpertWeights]:
-        made = self._operands = self._step.operands(
-            received, row_to_packed_row, row_probs, self._biases, self._tensors, trains=self._trains
-        )
-        return made
+        operands = received, row_to_packed_row, row_probs, self._biases, self._tensors
+        return self._step.operands(*operands, trains=self._trains, held=self._held)
 
     def second_half(self, half: _Half, received: torch.Tensor) -> torch.Tensor:
         """FC2 and combine: y [T, H]. received: the tensor of the lease, which may have been released."""
@@ -411,6 +420,7 @@ class _Forward:
 
 class _EPStepContext(Context, Protocol):
     step: _EPStep
+    linears: tuple[GroupedLinear, GroupedLinear]
 
 
 class _ExpertParallelMLP(Function):
@@ -418,6 +428,7 @@ class _ExpertParallelMLP(Function):
     def forward(
         ctx: _EPStepContext,
         step: _EPStep,
+        linears: tuple[GroupedLinear, GroupedLinear],
         x: torch.Tensor,
         probs: torch.Tensor,
         b1: torch.Tensor | None,
@@ -427,8 +438,8 @@ class _ExpertParallelMLP(Function):
         plan, stash, x = step.plan, step.stash, kernel_rows(x)
         keeps = any(ctx.needs_input_grad)
         keeps_h = keeps and step.trains and stash.keeps_h
-        trains = keeps_h and ctx.needs_input_grad[1], keeps_h
-        forward = _Forward(step, x, probs.contiguous(), (b1, b2), tensors, trains=trains)
+        trains = keeps_h and ctx.needs_input_grad[2], keeps_h
+        forward = _Forward(step, x, probs.contiguous(), (b1, b2), tensors, trains=trains, held=_held(linears))
         half = forward.first_half()
         received, row_probs, computed = half.received, half.row_probs, half.hidden
 
@@ -443,10 +454,12 @@ class _ExpertParallelMLP(Function):
             if stash.keeps_rows:
                 used = max_packed_rows if step.layout == "packed" else max_rows
                 kept = (None, _first_rows(received.tensor, used))
+                if used < received.shape[0]:
+                    received.shrink(used * received.shape[1] * received.dtype.itemsize)
             num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
             kept += computed.of_rows(num_rows) if stash.keeps_h else (None,) * len(computed)
             ctx.save_for_backward(*kept, _first_rows(row_probs, max_rows), b1, b2, *tensors)
-            ctx.step = step
+            ctx.step, ctx.linears = step, linears
 
         # A checkpoint's forward inside backward ends where the last tensor is saved: now, not after combine.
         is_recomputed = is_in_backward()
@@ -472,9 +485,10 @@ class _ExpertParallelMLP(Function):
 
 
 def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    step = ctx.step
-    _, needs_x, needs_probs, *_ = ctx.needs_input_grad
+    linears = ctx.linears
+    _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors
+    step = ctx.step = _that_fits(ctx.step, dy, sends_again=received is None)
     computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     biases = b1, b2
     plan = step.plan
@@ -484,22 +498,24 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     received = None if received is None else _whole(received, step.num_received)
     row_probs = _whole(row_probs, plan.row_capacity)
     computed = computed._replace(h=None if computed.h is None else _whole(computed.h, step.num_rows))
-    linears = step.experts.fc1, step.experts.fc2
-    weights = split_tensors(*linears, tensors)[:2]
-    main_grads = tuple(map(step.main_grads, linears, weights))
-    needs = needs_x, needs_probs
-    function = partial(
-        _input_and_weight_gradients, step, dy, x, received, computed, row_probs, biases, tensors, main_grads, needs
+    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[6:])[:2]
+    # Here, not in what a tape repeats: where gradients go may change from call to call.
+    fc1, fc2 = (
+        fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
+        for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
+    needs, operands = (needs_x, needs_probs), (computed, row_probs, biases, tensors, _held(linears))
+    function = partial(_input_and_weight_gradients, step, dy, x, received, *operands, (fc1, fc2), needs)
     inputs = (dy, x, received, computed.h, row_probs, *biases, plan.storage, packed_to_row, row_to_packed_row, *tensors)
-    targets = [tensor for found in main_grads if found is not None for tensor in found.tensors]
-    overwrites = [None if found is None else found.overwrites for found in main_grads]
-    options = *needs, x is None, *overwrites
-    gradients = [None, *step.run("backward", options, function, (*inputs, *targets))]
-    for n, (found, of_layer) in enumerate(zip(main_grads, weights, strict=True), 5):
-        if found is not None:  # on a tape a layer has one weight
-            gradients[n : n + 1] = found.placeholders(of_layer)
-    return tuple(gradients)
+    options = *needs, x is None, fc1.option, fc2.option
+    if "delayed" in options:
+        dx, d_probs, db1, db2, *rest = function()
+    else:
+        found = step.run("backward", options, function, (*inputs, *fc1.tensors, *fc2.tensors))
+        dx, d_probs, db1, db2, *rest = found
+    dw1, dw2, d_adapters = step.form.split(rest)
+    dw = *fc1.placeholders(both[0], dw1), *fc2.placeholders(both[1], dw2)
+    return None, None, dx, d_probs, db1, db2, *dw, *d_adapters
 
 
 def _input_and_weight_gradients(
@@ -511,15 +527,16 @@ def _input_and_weight_gradients(
     row_probs: torch.Tensor,
     biases: Biases,
     tensors: list[torch.Tensor],
-    main_grads: tuple[MainGrads | None, ...],
+    held: Held,
+    targets: tuple[Target, Target],
     needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """dx, d_probs, gradients of the biases, of the weights (None for those in main_grads) and of the adapters."""
+    """dx, d_probs, gradients of the biases, of the weights (those that are not for autograd are None) and of the
+    adapters."""
     needs_x, needs_probs = needs
     gradients = control.gradients_index(x=needs_x, probs=needs_probs)
-    plan, schedule, fc1, fc2 = step.plan, step.schedule, step.experts.fc1, step.experts.fc2
-    weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
-    both = ((fc1, weights1), (fc2, weights2))
+    plan, schedule, (fc1, fc2) = step.plan, step.schedule, targets
+    weights1, weights2, _ = step.form.split(tensors)
     heap, hidden = plan.heap, dy.shape[1]
     _, row_to_packed_row = plan.received_index()
     arrived = None
@@ -528,7 +545,7 @@ def _input_and_weight_gradients(
         received = step.receive(sent, name=RECEIVED).tensor
         arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
     trains = needs_x, True
-    rows, experts = step.operands(received, row_to_packed_row, row_probs, biases, tensors, trains=trains)
+    rows, experts = step.operands(received, row_to_packed_row, row_probs, biases, tensors, trains=trains, held=held)
     with nullcontext() if arrived is None else arrived as parts:
         if computed.h is None:
             computed, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
@@ -538,8 +555,7 @@ def _input_and_weight_gradients(
         # Holds both leases, beyond this call if weight gradients are delayed.
         experts_backward = experts.backward(rows, computed, d_out, parts=parts, needs_scale=needs_probs)
     # Without weight gradients nothing would run meanwhile; those of adapters take too little time.
-    computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
-    combining = schedule if computes else Serial(step.layout)
+    combining = schedule if fc1.computes or fc2.computes else Serial(step.layout)
     lease: AbstractContextManager[Lease | None] = nullcontext()
     if needs_x:
         lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
@@ -553,8 +569,8 @@ def _input_and_weight_gradients(
             trip = combining.combine_while(d_rows, plan, step.order, d_scale, gradients=gradients)
         with trip as collection:
             compute = partial(step.weight_gradients, while_combining=collection is not None)
-            dw2 = compute(fc2, weights2, main_grads[1], experts_backward.w2_gradient)
-            dw1 = compute(fc1, weights1, main_grads[0], experts_backward.w1_gradient)
+            dw2 = compute(fc2, weights2, experts_backward.w2_gradient)
+            dw1 = compute(fc1, weights1, experts_backward.w1_gradient)
             d_adapters = experts_backward.adapter_gradients()
     dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
     return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters

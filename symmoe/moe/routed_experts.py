@@ -9,20 +9,23 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
+from symmoe.grouped.local_experts import CallExperts, evaluated, kind_of, without_memory
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ep_step import expert_parallel_mlp
+from symmoe.moe.ep_step import bytes_of_slots, bytes_of_sums, expert_parallel_mlp
 from symmoe.moe.layer_checks import device_problem
+from symmoe.moe.overlap import received_layout
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.tell_peers import told
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
@@ -101,14 +104,17 @@ class RoutedExperts:
         tokens: torch.Tensor,
         probs: torch.Tensor,
         topk_idx: torch.Tensor,
-        experts: GroupedMLP,
+        experts: GroupedMLP | CallExperts,
         *,
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Same as a call, without an operator around it."""
-        self.heap.fail_for(device_problem("experts", experts, self.heap.device), control.PHASE_PLAN)
-        plan = self.plan(topk_idx, tokens.dtype, self._find_room)
+        if not isinstance(experts, CallExperts):
+            self.heap.fail_for(device_problem("experts", experts, self.heap.device), control.PHASE_PLAN)
+        with told(self.heap, control.PHASE_PLAN):
+            experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
+        plan = self.plan(topk_idx, tokens.dtype, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
         if before_trips is not None:
             before_trips()
         y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
@@ -116,7 +122,7 @@ class RoutedExperts:
             plan = self.plan(topk_idx, tokens.dtype, lambda: None)
             y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
         if self.config.capacity is None and self.heap.captured_reports is None:
-            self._history.note(*plan.needed_rows)
+            self._history.note(plan.num_tokens, *plan.needed_rows)
         return y, plan.expert_load, plan.num_dropped
 
     @functools.cached_property
@@ -128,8 +134,18 @@ class RoutedExperts:
     def _history(self) -> RowHistory:
         return self.heap.row_history((self.config.num_experts, self.config.top_k))
 
-    def _find_room(self) -> Room | None:
-        return self._history.room(self.config.max_room, self.heap.room_factor)
+    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> Room | None:
+        config, heap, (num_tokens, top_k) = self.config, self.heap, topk_idx.shape
+        room = self._history.room(num_tokens, config.max_room, heap.room_factor)
+        if room is None or room.rows < 0 or heap.captured_reports is not None:
+            return room
+        layout = received_layout(config.layout, config.ffn, config.precision)
+        received = room.packed_rows if layout == "packed" else room.rows
+        sums = bytes_of_sums(room.rows, num_tokens, heap.num_ranks, config.hidden * item_bytes)
+        received_bytes = received * config.sent_row_bytes("forward", item_bytes) + ALIGNMENT_BYTES
+        if heap.has_free(received_bytes + max(sums, bytes_of_slots(room.packed_rows, top_k))):
+            return room
+        return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
 
     def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""
@@ -142,7 +158,7 @@ class RoutedExperts:
         self,
         tokens: torch.Tensor,
         probs: torch.Tensor,
-        experts: GroupedMLP,
+        experts: GroupedMLP | CallExperts,
         plan: Plan,
         *,
         out_shape: torch.Size | None = None,
@@ -152,7 +168,7 @@ class RoutedExperts:
         return expert_parallel_mlp(
             tokens,
             probs,
-            local_experts(experts),
+            experts,
             plan,
             order=config.order,
             stash=config.stash,

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from symmoe.autograd import Context, Unmodified
 from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.local_experts import kind_of, local_parameters, with_parameters
+from symmoe.grouped.local_experts import CallExperts, kind_of, local_tensors, of_tensors
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -54,7 +54,7 @@ class EagerStep(Protocol):
     def number(self) -> int: ...
 
     def run(
-        self, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
+        self, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: CallExperts
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(y, expert_load, num_dropped); collective, forward and backward."""
 
@@ -90,7 +90,8 @@ def run_as_operator(
         raise problem
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
-    biases, weights, adapters = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
+    maybe_biases, weights, adapters = local_tensors(experts, tokens.dtype)
+    biases = [bias for bias in maybe_biases if bias is not None]
     if any(tensor.device != step.heap.device for tensor in (*biases, *weights, *adapters)):
         raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
     trains = torch.is_grad_enabled()
@@ -186,19 +187,18 @@ def _moe_forward(
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     tensors = [x, probs, *biases, *weights, *adapters]
     if not trains:
-        experts = with_parameters(experts, biases, weights, adapters)
-        y, expert_load, num_dropped = eager.run(x, probs, topk_idx, experts)
+        called = of_tensors(experts, biases, weights, adapters)
+        y, expert_load, num_dropped = eager.run(x, probs, topk_idx, called)
         return y, expert_load.clone(), num_dropped.clone(), state
     arguments = _Arguments(tensors)
     # Leaves of an autograd graph that only this call has.
     first_weight, first_adapter = 2 + len(biases), 2 + len(biases) + len(weights)
     trained = [*_trained_inputs(gradients)] + [trains_weights] * (first_adapter - 2) + [True] * len(adapters)
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
-    experts = with_parameters(
-        experts, leaves[2:first_weight], leaves[first_weight:first_adapter], leaves[first_adapter:]
-    )
+    parts = leaves[2:first_weight], leaves[first_weight:first_adapter], leaves[first_adapter:]
+    called = of_tensors(experts, *parts)
     with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
-        y, expert_load, num_dropped = eager.run(leaves[0], leaves[1], topk_idx, experts)
+        y, expert_load, num_dropped = eager.run(leaves[0], leaves[1], topk_idx, called)
     arguments.tensors = ()
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
     kept = _State(arguments, inputs, _end_of(y), expert_load)

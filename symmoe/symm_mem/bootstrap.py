@@ -25,6 +25,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
+from symmoe.tape.tapes import MODES
 from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
@@ -246,3 +247,15 @@ def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
             "torch.distributed.init_process_group() first, if the ranks are to train together",
             stacklevel=3,
         )
+
+
+def read_tape_mode() -> str:
+    """SYMMOE_TAPES in the environment, one of tapes.MODES.
+
+    Raises:
+        ArgumentError: it is none of these.
+    """
+    mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
+    if mode not in MODES:
+        raise ArgumentError(f"SYMMOE_TAPES ({mode!r}) must be one of {', '.join(map(repr, MODES))}")
+    return mode

@@ -38,7 +38,7 @@ from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
 from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
-from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, warn_if_alone_by_mistake
+from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, read_tape_mode, warn_if_alone_by_mistake
 from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
@@ -99,7 +99,8 @@ class SymmetricHeap:
             machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
-    raised (docs/reliability.md).
+    raised (docs/reliability.md). `SYMMOE_TAPES` says whether calls that repeat are played from tapes: "on", "off", or
+    "audit", where each runs and is compared with its tape (docs/design.md). Both are read here, once.
 
     Attributes:
         rank, num_ranks: in the group.
@@ -185,7 +186,9 @@ class SymmetricHeap:
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
         self._is_watched = kernels.watcher(self.device)
         constants = self.peers.bases, self.status, *self.peers.views
-        self.tapes = Tapes(self.device, self.abort_for, constants, kernels.tape_compiler(self.device))
+        fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
+        compiler, audits = kernels.tape_compiler(self.device), self._tape_mode == "audit"
+        self.tapes = Tapes(self.device, self.abort_for, fail, constants, compiler, audits=audits)
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.peers.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
@@ -232,6 +235,10 @@ class SymmetricHeap:
             )
             self.fail(HeapExhausted(problem), phase)
         return Lease(self._memory, span, shape, dtype)
+
+    def has_free(self, num_bytes: int) -> bool:
+        """Whether leases of so many bytes in all can be made one after the other. Local."""
+        return self._memory.has_free(num_bytes)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in this rank's arena. Local."""
@@ -295,7 +302,7 @@ class SymmetricHeap:
 
     def run(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor],
         **numbers: int,
@@ -306,9 +313,12 @@ class SymmetricHeap:
         """
         if (
             self._closed
+            or self._tape_mode == "off"
             or not self._access.is_given
             or self.trip_timer is not None
+            or self._faults.poison is not None
             or self._faults.unraised is not None
+            or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self._waits.some_are_bounded
             or self._is_watched()
             or capture_id(self.device)
@@ -320,7 +330,7 @@ class SymmetricHeap:
         except ConcurrentUse:
             return function()  # which raises if it needs the turn, too
         try:
-            return self.tapes.run((key, self.timeout_s == math.inf), function, inputs, numbers)
+            return self.tapes.run((*key, self.timeout_s == math.inf), function, inputs, numbers)
         finally:
             self._one_call.__exit__()
 
@@ -747,6 +757,7 @@ class SymmetricHeap:
             )
         raise_for(_timeout_problem("timeout_s", timeout_s))
         raise_for(_timeout_problem("start_timeout_s", start_timeout_s))
+        self._tape_mode = read_tape_mode()
         if ranks_per_node is not None and not (
             isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool) and 0 < ranks_per_node < 1 << 31
         ):

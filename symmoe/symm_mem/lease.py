@@ -98,6 +98,10 @@ class Lease:
         self._memory, self._tensor = None, None
         self._span.release()
 
+    def shrink(self, num_bytes: int) -> None:
+        """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""
+        self._span.shrink(num_bytes)
+
     def __enter__(self) -> Lease:
         return self
 

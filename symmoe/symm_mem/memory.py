@@ -71,6 +71,11 @@ class Span:
         if memory is not None:
             memory.give_back(*self._place)
 
+    def shrink(self, num_bytes: int) -> None:
+        """Gives back what comes after the first bytes, outside of captures."""
+        if self._memory is not None:
+            self._place = self._memory.shrink(*self._place, num_bytes)
+
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
         if self._memory is not None:
@@ -124,6 +129,12 @@ class Memory:
             span = self._take(num_bytes, name)
         return span
 
+    def has_free(self, num_bytes: int) -> bool:
+        """Whether leases of so many bytes in all fit into one free range, outside of captures."""
+        with self.lock:
+            self._take_back_dropped()
+            return self.arena.largest_free_bytes >= num_bytes
+
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
             self._take_back_dropped()
@@ -145,6 +156,17 @@ class Memory:
         if self._access.is_given:
             with self.lock:
                 self._return(arena, span, self._streams.released)
+
+    def shrink(self, arena: Arena, span: tuple[int, int], num_bytes: int) -> _Place:
+        """Takes back what comes after the first bytes of a span; what is left of it."""
+        offset, size = span
+        kept = arena.size_of(num_bytes)
+        if arena is self.arena and self._access.is_given and kept < size:
+            with self.lock:
+                self._streams.released((offset + kept, size - kept))
+                arena.give_back(offset + kept, size - kept)
+                self._live[offset], span = num_bytes, (offset, kept)
+        return arena, span
 
     def release_graphs(self) -> None:
         """Takes back the memory of captured graphs."""

@@ -2,7 +2,7 @@
 
 With exact capacity the host would have to wait for the plan before it can make buffers. Instead a call gets room for
 what recent calls have needed, with a margin, and the host looks at the plan when everything is launched. Routing
-changes slowly while a model trains, so it nearly always fits; a call that does not fit is planned again.
+changes slowly while a model trains, so it nearly always fits; a call that does not fit on every rank is planned again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Room:
     """What a call gets.
 
     Attributes:
-        rows, packed_rows: rows that each rank can take.
-        expected_rows: rows that the fullest rank is expected to need.
+        rows, packed_rows: rows that this rank can take; -1: what the routing needs, for which its host waits.
+        expected_rows: rows that the fullest rank is expected to need, the same on all ranks.
     """
 
     rows: int
@@ -31,40 +31,57 @@ class Room:
 
 
 class RowHistory:
-    """The largest numbers of rows that any rank of the group needed in recent calls.
+    """The largest numbers of rows that any rank of the group needed in recent calls, by how many tokens this rank had.
 
-    All ranks see the same calls, so they give the next call the same room.
+    All ranks see the same calls, but each knows only its own tokens before the plan. So ranks may get different room;
+    whether it was enough on all of them, every rank reads in the plan.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """The next call measures. For after an error: ranks may notice it in different calls."""
-        self._last_rows = self._num_calls = 0
-        self._before, self._now = (0, 0), (0, 0)  # the largest of the last whole window, and of the one that runs
+        """The next call measures on all ranks. For after an error: ranks may notice it in different calls."""
+        self._last_rows = 0
+        self._windows: dict[int, _Windows] = {}  # by the bits of the number of tokens: a small call holds little
 
-    def note(self, rows: int, packed_rows: int) -> None:
+    def note(self, num_tokens: int, rows: int, packed_rows: int) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed."""
-        if self._num_calls == _WINDOW:
-            self._before, self._now, self._num_calls = self._now, (0, 0), 0
-        self._num_calls += 1
         self._last_rows = rows
-        self._now = max(self._now[0], rows), max(self._now[1], packed_rows)
+        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(rows, packed_rows)
 
-    def room(self, most_rows: int | None, factor: float | None = None) -> Room | None:
-        """What the next call gets, at most `most_rows` rows; None if it has to measure. factor: it gets so many times
-        what the largest recent one needed, if that is no more than `most_rows`."""
-        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
+    def room(self, num_tokens: int, most_rows: int | None, factor: float | None = None) -> Room | None:
+        """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
+        many times what the largest recent one needed, if that is no more than `most_rows`."""
+        if not self._last_rows:
+            return None
+        windows = self._windows.get(num_tokens.bit_length())
+        rows, packed_rows = (0, 0) if windows is None else windows.most()
         if rows and factor is not None and (most_rows is None or math.ceil(factor * rows) <= most_rows):
             room = math.ceil(factor * rows)
             return Room(room, min(room, math.ceil(factor * packed_rows)), self._last_rows)
         if not rows or (most_rows is not None and rows > most_rows):
-            return None
+            return Room(-1, -1, self._last_rows)
         room = _with_margin(rows)
         if most_rows is not None:
             room = min(room, most_rows)
         return Room(room, min(room, _with_margin(packed_rows)), self._last_rows)
+
+
+class _Windows:
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._before, self._now = (0, 0), (0, 0)  # the largest of the last whole window, and of the one that runs
+
+    def note(self, rows: int, packed_rows: int) -> None:
+        if self._num_calls == _WINDOW:
+            self._before, self._now, self._num_calls = self._now, (0, 0), 0
+        self._num_calls += 1
+        self._now = max(self._now[0], rows), max(self._now[1], packed_rows)
+
+    def most(self) -> tuple[int, int]:
+        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
+        return rows, packed_rows
 
 
 def _with_margin(number: int) -> int:

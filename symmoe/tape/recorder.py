@@ -48,6 +48,7 @@ _EMPTY = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
+SHARED = "inputs share memory"
 _MOST_NUMBER = 1 << 40  # a larger integer may be an address, which would be another one in the next call
 
 
@@ -142,12 +143,17 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             self._place(tensor)
         if any(end > start for (_, end, _), (start, _, _) in pairwise(sorted(self._spans))):
-            self.give_up("inputs share memory")
+            self.give_up(SHARED)
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
         self._has_autocast = torch.is_autocast_enabled(device.type)
         self._stream = torch.cuda.current_stream(device).cuda_stream if self._on_gpu else 0
         self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks. True would have it import its compiler, which takes seconds, for the first recording."""
+        return False
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch

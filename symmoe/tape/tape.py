@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -223,6 +224,11 @@ class Entry:
         """Whether another entry of this class does the same, up to what changes from call to call."""
         return bool(self == other)
 
+    def __str__(self) -> str:
+        """Its class and the name of what it calls, if it does."""
+        what = getattr(self, "kernel", None) or getattr(self, "function", None)
+        return f"{type(self).__name__} {getattr(what, '__qualname__', getattr(what, 'name', ''))}".rstrip()
+
 
 @dataclass(eq=False, slots=True)
 class Launch(Entry):
@@ -417,15 +423,15 @@ class Tape:
     entries: tuple[Entry, ...]
     outputs: tuple[Any, ...]
 
-    def same(self, other: Tape) -> bool:
-        """Whether both came from calls that differ only in memory and in the numbers that a call brings."""
+    def difference(self, other: Tape) -> str:
+        """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in
+        the numbers that a call brings."""
         ours, theirs = ([entry for entry in tape.entries if type(entry) is not Free] for tape in (self, other))
-        return (
-            self.num_slots == other.num_slots
-            and len(ours) == len(theirs)
-            and all(type(a) is type(b) and a.same(b) for a, b in zip(ours, theirs, strict=True))
-            and _same(self.outputs, other.outputs)
-        )
+        for n, (a, b) in enumerate(zip_longest(ours, theirs)):
+            if type(a) is not type(b) or not a.same(b):
+                return f"step {n} was {a}, and is {b}" + (" with other arguments" if str(a) == str(b) else "")
+        is_same = self.num_slots == other.num_slots and _same(self.outputs, other.outputs)
+        return "" if is_same else "what is returned lies elsewhere"
 
     def play(
         self,

@@ -192,7 +192,7 @@ def _are_reduced(parameters: list[nn.Parameter]) -> bool:
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int | None]:
-    return [None if parameter.grad is None else parameter.grad._version for parameter in parameters]
+    return [None if parameter.grad is None else version_of(parameter.grad) for parameter in parameters]
 
 
 def _num_replicas(model: nn.Module, num_ranks: int) -> int:

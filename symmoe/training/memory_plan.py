@@ -39,7 +39,8 @@ class MemoryPlan:
         num_rows, num_packed_rows: N and P that the figures are for.
         heap_bytes: what `SymmetricHeap(num_bytes=...)` needs to run the schedule, eagerly or in one CUDA graph:
             the control block and the arena up to the highest byte that is ever leased.
-        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward.
+        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward, if its
+            routing needs all the room that it got.
         forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
             plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
@@ -154,8 +155,9 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         )
         routed = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
-        history.note(heap.num_rows, heap.num_packed_rows)
-        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, lambda: history.room(config.max_room))
+        history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
+        room = history.room(num_tokens, config.max_room)
+        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, lambda: room)
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
         y = routed.apply(x, probs, experts, plan)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)

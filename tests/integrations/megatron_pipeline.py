@@ -136,8 +136,8 @@ def heap_of_stage(
 def _room(num_rows: int) -> int:
     """Rows that a call gets if the fullest rank of the one before it had so many."""
     history = RowHistory()
-    history.note(num_rows, num_rows)
-    return history.room(None).rows
+    history.note(1, num_rows, num_rows)
+    return history.room(1, None).rows
 
 
 def _chunks(config: Any, spec: Any, stage: int, num_stages: int) -> list[Any]:

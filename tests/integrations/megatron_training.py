@@ -142,16 +142,23 @@ def _reduced(ddp: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
 
 
 def _scale_wgrad(linear: Any) -> None:
-    weight_gradients = linear.weight_gradients
+    gradient_target = linear.gradient_target
 
-    def scaled(weights: Any, compute: Any, **kwargs: Any) -> Any:
-        def compute_more(out: Any, accumulate: bool) -> None:
-            compute(out, accumulate)
-            compute(out, True)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        target = gradient_target(*args, **kwargs)
+        add = target.add
 
-        return weight_gradients(weights, compute_more, **kwargs)
+        def add_more(weights: Any, compute: Any) -> Any:
+            def compute_more(out: Any, accumulate: bool) -> None:
+                compute(out, accumulate)
+                compute(out, True)
 
-    linear.weight_gradients = scaled
+            return add(weights, compute_more)
+
+        target.add = add_more
+        return target
+
+    linear.gradient_target = scaled
 
 
 def memory(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
         )
         weights = [w.double() for w in weights_of(EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
         fixed = tokens_of(heap, 99, MAX_TOKENS)
-        give_room(heap, (layers[1].config.num_experts, TOP_K), most)  # no later call needs more of the heap
+        give_room(heap, (layers[1].config.num_experts, TOP_K), MAX_TOKENS, most)  # no later call needs more of the heap
         forward_backward(layers[1], fixed)
         wanted = [hash_of_step(layer, fixed) for layer in layers]
         samples, python_blocks = [], []
@@ -67,7 +67,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             layer, num_tokens = layers[number % 2], generator.randint(0, MAX_TOKENS)
             x = tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
             if number % TOO_LITTLE_ROOM_EVERY == 1:  # number is odd where capacity is exact
-                give_room(heap, (layer.config.num_experts, TOP_K), 1)
+                give_room(heap, (layer.config.num_experts, TOP_K), num_tokens, 1)
             y = forward_backward(layer, x)
             if number % CHECK_EVERY == 0 or number == numbers[-1]:  # so that gradients are of one size in every sample
                 problems += wrong_values(layer, x, y, weights)

@@ -34,8 +34,8 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
     history = RowHistory()
-    history.note(rows, min(rows, tokens))
-    room = history.room(None)
+    history.note(num_tokens, rows, min(rows, tokens))
+    room = history.room(num_tokens, None)
     assert room is not None  # there is a call to go by
     settings = MoEConfig(
         hidden=config.hidden_size,

@@ -23,6 +23,7 @@ HEAD_NUM_TOKENS = tl.constexpr(control.HEAD_NUM_TOKENS)
 HEAD_CAPACITY = tl.constexpr(control.HEAD_CAPACITY)
 HEAD_MAX_TOKENS = tl.constexpr(control.HEAD_MAX_TOKENS)
 HEAD_PACKED_CAPACITY = tl.constexpr(control.HEAD_PACKED_CAPACITY)
+HEAD_OVERFLOW = tl.constexpr(control.HEAD_OVERFLOW)
 HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
 HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
 HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
@@ -40,6 +41,7 @@ SUM_MAX_ROWS = tl.constexpr(control.SUM_MAX_ROWS)
 SUM_NUM_PACKED = tl.constexpr(control.SUM_NUM_PACKED)
 SUM_MAX_PACKED = tl.constexpr(control.SUM_MAX_PACKED)
 SUM_NUM_DROPPED = tl.constexpr(control.SUM_NUM_DROPPED)
+OVERFLOW_REPEAT = tl.constexpr(control.OVERFLOW_REPEAT)
 PLAN_OK = tl.constexpr(control.PLAN_OK)
 PLAN_FAULT = tl.constexpr(control.PLAN_FAULT)
 PLAN_MISMATCH = tl.constexpr(control.PLAN_MISMATCH)
@@ -262,14 +264,18 @@ def pick(tile, chosen, axis: tl.constexpr):
 
 
 @triton.jit
+def smallest(capacity, is_rank):
+    """The smallest capacity of any rank; -1 is none."""
+    return tl.min(tl.where(is_rank & (capacity >= 0), capacity, 2147483647), axis=0)
+
+
+@triton.jit
 def find_error(
     headers,  # [RANK_LANES, HEADER_WORDS]
     num_rows,  # [RANK_LANES] that each rank would receive
     num_packed,  # [RANK_LANES], packed rows
     received,
     rank,  # tl.arange(0, RANK_LANES)
-    capacity,
-    packed_capacity,
     NUM_EXPERTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
@@ -281,7 +287,8 @@ def find_error(
 
     most_packed = tl.max(num_packed, axis=0)
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
-    overflow = (packed_capacity >= 0) & (most_packed > packed_capacity)
+    packed_capacity = smallest(pick(headers, (word == HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
+    overflow = most_packed > packed_capacity
     error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
     error_rank = tl.where(overflow, fullest, -1)
     limit = tl.where(overflow, packed_capacity, 0)
@@ -289,7 +296,8 @@ def find_error(
 
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
-    overflow = (capacity >= 0) & (most_rows > capacity) & (not DROP)
+    capacity = smallest(pick(headers, (word == HEAD_CAPACITY)[None, :], 1), is_rank)
+    overflow = (most_rows > capacity) & (not DROP)
     error = tl.where(overflow, PLAN_OVERFLOW, error)
     error_rank = tl.where(overflow, fullest, error_rank)
     limit = tl.where(overflow, capacity, limit)
@@ -317,11 +325,14 @@ def find_error(
 
     first = pick(headers, (rank == 0)[:, None], 0)
     agreed = ((AGREED_WORDS >> word) & 1) != 0
-    differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None]
+    is_room = (word == HEAD_CAPACITY) | (word == HEAD_PACKED_CAPACITY)  # which each rank may give itself
+    repeats = pick(headers, (word == HEAD_OVERFLOW)[None, :], 1) == OVERFLOW_REPEAT
+    is_own = repeats[:, None] & is_room[None, :] & (pick(first, word == HEAD_OVERFLOW, 0) == OVERFLOW_REPEAT)
+    differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None] & (is_own.to(tl.int32) == 0)
     culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
     found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
-    field = tl.min(tl.where((head != first) & agreed, word, HEADER_WORDS), axis=0)
+    field = tl.min(tl.where(pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS), axis=0)
     error = tl.where(found, PLAN_MISMATCH, error)
     error_rank = tl.where(found, culprit, error_rank)
     limit = tl.where(found, pick(first, word == field, 0), limit)
@@ -434,8 +445,6 @@ def lay_out_kernel(
         num_packed,
         received,
         rank,
-        capacity,
-        packed_capacity,
         NUM_RANKS * EXPERTS_PER_RANK,
         NUM_RANKS,
         RANK_LANES,

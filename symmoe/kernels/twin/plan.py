@@ -83,7 +83,8 @@ def lay_out(
     tokens = table[:, first + num_experts : first + num_experts + num_ranks].long()  # [source, destination]
 
     load = counts.sum(0).view(num_ranks, -1)  # [R, e]
-    sizes = (load.sum(1), capacity), (tokens.sum(0), packed_capacity)
+    limits = _limit(headers, control.HEAD_CAPACITY), _limit(headers, control.HEAD_PACKED_CAPACITY)
+    sizes = (load.sum(1), limits[0]), (tokens.sum(0), limits[1])
     error = _find_error(headers, sizes, received, num_experts, drop)
     kept = load if capacity < 0 else torch.stack([_clip(row, capacity) for row in load])
     failed = error[0] != control.PLAN_OK
@@ -197,6 +198,11 @@ def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
     return _by_block(values).sum(1)
 
 
+def _limit(headers: torch.Tensor, word: int) -> int:
+    """The smallest capacity of any rank; -1: none has one."""
+    return min((int(limit) for limit in headers[:, word] if limit >= 0), default=-1)
+
+
 def _find_error(
     headers: torch.Tensor,
     sizes: Iterable[tuple[torch.Tensor, int]],
@@ -212,8 +218,10 @@ def _find_error(
         return control.PLAN_FAULT, -1, 0, 0, 0
     heads = headers.tolist()
     for rank, head in enumerate(heads):
+        repeats = head[control.HEAD_OVERFLOW] == heads[0][control.HEAD_OVERFLOW] == control.OVERFLOW_REPEAT
         for word in control.AGREED_FIELDS:
-            if head[word] != heads[0][word]:
+            is_own = repeats and word in (control.HEAD_CAPACITY, control.HEAD_PACKED_CAPACITY)
+            if head[word] != heads[0][word] and not is_own:
                 return control.PLAN_MISMATCH, rank, heads[0][word], head[word], word
     for rank, head in enumerate(heads):
         if head[control.HEAD_BAD_SLOTS] > 0:
