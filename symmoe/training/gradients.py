@@ -29,6 +29,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.ownership import named_parameters, trainable
+from symmoe.torch_internals import version_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
