@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import open_heap
@@ -28,6 +29,7 @@ class Model(nn.Module):
         self.first = nn.Linear(HIDDEN, HIDDEN)
         self.moe = symmoe.MoELayer(CONFIG, heap, shared_expert=nn.Linear(HIDDEN, HIDDEN))
         self.register_buffer("scale", torch.full((), 1.0 + heap.rank))
+        self.to(heap.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.moe(self.first(x))[0] * self.scale
@@ -35,7 +37,7 @@ class Model(nn.Module):
 
 def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x).square().mean()
+    return model(x.to(next(model.parameters()).device)).square().mean()
 
 
 def texts_of(loop: Callable[[], object]) -> list[str]:
@@ -99,6 +101,12 @@ def with_equal_experts(heap: symmoe.SymmetricHeap) -> None:
     trains(Model(heap, seed=3), heap.rank)
 
 
+def with_equal_experts_in_ddp(heap: symmoe.SymmetricHeap) -> None:
+    model = Model(heap, seed=3)
+    symmoe.prepare_for_ddp(model)
+    trains(DistributedDataParallel(model), heap.rank, list)
+
+
 def clipped_by(clip: Callable[..., object]) -> Loop:
     def loop(heap: symmoe.SymmetricHeap) -> None:
         model = right(heap)
@@ -135,6 +143,7 @@ MISTAKES: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "torch's clip_grad_norm_": (clipped_by(clip_by_torch), ("Clip with symmoe.clip_grad_norm",)),
     "nothing is broadcast": (lambda heap: trains(Model(heap), heap.rank), ("symmoe.broadcast_parameters(model) when",)),
     "equal seeds": (with_equal_experts, ("experts are equal on all ranks",)),
+    "equal seeds in DDP": (with_equal_experts_in_ddp, ("experts are equal on all ranks",)),
     "ZeroRedundancyOptimizer": (with_zero, ("ZeroRedundancyOptimizer",)),
 }
 
@@ -198,26 +207,49 @@ RIGHT: dict[str, Loop] = {
 }
 
 
-def said(rank: int, num_ranks: int, kind: str, name: str) -> list[str]:
+def said(rank: int, num_ranks: int, device: str, kind: str, name: str) -> list[str]:
     loop = MISTAKES[name][0] if kind == "mistake" else RIGHT[name]
-    with open_heap("cpu") as heap:
+    with open_heap(device) as heap:
         texts = texts_of(lambda: loop(heap))
-        y = right(heap)(torch.randn(TOKENS, HIDDEN))  # the next correct call
-        assert y.isfinite().all()
+        assert loss_of(right(heap), rank).isfinite()  # the next correct call
     return texts
 
 
+@on_ranks(cpu=(2,), cuda=(2,))
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(cluster, name: str):
-    for texts in cluster(2).run(said, "mistake", name):
+def test_mistakes_are_named(cluster, name: str, num_ranks: int, device: str):
+    for texts in cluster(num_ranks, device).run(said, device, "mistake", name):
         assert len(texts) == len(MISTAKES[name][1]), texts
         for text, words in zip(texts, MISTAKES[name][1], strict=True):
             assert words in text
 
 
+@on_ranks(cpu=(2,), cuda=(2,))
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_loops_are_not_warned(cluster, name: str):
-    assert cluster(2).run(said, "right", name) == [[], []]
+def test_right_loops_are_not_warned(cluster, name: str, num_ranks: int, device: str):
+    if device == "cuda" and name == "groups of one rank":
+        pytest.skip("NVSHMEM has one heap per process")
+    assert cluster(num_ranks, device).run(said, device, "right", name) == [[], []]
+
+
+def elsewhere(rank: int, num_ranks: int, device: str) -> None:
+    """Experts of one rank are on another device than the heap, for a while."""
+    with open_heap(device) as heap:
+        model = right(heap)
+        wanted = loss_of(model, rank)
+        other = "cpu" if device == "cuda" else "meta"
+        weight = model.moe.experts.fc2.weight
+        if rank == 1:
+            model.moe.experts.fc2.weight = nn.Parameter(weight.to(other))
+        with pytest.raises(ArgumentError, match=f"experts.fc2.weight is on {other}; it must be on {heap.device}"):
+            loss_of(model, rank)
+        model.moe.experts.fc2.weight = weight
+        assert torch.equal(loss_of(model, rank), wanted)
+
+
+@on_ranks(cpu=(2,), cuda=(2,))
+def test_parameters_elsewhere(cluster, num_ranks: int, device: str):
+    cluster(num_ranks, device).run(elsewhere, device)
 
 
 def broadcast(rank: int, num_ranks: int) -> None:

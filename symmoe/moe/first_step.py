@@ -1,9 +1,9 @@
 """Mistakes of training loops that nothing else would show: ranks that train apart, found by their first optimizer step.
 
-DDP, FSDP and Megatron look after gradients themselves. A plain loop has to start with equal dense parameters and other
-experts, and to call reduce_gradients and clip_grad_norm. So the first step of an optimizer that has parameters of a
-layer takes a checksum before, and the next plan on the heap one after it. Checksums travel in words of the plan's
-barrier that are free, and every rank warns of what they say. From then on there is nothing to do.
+Experts of different ranks must not start with equal seeds. DDP and FSDP do the rest themselves; a plain loop has to
+start with equal dense parameters, and to call reduce_gradients and clip_grad_norm. So the first step of an optimizer
+that has parameters of a layer takes a checksum before, and the next plan on the heap one after it. Checksums travel in
+words of the plan's barrier that are free, and every rank warns of what they say. From then on there is nothing to do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from symmoe.errors import ArgumentError
+from symmoe.grouped.linear import local_part
 from symmoe.moe.ownership import named_parameters
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class FirstStep:
         self, layers: Sequence[ExpertParallelModule], dense: list[torch.Tensor], experts: list[torch.Tensor]
     ) -> None:
         self._layers, self._dense = [weakref.ref(layer) for layer in layers], [weakref.ref(p) for p in dense]
+        experts = [part for parameter in experts if (part := local_part(parameter)).numel()]
         # Copies of one expert (upcycling) say nothing.
-        self._experts = layers[0].heap.rank + 1 if _are_copies(layers[0]) else _checksum(experts)
+        says_nothing = not experts or _are_copies(layers[0])
+        self._experts = layers[0].heap.rank + 1 if says_nothing else _checksum(experts)
         self._before = _checksum(dense) << 1  # even: a plan's barrier has a word 1 for something else
 
     def words(self) -> tuple[int, ...]:
@@ -114,12 +117,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 @torch.no_grad()
 def _first_step(
     optimizer: torch.optim.Optimizer, layers: list[ExpertParallelModule], given: dict[int, torch.Tensor]
-) -> FirstStep | None:
-    """What is to be compared, if this is a plain loop."""
-    if any(layer.replicas.ddp is not None for layer in layers):
-        return None
-    if any(hasattr(parameter, "device_mesh") for parameter in given.values()):
-        return None
+) -> FirstStep:
+    """What is to be compared: of dense parameters nothing, if DDP or FSDP reduces their gradients."""
     dense, experts = list[torch.Tensor](), list[torch.Tensor]()
     for layer in layers:
         for _, parameter, is_expert in named_parameters(layer):
@@ -131,7 +130,11 @@ def _first_step(
                 "with those of the rank to which it gives their update: give it the dense parameters only, and the "
                 "experts an optimizer of their own"
             )
-    if not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more
+    if any(layer.replicas.ddp is not None for layer in layers) or any(
+        hasattr(p, "device_mesh") for p in given.values()
+    ):
+        dense = []
+    elif not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more
         known = {id(parameter) for parameter in experts}
         dense += [parameter for number, parameter in given.items() if number not in known]
     return FirstStep(layers, dense, experts)
