@@ -155,7 +155,7 @@ def test_weight_gradients_of_scattered_matrices(launches, accumulate):
     table = TensorTable(meta(len(out), dtype=torch.int64), tuple(out.shape), FP32)
     launchers.launch_fp8_wgrad(*operands, table, accumulate=accumulate, num_sms=132)
     code = compiled(launches)
-    assert code.spilled <= (ADDED_SPILLED if accumulate else MAX_SPILLED)
+    assert code.spilled <= (ADDED_SPILLED if accumulate else since(("3.6", 20), ("3.7", 8), ("3.9", 20)))
     check_products(code.ptx)
     check_column_scales(code.ptx)
     kind = "cp.reduce.async" if accumulate else "cp.async"
