@@ -118,8 +118,23 @@ GROUPS = {
 QUANTISED = {"quantised products", "quantisers"}
 
 
-# Bytes that a thread spills, at most, where it is more than none.
-MAX_SPILLED = {}
+# Bytes that a thread spills, at most, where it is more than none. Where tensor cores take operands from registers,
+# accumulators leave little room for three of them.
+MAX_SPILLED = {
+    "grouped_gemm_kernel": 256,
+    "grouped_gemm_wgrad_kernel": 64,
+    "grouped_gemm_act_kernel": 256,
+    "grouped_gemm_dact_kernel": 64,
+    "router_gemm_kernel": 64,
+    "router_dgrad_kernel": 64,
+    "router_wgrad_kernel": 1088,
+    # On Ada; on Blackwell less than 64.
+    "grouped_gemm_fp8_kernel": 1664,
+    "grouped_gemm_wgrad_fp8_kernel": 256,
+    "grouped_gemm_scaled_kernel": 2240,
+    "grouped_gemm_wgrad_scaled_kernel": 1088,
+}
+OF_QUANTISERS = 256
 
 
 @pytest.fixture
@@ -145,9 +160,8 @@ def test_it_compiles_and_fits(launches, on, group, arch):
     GROUPS[group]()
     for launch in {launch.key: launch for launch in launches}.values():
         code = launch.compile(arch)
-        if code.spilled:
-            print("SPILL", arch, launch.name, code.spilled, code.registers, flush=True)
-        assert code.spilled <= MAX_SPILLED.get(launch.name, 0) + 5000
+        most = MAX_SPILLED.get(launch.name, OF_QUANTISERS if group == "quantisers" else 0)
+        assert code.spilled <= most, (launch.name, code.spilled)
 
 
 @pytest.mark.slow
