@@ -717,12 +717,12 @@ triton.__version__ = "99.0.0"
 sys.modules |= dict.fromkeys(["triton.backends.nvidia.driver", "triton.knobs", "triton.runtime.build"])
 del triton.knobs
 import torch
-from symmoe.kernels import gpu, select
+from symmoe.kernels import gpu, hopper_choice
 from symmoe.kernels.launch import launch, player, triton_internals
 from symmoe.kernels.triton import splits
 torch.cuda.get_device_capability = lambda device: (9, 0)
 assert not triton_internals.IS_KNOWN
-assert select.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 1024) is None
+assert hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 1024) is None
 assert player._player() is None
 calls = []
 for kernel in (value for value in vars(splits).values() if isinstance(value, launch.FastLaunch)):

@@ -1,4 +1,4 @@
-"""What is known of each kind of NVIDIA GPU: what chooses kernels, `symmoe doctor` and the tests read it here."""
+"""What is known of each kind of NVIDIA GPU, and which versions of Triton are known: what chooses kernels, `symmoe doctor` and the tests read it here."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ ARCHITECTURES: dict[Capability, Architecture] = {
     (10, 0): Architecture("Blackwell: B200, GB200", 227),
     (12, 0): Architecture("Blackwell: RTX PRO 6000, RTX 5090", 99),
 }
+TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # whose insides and Gluon are known; they change in every one
 LEAST: Capability = (8, 0)  # multiplies bf16
 LEAST_E4M3: Capability = (8, 9)  # converts to E4M3, which is in every recipe: its numbers, or its scales
 

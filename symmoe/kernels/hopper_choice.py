@@ -9,7 +9,6 @@ import torch
 
 from symmoe.kernels import architectures
 
-TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # whose insides and Gluon are known; they change in every one
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
 
 
@@ -38,7 +37,7 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
     try:
         import triton
 
-        if tuple(map(int, triton.__version__.split(".")[:2])) not in TRITON_VERSIONS:
+        if tuple(map(int, triton.__version__.split(".")[:2])) not in architectures.TRITON_VERSIONS:
             return None
         from symmoe.kernels.hopper import launchers
     except (ImportError, AttributeError):

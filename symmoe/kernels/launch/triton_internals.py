@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 
 from symmoe.errors import BackendUnavailable
-from symmoe.kernels.hopper_choice import TRITON_VERSIONS
+from symmoe.kernels.architectures import TRITON_VERSIONS
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 try:

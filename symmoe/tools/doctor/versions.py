@@ -10,7 +10,7 @@ from importlib import metadata
 
 import torch
 
-from symmoe.kernels.hopper_choice import TRITON_VERSIONS
+from symmoe.kernels.architectures import TRITON_VERSIONS
 from symmoe.tools.doctor.findings import Finding
 
 _DISTRIBUTIONS = (
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = (
 )
 _PIN = re.compile(r"([A-Za-z0-9_.-]+)\s*(==|~=)\s*([^\s;,]+)")
 _TORCH = ("2.11", "2.15")  # from, which pyproject.toml says, to: what tests have been run with
-_TRITON = ("3.6", "3.9")  # the same; of hopper_choice.TRITON_VERSIONS
+_TRITON = ("3.6", "3.9")  # the same; of architectures.TRITON_VERSIONS
 _OLDER = f"pip install 'torch=={_TORCH[1]}.*', or make test-newest in a checkout"
 _BINDINGS_NEEDED, _BINDINGS_TESTED = (0, 3, 1), (0, 4, 1)
 _CUDA_CORE = (0, 5)  # has cuda.core, which was cuda.core.experimental before
