@@ -1,4 +1,4 @@
-"""What is known of each kind of NVIDIA GPU, and which versions of Triton are known: what chooses kernels, `symmoe doctor` and the tests read it here."""
+"""Kinds of NVIDIA GPUs and versions of Triton that are known: what chooses kernels, doctor and tests read it here."""
 
 from __future__ import annotations
 
