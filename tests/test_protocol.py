@@ -26,6 +26,7 @@ from worker import Findings, difference, free_bytes, open_heap, wait_for_arrival
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import HeapPoisoned, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels.twin import sync
+from symmoe.moe.ep_step import expert_parallel_mlp
 
 T, K, H = 12, 2, 16
 
@@ -63,9 +64,9 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
             dispatch_tokens(tokens(heap), plan)
             combine_tokens(torch.ones(plan.num_rows, hidden, dtype=dtype, device=heap.device), plan, order=order)
 
-        def layer(**options: str) -> None:
-            sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K}
-            MoELayer(MoEConfig(**sizes, **options), heap)(tokens(heap))
+        def step(**options: str) -> None:  # layers find out in their plan
+            experts = GroupedMLP(2, H, H, device=heap.device)
+            expert_parallel_mlp(tokens(heap), torch.rand(T, K, device=heap.device), experts, new_plan(heap), **options)
 
         def plan_again() -> None:
             plan = new_plan(heap)
@@ -84,9 +85,9 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
                 ready,
                 "packed",
                 "expert-major",
-                *(partial(layer, layout=x) for x in ("packed", "expert-major")),
+                *(partial(step, layout=x) for x in ("packed", "expert-major")),
             ),
-            ("schedule", ready, "serial", "overlapped", layer, partial(layer, schedule="always-overlapped")),
+            ("schedule", ready, "serial", "overlapped", step, partial(step, schedule="always-overlapped")),
             ("hidden", back, H, 2 * H, combine, partial(combine, hidden=2 * H)),
             ("dtype", back, torch.float32, half, combine, partial(combine, dtype=half)),
             ("order", back, "slot", "rank", combine, partial(combine, order="rank")),

@@ -33,7 +33,7 @@ _OF_THE_ROUTER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """The shape and the routing of one MoE layer. Equal on every rank of the EP group.
+    """The shape and the routing of one MoE layer. Equal on every rank of the EP group: every call's plan compares it.
 
     Attributes:
         hidden: H, width of the tokens.

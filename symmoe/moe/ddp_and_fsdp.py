@@ -143,7 +143,7 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     Args:
         model: what is wrapped, not a part of it; may be compiled before or after. Adapters may still be added.
         expert_group: where the world has several EP groups, the ranks that hold this rank's experts in the others, and
-            this one: replicas are made equal in the first forward pass, and their gradients are averaged in backward.
+            this one: replicas are made equal in the first forward pass that has them, and their gradients averaged.
             None: as the layers have it, or the world is one EP group.
 
     Raises:
