@@ -54,7 +54,7 @@ def check(ptx, names, copies, most_spilled=0):
     assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
     assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS // 2
     assert not [name for name in names if name.startswith("STS")]  # codes are turned in registers
-    assert sum(name in ("LDL", "STL") for name in names) <= since(("3.6", most_spilled), ("3.9", 14))
+    assert sum(name in ("LDL", "STL") for name in names) <= since(("3.6", most_spilled), ("3.9", 15))
     assert names.count("STG.E.128") == NUMBERS // 16
     assert names.count("LDGSTS.E.BYPASS.128") == copies
     assert names.count("BAR.SYNC.DEFER_BLOCKING") == 2
