@@ -246,7 +246,8 @@ class GroupedLinear(nn.Module):
             overwrite_main_grad: see forward.
         """
         target = self.gradient_target(weights, overwrite_main_grad=overwrite_main_grad)
-        return target.placeholders(weights, target.add(weights, compute))
+        found = target.add(weights, compute)
+        return found if target.option == "new" else target.placeholders(weights)
 
     def gradient_target(self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool) -> Target:
         """Where the gradients of `weights` go, as the options are now.

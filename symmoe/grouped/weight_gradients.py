@@ -32,10 +32,10 @@ def new_gradients(parameters: Sequence[torch.Tensor], compute: Compute) -> list[
 
 
 class Target:
-    """Where the gradients of a layer's weights go: nowhere. Found when backward begins; nothing about it changes then.
+    """Where the gradients of a layer's weights go, found when backward begins. Here: nowhere.
 
     Attributes:
-        tensors: the trainer's memory to which they are added.
+        tensors: the trainer's memory.
         option: tells targets apart that launch something else.
         computes: whether :meth:`add` computes anything.
     """
@@ -48,11 +48,9 @@ class Target:
         """Computes them, or sees to it. Those that autograd has to be given."""
         return [None] * len(weights)
 
-    def placeholders(
-        self, weights: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]
-    ) -> Sequence[torch.Tensor | None]:
-        """What autograd gets for `weights` in place of what :meth:`add` has found."""
-        return found
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """What autograd gets for `weights` where :meth:`add` has found None."""
+        return [None] * len(weights)
 
 
 class NewGradients(Target):
@@ -94,11 +92,8 @@ class MainGrads(Target):
         compute(target, self.option == "add")
         return [None] * len(weights)
 
-    def placeholders(
-        self, weights: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None] = ()
-    ) -> list[torch.Tensor | None]:
-        """`weights` are the parameters, or what autocast has made of them; then a placeholder is not the leaf's, and
-        goes through the cast."""
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """`weights` are the parameters, or what autocast has made of them; then a gradient goes through the cast."""
         asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
         if not any(asked):
             return [None] * len(weights)
@@ -110,13 +105,7 @@ class MainGrads(Target):
 
 
 class DelayedGradients(Target):
-    """They are computed when the layer's backward_dw is called.
-
-    Args:
-        parameters: as in MainGrads.
-        calls: those that backward_dw makes; gets one more.
-        overwrite: of MainGrads; None: gradients go to `.grad`.
-    """
+    """One of the `calls` that backward_dw makes. overwrite: as in MainGrads; None: gradients go to `.grad`."""
 
     option = "delayed"
 

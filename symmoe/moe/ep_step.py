@@ -24,7 +24,7 @@ from symmoe.checks.buffers import memory_problem
 from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, pulls
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.linear import GroupedLinear
@@ -41,6 +41,7 @@ from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.tell_peers import told
 from symmoe.torch_internals import reshaped_result
@@ -294,24 +295,20 @@ def _held(linears: tuple[GroupedLinear, GroupedLinear]) -> Held:
     return linears[0].held_weight, linears[1].held_weight
 
 
-def bytes_of_sums(rows: int, num_tokens: int, num_ranks: int, row_bytes: int) -> int:
-    """What a combine leases at most: rows, and a place for the sums of the peers."""
-    return (rows + max(1, num_ranks - 1) * max(1, num_tokens)) * row_bytes + 2 * ALIGNMENT_BYTES
+def most_bytes(received: int, rows: int, packed_rows: int, num_tokens: int, heap: SymmetricHeap, row_bytes: int) -> int:
+    """What a call leases at most, forward or backward: two receive buffers, rows, sums of the peers, and slots."""
+    slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
+    num_rows = 2 * received + rows + heap.num_ranks * max(1, num_tokens)
+    return num_rows * row_bytes + slot_bytes + 8 * ALIGNMENT_BYTES
 
 
-def bytes_of_slots(packed_rows: int, top_k: int) -> int:
-    """What a dispatch leases besides rows: slots and probs."""
-    return 2 * (packed_rows * top_k * torch.int32.itemsize + ALIGNMENT_BYTES)
-
-
-def _that_fits(step: _EPStep, dy: torch.Tensor, sends_again: bool) -> _EPStep:
+def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     """The step, with buffers of backward that fit into the heap, if those with room do not."""
-    plan, row_bytes = step.plan, dy.shape[1] * dy.element_size()
-    if plan.num_rows is None or (plan.row_capacity, plan.packed_row_capacity) == plan.needed_rows or plan.heap.capture:
+    plan, heap = step.plan, step.plan.heap
+    sizes = plan.row_capacity, plan.packed_row_capacity
+    if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    num_bytes = (1 + sends_again) * (step.num_received * row_bytes + ALIGNMENT_BYTES)
-    num_bytes += bytes_of_sums(plan.row_capacity, plan.num_tokens, plan.heap.num_ranks, row_bytes)
-    if plan.heap.has_free(num_bytes + bytes_of_slots(plan.packed_row_capacity, plan.top_k)):
+    if not heap.lacks(most_bytes(step.num_received, *sizes, plan.num_tokens, heap, row_bytes)):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -488,7 +485,7 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     linears = ctx.linears
     _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors
-    step = ctx.step = _that_fits(ctx.step, dy, sends_again=received is None)
+    step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
     computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     biases = b1, b2
     plan = step.plan
@@ -514,8 +511,11 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
         found = step.run("backward", options, function, (*inputs, *fc1.tensors, *fc2.tensors))
         dx, d_probs, db1, db2, *rest = found
     dw1, dw2, d_adapters = step.form.split(rest)
-    dw = *fc1.placeholders(both[0], dw1), *fc2.placeholders(both[1], dw2)
-    return None, None, dx, d_probs, db1, db2, *dw, *d_adapters
+    if fc1.option != "new":
+        dw1 = tuple(fc1.placeholders(both[0]))
+    if fc2.option != "new":
+        dw2 = tuple(fc2.placeholders(both[1]))
+    return None, None, dx, d_probs, db1, db2, *dw1, *dw2, *d_adapters
 
 
 def _input_and_weight_gradients(

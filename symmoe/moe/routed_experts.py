@@ -19,10 +19,9 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ep_step import bytes_of_slots, bytes_of_sums, expert_parallel_mlp
+from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
 from symmoe.moe.layer_checks import device_problem
 from symmoe.moe.overlap import received_layout
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.symm_mem.tell_peers import told
@@ -135,17 +134,15 @@ class RoutedExperts:
         return self.heap.row_history((self.config.num_experts, self.config.top_k))
 
     def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> Room | None:
-        config, heap, (num_tokens, top_k) = self.config, self.heap, topk_idx.shape
+        config, heap, num_tokens = self.config, self.heap, topk_idx.shape[0]
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
         layout = received_layout(config.layout, config.ffn, config.precision)
         received = room.packed_rows if layout == "packed" else room.rows
-        sums = bytes_of_sums(room.rows, num_tokens, heap.num_ranks, config.hidden * item_bytes)
-        received_bytes = received * config.sent_row_bytes("forward", item_bytes) + ALIGNMENT_BYTES
-        if heap.has_free(received_bytes + max(sums, bytes_of_slots(room.packed_rows, top_k))):
-            return room
-        return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
+        if heap.lacks(most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)):
+            return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
+        return room
 
     def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""

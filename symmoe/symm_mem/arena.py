@@ -18,14 +18,9 @@ class Arena:
         self.high_water_bytes = 0
         self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
 
-    @staticmethod
-    def size_of(num_bytes: int) -> int:
-        """Bytes of a range for a lease of `num_bytes`."""
-        return max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
-
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
-        size = self.size_of(num_bytes)
+        size = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:

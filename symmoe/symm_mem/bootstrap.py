@@ -250,11 +250,7 @@ def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
 
 
 def read_tape_mode() -> str:
-    """SYMMOE_TAPES in the environment, one of tapes.MODES.
-
-    Raises:
-        ArgumentError: it is none of these.
-    """
+    """SYMMOE_TAPES in the environment. Raises an ArgumentError if it is none of tapes.MODES."""
     mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
     if mode not in MODES:
         raise ArgumentError(f"SYMMOE_TAPES ({mode!r}) must be one of {', '.join(map(repr, MODES))}")

@@ -44,6 +44,7 @@ class DryHeap(SymmetricHeap):
     _closed = True  # no peers to tell of errors
     is_closed = False
     barrier = send_signal = wait_for_signal = check = note_counts = offset_of = _nothing
+    lacks = shrink = _nothing  # memory is planned for leases that stay as large as they are made
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_ranks, self.num_rows, self.num_packed_rows = num_ranks, num_rows, num_packed_rows
@@ -78,14 +79,6 @@ class DryHeap(SymmetricHeap):
     ) -> Sequence[Any]:
         """See SymmetricHeap."""
         return function()
-
-    def shrink(self, arena: Any, span: tuple[int, int], num_bytes: int) -> Any:
-        """Memory is planned for leases that stay as large as they are made."""
-        return arena, span
-
-    def has_free(self, num_bytes: int) -> bool:
-        """See SymmetricHeap."""
-        return True
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """See SymmetricHeap."""

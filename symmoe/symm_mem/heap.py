@@ -236,9 +236,9 @@ class SymmetricHeap:
             self.fail(HeapExhausted(problem), phase)
         return Lease(self._memory, span, shape, dtype)
 
-    def has_free(self, num_bytes: int) -> bool:
-        """Whether leases of so many bytes in all can be made one after the other. Local."""
-        return self._memory.has_free(num_bytes)
+    def lacks(self, num_bytes: int) -> bool:
+        """Whether leases of so many bytes in all might not find memory one after the other. Local."""
+        return self._memory.lacks(num_bytes)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in this rank's arena. Local."""

@@ -13,7 +13,7 @@ import torch
 
 from symmoe.kernels.control import Peers
 from symmoe.symm_mem import arena_ranges
-from symmoe.symm_mem.arena import Arena
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access
 
@@ -46,16 +46,17 @@ class Span:
         generation: how many leases the heap had made before this one.
         offset: byte offset in the arena.
         address: where it begins, in this process.
+        place: the arena that gets it back, and (offset, size) there.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_place", "address", "generation", "name", "offset")
+    __slots__ = ("__weakref__", "_memory", "address", "generation", "name", "offset", "place")
 
     def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
         self.name = name
         self.generation = generation
         self.offset = place[1][0]
         self.address = memory.base + self.offset
-        self._place = place
+        self.place = place
         self._memory: Memory | None = memory
 
     @property
@@ -69,17 +70,17 @@ class Span:
         """Gives the memory back."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            memory.give_back(*self._place)
+            memory.give_back(*self.place)
 
     def shrink(self, num_bytes: int) -> None:
         """Gives back what comes after the first bytes, outside of captures."""
         if self._memory is not None:
-            self._place = self._memory.shrink(*self._place, num_bytes)
+            self._memory.shrink(self, num_bytes)
 
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
         if self._memory is not None:
-            self._memory.dropped.append(self._place)
+            self._memory.dropped.append(self.place)
 
 
 class Memory:
@@ -129,11 +130,11 @@ class Memory:
             span = self._take(num_bytes, name)
         return span
 
-    def has_free(self, num_bytes: int) -> bool:
-        """Whether leases of so many bytes in all fit into one free range, outside of captures."""
+    def lacks(self, num_bytes: int) -> bool:
+        """Whether no free range has so many bytes."""
         with self.lock:
             self._take_back_dropped()
-            return self.arena.largest_free_bytes >= num_bytes
+            return self.arena.largest_free_bytes < num_bytes
 
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
@@ -157,16 +158,15 @@ class Memory:
             with self.lock:
                 self._return(arena, span, self._streams.released)
 
-    def shrink(self, arena: Arena, span: tuple[int, int], num_bytes: int) -> _Place:
-        """Takes back what comes after the first bytes of a span; what is left of it."""
-        offset, size = span
-        kept = arena.size_of(num_bytes)
-        if arena is self.arena and self._access.is_given and kept < size:
+    def shrink(self, span: Span, num_bytes: int) -> None:
+        """Takes back what comes after the first bytes of a span."""
+        arena, (offset, size) = span.place
+        kept = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if arena is self.arena and self._access.is_given and 0 < kept < size:
             with self.lock:
                 self._streams.released((offset + kept, size - kept))
                 arena.give_back(offset + kept, size - kept)
-                self._live[offset], span = num_bytes, (offset, kept)
-        return arena, span
+                self._live[offset], span.place = num_bytes, (arena, (offset, kept))
 
     def release_graphs(self) -> None:
         """Takes back the memory of captured graphs."""
