@@ -1,7 +1,7 @@
 """DeepEP, measured as `symmoe bench` measures: steps in a row, and dispatch and combine by themselves.
 
     torchrun --nproc-per-node=2 benchmarks/deepep.py --preset qwen3-30b,mixtral-8x7b --json deepep.json
-    symmoe bench --load ours.json deepep.json --plot all.png
+    symmoe bench --load ours.json deepep.json
 
 `deep_ep.Buffer`'s intranode kernels, with a local permutation and torch._grouped_mm for the experts. The backward of
 dispatch is combine with the same handle and the other way round, as DeepEP's documentation has it. Problems, protocol,

@@ -64,11 +64,10 @@ def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
     launcher = (
         [] if num_ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     )
-    files = ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
+    files = ["--json", str(folder / "out.json")]
     command = [sys.executable, "-m", *launcher, "symmoe", "bench", *SUITES, *SIZES, "--skew", "hot", *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     return json.loads((folder / "out.json").read_text()), done.stdout
 
 

@@ -18,7 +18,7 @@ _DESCRIPTION = """\
 Times the layer and its parts, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
 
   torchrun --nproc-per-node=2 -m symmoe bench layer dispatch --preset qwen3-30b --tokens 128,8192 --json out.json
-  symmoe bench --load out.json --plot out.png --check baseline.json
+  symmoe bench --load out.json --check baseline.json
 
 docs/benchmarking.md has the protocol, and what the records mean.
 """
@@ -46,7 +46,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--load", nargs="+", default=[], metavar="FILE", help="take the records of these files instead of measuring"
     )
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the records")
     parser.add_argument(
         "--check", metavar="BASELINE.json", help="fail if a ratio to its yardstick dropped by over 10 %%"
     )
@@ -79,11 +78,8 @@ def parse_options(args: argparse.Namespace) -> Options:
         raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
     if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
         raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
-    if args.plot and not args.plot.endswith(".png"):
-        raise ArgumentError(f"plot ({args.plot}) must end with .png")
-    for name, path in (("json", args.json), ("plot", args.plot)):  # checked before an hour of measuring
-        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise ArgumentError(f"{name} ({path}) cannot be written: no folder of yours")
+    if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before an hour of measuring
+        raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     return Options(
         suites=_names("suite", ",".join(args.suites or DEFAULT_SUITES), SUITES),
         cases=tuple(Case(shape, count, skew) for shape in shapes for count in tokens for skew in skews),
@@ -92,7 +88,6 @@ def parse_options(args: argparse.Namespace) -> Options:
         ranks_per_node=args.ranks_per_node,
         load=tuple(args.load),
         json=args.json,
-        plot=args.plot,
         check=args.check,
     )
 

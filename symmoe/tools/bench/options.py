@@ -18,7 +18,7 @@ class Options:
         heap_gib: size of the heap; None is what the cases need.
         ranks_per_node: of the heap.
         load: files with records to use instead of measuring.
-        json, plot: files to write.
+        json: file to write.
         check: file with the baseline.
     """
 
@@ -29,5 +29,4 @@ class Options:
     ranks_per_node: int | None
     load: tuple[str, ...]
     json: str | None
-    plot: str | None
     check: str | None

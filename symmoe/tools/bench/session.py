@@ -20,7 +20,6 @@ from symmoe.tools.bench.heap_size import heap_bytes
 from symmoe.tools.bench.layer import PRECISION, VARIANTS, bench_layer, bench_precision, bench_variants
 from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.overhead import bench_overhead
-from symmoe.tools.bench.plot import draw
 from symmoe.tools.bench.problem import Problem, routing_of
 from symmoe.tools.bench.rail import bench_rail
 from symmoe.tools.bench.ranks import Ranks
@@ -56,8 +55,6 @@ def run_session(options: Options) -> int:
             records = _measure_all(options, ranks)
             if ranks.rank:
                 return 0
-    if options.plot:
-        draw(records, options.plot)
     if baseline is None:
         return 0
     passed, report = compare(records, baseline)
