@@ -1,4 +1,4 @@
-"""`symmoe bench` as users run it, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
+"""The benchmarks as users run them, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench
 import pytest
 from limits import HANG_S
 
-import symmoe.tools.bench.session  # noqa: F401 - all suites: imported while a test has replaced something, they would keep it
 from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
@@ -61,11 +61,9 @@ VARIANTS = {
 
 def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
     """Records and output of the command, on routing with a hot expert, in processes of its own."""
-    launcher = (
-        [] if num_ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] * (num_ranks > 1)
     files = ["--json", str(folder / "out.json")]
-    command = [sys.executable, "-m", *launcher, "symmoe", "bench", *SUITES, *SIZES, "--skew", "hot", *files]
+    command = [sys.executable, *launcher, bench.__file__, *SUITES, *SIZES, "--skew", "hot", *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "out.json").read_text()), done.stdout
@@ -80,9 +78,9 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 def test_rails(tmp_path: Path):
     """Between two virtual nodes."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = [*SIZES, "--ranks-per-node", "1", "--json", str(tmp_path / "out.json")]
-    command = [sys.executable, "-m", *launcher, "symmoe", "bench", "rail", *options]
+    command = [sys.executable, "-m", *launcher, bench.__file__, "rail", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     *exchanges, meeting = json.loads((tmp_path / "out.json").read_text())
@@ -105,7 +103,7 @@ def test_every_suite_measures(measured: tuple[int, list[dict], str]):
         assert record["suite"] != "steps" or record["host_us"] > 0
         assert record["torch"]
         assert record["gpu"]
-        assert "bench steps layer" in record["command"]
+        assert "bench.py steps layer" in record["command"]
         assert ("torchrun --nproc-per-node=2" in record["command"]) == (num_ranks == 2)
         assert record["variant"] in output
 
@@ -168,6 +166,16 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
     monkeypatch.setattr(twin, name, spoiled)
 
 
+def test_the_command_of_the_package_measures_steps_and_the_layer(tmp_path: Path):
+    path = tmp_path / "out.json"
+    assert cli.main(["bench", *SIZES, "--json", str(path)]) == 0
+    records = json.loads(path.read_text())
+    assert {record["suite"] for record in records} == {"steps", "layer"}
+    for suite in ("steps", "layer"):
+        assert VARIANTS[suite] | {"stock torch"} <= {r["variant"] for r in records if r["suite"] == suite}
+    assert all(record["ms_median"] > 0 and set(KEYS) <= set(record) for record in records)
+
+
 @pytest.mark.parametrize(
     ("kernel", "argument", "suite"),
     [
@@ -192,7 +200,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
 def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, monkeypatch: pytest.MonkeyPatch):
     _spoil(monkeypatch, kernel, argument)
     with pytest.raises(WrongResult, match="relative error"):
-        cli.main(["bench", suite, *SIZES])
+        bench.main([suite, *SIZES])
 
 
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):

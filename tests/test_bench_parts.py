@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from pathlib import Path
 
+import compare
 import numpy as np
 import pytest
 import torch
 
 from symmoe import cli
 from symmoe.errors import WrongResult
-from symmoe.tools.bench import records, regression
+from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
+from symmoe.tools.bench.problem import Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import relative_error, row_error
-from symmoe.tools.bench.routing import Routing
-from symmoe.tools.bench.timing import WARM_UP, HostClock, Variant, in_steps, measure, verify
+from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant, in_steps, measure
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000
@@ -149,7 +149,7 @@ def test_a_repetition_takes_as_long_as_on_its_slowest_rank(cluster):
 def _wrong_on_one_rank(rank: int, num_ranks: int) -> str:
     variant = Variant("a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1)
     try:
-        verify(variant, Ranks(CPU))
+        Run(Ranks(CPU), None, 1).measure([variant])
     except WrongResult as error:
         return str(error)
     return "right"
@@ -199,29 +199,36 @@ def test_ratios_are_better_when_larger():
 def test_check_compares_ratios_and_not_times():
     before = [layer(30.0, 40.0), layer(30.0, 40.0, direction="backward")]
     slower_machine = [layer(15.0, 20.0), layer(13.6, 20.0, direction="backward")]  # 0.75 and 0.68
-    assert regression.compare(slower_machine, before)[0]
+    assert compare.compare(slower_machine, before)[0]
     worse = [layer(30.0, 40.0), layer(26.9, 40.0, direction="backward")]  # 0.6725 of 0.75
-    passed, report = regression.compare(worse, before)
+    passed, report = compare.compare(worse, before)
     assert not passed
     (dropped,) = [line for line in report.splitlines() if line.startswith("  dropped")]
     assert "layer, variant static" in dropped
     assert "backward: 0.750 -> 0.672 (-10.3%)" in dropped
-    passed, report = regression.compare([*before, layer(1.0, 2.0, tokens=16)], [*before, layer(1.0, 2.0, ep=4)])
+    passed, report = compare.compare([*before, layer(1.0, 2.0, tokens=16)], [*before, layer(1.0, 2.0, ep=4)])
     assert passed
     assert "missing  suite layer, variant static, preset olmoe, ep 4" in report
     assert "extra    suite layer, variant static, preset olmoe, ep 2, tokens 16" in report
-    assert not regression.compare(before, [layer(1.0, 2.0, skew="zipf")])[0]  # nothing to compare
+    assert not compare.compare(before, [layer(1.0, 2.0, skew="zipf")])[0]  # nothing to compare
 
 
-def test_the_command_checks_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture):
-    path, doctored = tmp_path / "now.json", tmp_path / "baseline.json"
+def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path, doctored = str(tmp_path / "now.json"), str(tmp_path / "baseline.json")
     now = [layer(30.0, 40.0, tokens=tokens, direction=d) for tokens in (8, 16) for d in ("forward", "backward")]
-    records.save(now, str(path))
-    assert cli.main(["bench", "--load", str(path), "--check", str(path)]) == 0
+    records.save(now, path)
+    records.save([{**r, "tflops": r["tflops"] * 1.2} for r in now], doctored)
+    assert compare.main([path, "--check", path]) == 0
     assert "4 ratios compared, 0 dropped" in capsys.readouterr().out
-    doctored.write_text(json.dumps([{**r, "tflops": r["tflops"] * 1.2} for r in now]))
-    assert cli.main(["bench", "--load", str(path), "--check", str(doctored)]) == 1
+    assert compare.main([path, "--check", doctored]) == 1
     assert "4 dropped by more than 10%" in capsys.readouterr().out
+    committed = Path(compare.__file__).parent / "results" / "layer-h200-ep2.json"
+    assert compare.main([path, str(committed)]) == 0
+    assert {"olmoe", "mixtral-8x7b"} < set(capsys.readouterr().out.split())
+    for text in ("{}", '[{"x": 1}]', '[{"suite"'):
+        (tmp_path / "now.json").write_text(text)
+        with pytest.raises(SystemExit, match=r"now\.json"):
+            compare.main([path])
 
 
 def test_commit_is_that_of_the_tree(tmp_path: Path):
@@ -230,9 +237,3 @@ def test_commit_is_that_of_the_tree(tmp_path: Path):
     if head:
         assert records.commit(Path(cli.__file__).parent).removesuffix("-dirty") == head
     assert records._output_of("no-such-command") == ""
-
-
-def test_records_from_before_there_were_variants_can_be_shown(capsys: pytest.CaptureFixture):
-    committed = Path(__file__).parent.parent / "benchmarks" / "results" / "layer-h200-ep2.json"
-    assert cli.main(["bench", "--load", str(committed)]) == 0
-    assert "mixtral-8x7b" in capsys.readouterr().out

@@ -268,7 +268,7 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_environment(SYMMOE_FLIGHT_DIR="/dev/null/records"), "note", "FLIGHT_DIR=", "export SYMMOE_FLIGHT_DIR"),
     (of_environment(TRITON_CACHE_DIR="/dev/null/cache"), "problem", "CACHE_DIR=", "export TRITON_CACHE_DIR"),
     (of_trial(150.0, 120.0), "note", "150 GB/s of the 478", "nvlink -e"),
-    (of_trial(390.0, 90.0), "note", "90 GB/s", "symmoe bench dispatch"),
+    (of_trial(390.0, 90.0), "note", "90 GB/s", "benchmarks/bench.py dispatch"),
     (
         of_failed_trial("BackendUnavailable", "no: pip install 'symmoe[nvshmem]'"),
         "problem",

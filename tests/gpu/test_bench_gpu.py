@@ -1,4 +1,4 @@
-"""`symmoe bench` on GPUs: every suite at small sizes, captured steps included."""
+"""The benchmarks on GPUs: every suite at small sizes, captured steps included."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench
 import pytest
 import torch
-
-from symmoe.tools.bench.grouped import CHOICES
+from suites.grouped import CHOICES
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +21,8 @@ SUITES = ["steps", "layer", "variants", "plan", "dispatch", "combine", "gemm", "
 
 def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
     """The records of `symmoe bench`, in processes of its own."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    command = [sys.executable, "-m", *torchrun, "symmoe", "bench", *suites, *SIZES, "--json", str(path)]
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", *torchrun, bench.__file__, *suites, *SIZES, "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return json.loads(path.read_text())

@@ -17,7 +17,7 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _KNOWS_LAUNCH_ORDER = 22600  # the NCCL that has it, 2.26
 _SHOWN = 3  # of what may be many
 _SLOW = 0.7  # of the median rail's speed
-_SEE_LOG = "NCCL_DEBUG=INFO torchrun ... -m symmoe bench rail shows NCCL's log"
+_SEE_LOG = "NCCL_DEBUG=INFO torchrun ... benchmarks/bench.py rail shows NCCL's log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def check_rails(topology: Topology, exchanges: Sequence[Exchanges]) -> list[Find
     if slowest.gbs < _SLOW * usual:
         text = f"rail {number} is slow: {slowest.gbs:.3g} GB/s between {between}, the median rail has {usual:.3g}"
         fix = (
-            "NICs of both ranks: ibstat or ethtool for the rate; what else uses them; symmoe bench rail measures longer"
+            "NICs of both ranks: ibstat or ethtool for the rate; what else uses them; benchmarks/bench.py rail measures longer"
         )
         found.append(Finding("note", "rails", text, fix))
     text = f"{'; '.join(speeds)} (each rank sends and receives; of the slowest pair); slowest: rail {number}, {between}"

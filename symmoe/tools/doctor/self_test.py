@@ -25,10 +25,8 @@ from symmoe.errors import WrongResult
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.bench import ranks as launch
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
-from symmoe.tools.bench.traffic import PeerCopy
 
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _TOP_K, _HIDDEN = 2, 2, 64
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
     try:
-        with launch.join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
+        with join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
             found = run(ranks, args.deadline_s / _WAITS)
     except Exception as error:  # noqa: BLE001 - whatever it is, doctor has to tell it
         _write(args.out, {"error": type(error).__name__, "text": str(error)})
@@ -84,7 +82,7 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
     """
     load = _LOADS[ranks.device.type]
     start = time.perf_counter()
-    # Rows, two buffers of the plain copy, and in combine a place for sums of as many tokens from each peer.
+    # Rows, what the plain copy brings, and in combine a place for sums of as many tokens from each peer.
     num_bytes = (3 + ranks.num_ranks - 1) * load.num_bytes + _SPARE_BYTES
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
         found = {"heap_s": ranks.largest(time.perf_counter() - start)}
@@ -129,11 +127,15 @@ def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
     destination = (ranks.rank + 1 + token % (ranks.num_ranks - 1)) % ranks.num_ranks  # one expert per rank
     plan = make_plan(destination[:, None].to(heap.device), num_experts=ranks.num_ranks, heap=heap)
     x = torch.ones((load.num_tokens, load.hidden), dtype=load.dtype, device=heap.device)
-    row_bytes = load.hidden * load.dtype.itemsize
-    sent = np.bincount(destination.numpy(), minlength=ranks.num_ranks).astype(np.int64) * row_bytes
-    copy = PeerCopy("copy", sent, heap, ranks)
-    with heap.lease((plan.row_capacity, load.hidden), load.dtype, name="rows") as lease:
-        out = lease.tensor
+    share = load.num_tokens // (ranks.num_ranks - 1)  # tokens that the copy sends to each rank
+    peers = [(ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]  # not all to one at a time
+    size = (ranks.num_ranks * share, load.hidden)
+    with (
+        heap.lease((plan.row_capacity, load.hidden), load.dtype, name="rows") as rows,
+        heap.lease(size, load.dtype, name="copy") as copied,
+    ):
+        out, here = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
+        targets = [copied.peer(peer)[here] for peer in peers]
 
         def dispatch() -> None:
             dispatch_tokens(x, plan, out=out)
@@ -141,15 +143,18 @@ def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
         def combine() -> None:
             combine_tokens(plan.rows_of(out), plan)
 
+        def copy() -> None:
+            for target in targets:
+                target.copy_(x[:share])
+
         def align() -> None:
             ranks.head_start()
             heap.barrier(control.PHASE_START)
 
         dispatch()  # combine follows a dispatch
-        steps = {"dispatch": dispatch, "combine": combine}
+        steps = {"dispatch": dispatch, "combine": combine, "copy": copy}
         variants = [Variant(name, ("forward",), in_steps(step), lambda: 0.0) for name, step in steps.items()]
-        times = measure([*variants, copy.variant], ranks, clock_for(heap.device), repetitions=_REPETITIONS, align=align)
-        copy.close()
+        times = measure(variants, ranks, clock_for(heap.device), repetitions=_REPETITIONS, align=align)
     return {f"{name}_gbs": load.num_bytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
 
 

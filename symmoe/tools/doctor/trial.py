@@ -120,7 +120,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
         found.append(Finding("note", "self-test", slow, "end what else uses the GPUs; nvidia-smi nvlink -e"))
     if on_gpus and dispatch < _MODEST_DISPATCH * copy:
         slow = f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}"
-        fix = f"torchrun --nproc-per-node={trial.num_ranks} -m symmoe bench dispatch measures it at length"
+        fix = f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length"
         found.append(Finding("note", "self-test", slow, fix))
     link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
     speeds = f"dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
