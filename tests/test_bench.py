@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from symmoe.errors import WrongResult
 from symmoe.kernels import twin
 from symmoe.tools.bench import stock_torch
 
+ROOT = Path(__file__).resolve().parent.parent
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead"]
 KEYS = (
@@ -59,31 +61,27 @@ VARIANTS = {
 }
 
 
-def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
-    """Records and output of the command, on routing with a hot expert, in processes of its own."""
+def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]:
+    """Records and output of benchmarks/bench.py in processes of its own."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] * (num_ranks > 1)
-    files = ["--json", str(folder / "out.json")]
-    command = [sys.executable, *launcher, bench.__file__, *SUITES, *SIZES, "--skew", "hot", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    path, here = folder / "out.json", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *launcher, bench.__file__, *arguments, *SIZES, "--json", str(path)]
+    environment = os.environ | {"PYTHONPATH": here}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "out.json").read_text()), done.stdout
+    return json.loads(path.read_text()), done.stdout
 
 
 @pytest.fixture(scope="module", params=[pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2)])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
-    """Number of ranks, records, output."""
-    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"))
+    """Number of ranks, records, output, on routing with a hot expert."""
+    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"), *SUITES, "--skew", "hot")
 
 
 @pytest.mark.slow
 def test_rails(tmp_path: Path):
     """Between two virtual nodes."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = [*SIZES, "--ranks-per-node", "1", "--json", str(tmp_path / "out.json")]
-    command = [sys.executable, "-m", *launcher, bench.__file__, "rail", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *exchanges, meeting = json.loads((tmp_path / "out.json").read_text())
+    *exchanges, meeting = run(2, tmp_path, "rail", "--ranks-per-node", "1")[0]
     assert meeting["variant"] == "meeting"
     assert [record["wire_bytes"] for record in exchanges] == [1 << 16, 1 << 20, 1 << 24, 1 << 26, 24 * 16 * 2]
     for record in exchanges:

@@ -229,13 +229,13 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     for name, function in TORCH.items():
         monkeypatch.setattr(f"torch.cuda.{name}", function)
     place = doctor_nodes.find_place(None)
     monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
     monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
-    facts = [read_facts(Worker(5, 8, local), Endpoint("lo", "127.0.0.1", 1), "") for local in (0, 2)]
+    variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
+    facts = [read_facts(Worker(5, 8, local), variables, endpoint, "") for local in (0, 2)]
     assert (facts[0].gpu, facts[0].nccl, facts[0].launch_order) == ("NVIDIA H200", 22809, "1")
     assert (facts[1].gpu, facts[1].nccl) == ("", 0)  # more ranks than GPUs
     assert asked == ["GPU-22222222-bbbb", None]
@@ -314,7 +314,7 @@ def look(
     worker, start = Worker(rank, num_ranks, rank), time.monotonic()
     with trouble():
         board = Board(store, rank, num_ranks, PROMPT_S)
-        found = examine_nodes(worker, store, board, ranks_per_node=ranks_per_node)
+        found = examine_nodes(worker, store, board, {}, ranks_per_node=ranks_per_node)
     return found, time.monotonic() - start
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,9 @@ def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
     """The records of `symmoe bench`, in processes of its own."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, "-m", *torchrun, bench.__file__, *suites, *SIZES, "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    here = os.pathsep.join([str(Path(bench.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": here}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return json.loads(path.read_text())
 

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ class Kind:
     routes: bool
     static: bool = False
     captured: bool = False
-    losses: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS = {

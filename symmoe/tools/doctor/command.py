@@ -102,6 +102,7 @@ def _examine_nodes(args: argparse.Namespace) -> int:
     worker = Worker(*(int(os.environ[name]) for name in names))
     findings = join_and_examine(
         worker,
+        os.environ,
         lambda findings: _tell(findings, args),
         ranks_per_node=args.ranks_per_node,
         sends=not args.no_self_test,

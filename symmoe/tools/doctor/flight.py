@@ -132,14 +132,14 @@ def parse_record(said: Any, path: str) -> Record:
 
 def _of_json(kind: Any, said: Any, where: str) -> Any:
     """A value of that type from what JSON holds: a dataclass, list[...], a type or None, int, float or str."""
-    if dataclasses.is_dataclass(kind):
+    if hasattr(kind, "__dataclass_fields__"):
         if not isinstance(said, dict):
             raise ArgumentError(f"{where}: {ascii(said)[:60]} is no object")
         hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
         if missing := [f.name for f in fields if f.name not in said and f.default is dataclasses.MISSING]:
             raise ArgumentError(f"{where} lacks {missing}")
-        known = {f.name: said[f.name] for f in fields if f.name in said}
-        return kind(**{name: _of_json(hints[name], value, f"{where}: {name}") for name, value in known.items()})
+        known = {name: hint for name, hint in hints.items() if name in said}
+        return kind(**{name: _of_json(hint, said[name], f"{where}: {name}") for name, hint in known.items()})
     if typing.get_origin(kind) is list and isinstance(said, list):
         return [_of_json(typing.get_args(kind)[0], each, where) for each in said]
     if isinstance(kind, types.UnionType):

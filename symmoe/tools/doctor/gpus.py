@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ _REINSTALL = "pip install --force-reinstall torch --index-url https://download.p
 _BUSY_BYTES = 2 << 30  # more than what contexts of a process or two take
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True)
+class Gpu:
     """A GPU as torch numbers it, and as nvidia-smi does; None: it does not know it."""
 
     index: int

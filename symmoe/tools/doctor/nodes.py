@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,7 +119,12 @@ class Board:
 
 
 def join_and_examine(
-    worker: Worker, tell: Callable[[list[Finding]], None], *, ranks_per_node: int | None, sends: bool
+    worker: Worker,
+    environment: Mapping[str, str],
+    tell: Callable[[list[Finding]], None],
+    *,
+    ranks_per_node: int | None,
+    sends: bool,
 ) -> list[Finding]:
     """:func:`examine_nodes` of the job that torchrun has started. Rank 0 tells; where ranks do not find each other, the
     first one of each node."""
@@ -128,7 +132,7 @@ def join_and_examine(
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
         board = Board(store, worker.rank, worker.num_ranks, _WAIT_S)
-        findings = examine_nodes(worker, store, board, ranks_per_node=ranks_per_node, sends=sends)
+        findings = examine_nodes(worker, store, board, environment, ranks_per_node=ranks_per_node, sends=sends)
         if worker.rank == 0:
             tell(findings)
         board.leave()
@@ -136,7 +140,7 @@ def join_and_examine(
     except RanksMissing as missing:
         found.add("problem", str(missing), "see what they have printed; py-spy dump --pid ... says where they are")
     except (dist.DistError, ValueError) as error:
-        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
         fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
         found.add("problem", f"{text}{where}: {_first_line(error)}", fix)
@@ -146,7 +150,13 @@ def join_and_examine(
 
 
 def examine_nodes(
-    worker: Worker, store: Any, board: Board, *, ranks_per_node: int | None, sends: bool = True
+    worker: Worker,
+    store: Any,
+    board: Board,
+    environment: Mapping[str, str],
+    *,
+    ranks_per_node: int | None,
+    sends: bool = True,
 ) -> list[Finding]:
     """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded.
 
@@ -163,7 +173,7 @@ def examine_nodes(
             endpoint = stack.enter_context(Listener()).endpoint
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
-        mine = read_facts(worker, endpoint, problem)
+        mine = read_facts(worker, environment, endpoint, problem)
         said = board.gather("facts", asdict(mine))
         facts = [Facts(**each | {"endpoint": Endpoint(**each["endpoint"])}) for each in said]
         try:
@@ -180,7 +190,7 @@ def examine_nodes(
     return found
 
 
-def read_facts(worker: Worker, endpoint: Endpoint, problem: str) -> Facts:
+def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
     smi, nccl = nvidia_smi.ask(), 0
     gpus = read_gpus(smi).gpus
@@ -200,7 +210,7 @@ def read_facts(worker: Worker, endpoint: Endpoint, problem: str) -> Facts:
         gpu=gpu.name if gpu is not None else "",
         nics_up=[name for name, is_up in nics.items() if is_up],
         nics_down=[name for name, is_up in nics.items() if not is_up],
-        launch_order=os.environ.get(LAUNCH_ORDER, ""),
+        launch_order=environment.get(LAUNCH_ORDER, ""),
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
 _FIELDS = ("index", "uuid", "name", "driver_version", "memory.used", "compute_mode", "mig.mode.current")
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True)
+class Device:
     """A GPU as nvidia-smi numbers it, which is not always how torch does. None: nvidia-smi does not say."""
 
     index: int
