@@ -19,6 +19,7 @@ from symmoe.timeline.recording import Recording, record
 from symmoe.timeline.replays import capture_step, record_replays
 from symmoe.timeline.report import table
 from symmoe.tools.bench.command import add_shape_arguments, shapes_of
+from symmoe.tools.bench.layer import config_of
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
 from symmoe.training.memory_plan import plan_memory
@@ -64,13 +65,9 @@ def _run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"preset ({args.preset}) must be one")
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
-    shape = shapes[0]
-    config = MoEConfig(
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        capacity=int(_CAPACITY_FACTOR * args.tokens * shape.top_k),
+    config = config_of(
+        shapes[0],
+        capacity=int(_CAPACITY_FACTOR * args.tokens * shapes[0].top_k),
         overflow="drop",
         schedule=args.schedule,
         precision=None if args.precision is None else PRECISIONS[args.precision],

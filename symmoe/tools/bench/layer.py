@@ -38,35 +38,25 @@ _SPARE_BYTES = 64 << 20  # of a heap: alignment and fragments
 _ROW_BUFFERS = 5  # combine has one, and two copies have four; the public parts' step has only four
 
 
+def config_of(shape: Shape, **options: Any) -> MoEConfig:
+    """The configuration of a layer of that shape."""
+    sizes = {name: getattr(shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
+    return MoEConfig(**sizes, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to run the layer.
+    """One way to run the layer."""
 
-    Attributes:
-        static: a static capacity instead of an exact one.
-        captured: forward and backward in a CUDA graph that is replayed.
-        options: keyword arguments of expert_parallel_mlp, which are fields of MoEConfig too.
-        precision: precision of the experts.
-        max_error: largest relative error of its results.
-    """
-
-    static: bool = True
-    captured: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    precision: Recipe | None = None
-    max_error: float = MAX_ERROR
+    static: bool = True  # a static capacity instead of an exact one
+    captured: bool = False  # forward and backward in a CUDA graph that is replayed
+    options: Mapping[str, Any] = field(default_factory=dict)  # of expert_parallel_mlp, and fields of MoEConfig too
+    precision: Recipe | None = None  # of the experts
+    max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
         """The configuration of the layer that does the same."""
-        return MoEConfig(
-            hidden=shape.hidden,
-            ffn=shape.ffn,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            capacity=capacity,
-            precision=self.precision,
-            **self.options,
-        )
+        return config_of(shape, capacity=capacity, precision=self.precision, **self.options)
 
     def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
         """The step forward."""
@@ -101,7 +91,8 @@ def bench_choices(suite: str, problem: Problem, run: Run, choices: Mapping[str, 
         inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
         forward = choice.forward(problem, run, experts)
         ours.append(make(name, problem, reference, forward, inputs, choice.max_error))
-    times, errors = run.measure([*ours, experts_alone(problem, reference), stock_step(problem, reference)])
+    stock = eager_step(STOCK, problem, reference, stock_forward(problem), problem.inputs)
+    times, errors = run.measure([*ours, experts_alone(problem, reference), stock])
     memory = {v.name: _peak_memory(run, v) for v in ours if not v.reuses_marks}
     records = []
     for name, taken in times.items():
@@ -259,15 +250,11 @@ def experts_alone(problem: Problem, reference: Reference) -> Variant:
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
 
-def stock_step(problem: Problem, reference: Reference) -> Variant:
-    """The layer of stock torch parts."""
+def stock_forward(problem: Problem) -> Forward:
+    """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
     run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
-
-    def forward() -> torch.Tensor:
-        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
-
-    return eager_step(STOCK, problem, reference, forward, problem.inputs)
+    return lambda: stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ from torch._C._autograd import DeviceType
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.tools.bench.layer import Choice, make_experts
+from symmoe.tools.bench.layer import Choice, make_experts, stock_forward
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference
-from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
+from symmoe.tools.bench.stock_torch import STOCK
 from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
 
 STEPS = 20  # in a row
@@ -49,19 +49,12 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of step of ours.
+    """One kind of step of ours."""
 
-    Attributes:
-        routes: the whole MoELayer with its router; otherwise plan, dispatch, experts and combine.
-        static: a static capacity instead of an exact one.
-        captured: a CUDA graph that is replayed.
-        losses: factors of the router's losses.
-    """
-
-    routes: bool
-    static: bool = False
-    captured: bool = False
-    losses: Mapping[str, Any] = field(default_factory=dict)
+    routes: bool  # the whole MoELayer with its router; otherwise plan, dispatch, experts and combine
+    static: bool = False  # a static capacity instead of an exact one
+    captured: bool = False  # a CUDA graph that is replayed
+    losses: Mapping[str, Any] = field(default_factory=dict)  # factors of the router's losses
 
 
 KINDS = {
@@ -84,7 +77,13 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
         step, checked = _make(kind, problem, run)
         errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
         steps[name] = _captured(step) if kind.captured else step
-    steps[STOCK] = stock = _stock(problem)
+    forward = stock_forward(problem)
+
+    def stock() -> tuple[torch.Tensor, ...]:
+        y = forward()
+        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
+
+    steps[STOCK] = stock
     errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
     flops = 3 * problem.case.forward_flops
@@ -128,18 +127,6 @@ def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tu
         return torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
 
     return whole if kind.routes else routed, routed
-
-
-def _stock(problem: Problem) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """A step of the layer of stock torch parts, without a router."""
-    x, probs, w1, w2 = problem.inputs
-    run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
-
-    def step() -> tuple[torch.Tensor, ...]:
-        y = stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
-        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
-
-    return step
 
 
 def _captured(step: Step) -> Step:

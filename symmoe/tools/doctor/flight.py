@@ -70,30 +70,19 @@ class Record:
         return next(reversed([call for call in calls if call.epoch == epoch] or calls), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
-    """What the records say.
+    """What the records say; None is what no record says."""
 
-    Attributes:
-        kind: "timeout" (ranks waited for others), "abort" (a rank gave up), or "error" (all ranks raised one).
-        culprits: the ranks with which it began: the missing ones, or the one that gave up or was wrong.
-        witnesses: ranks that waited for the culprits, or were told.
-        phase, epoch: where they waited; None if no record says so.
-        since_unix_s: when the first of them began to wait; None if no record says so.
-        last_call: the last call that is known of the first culprit: phase, epoch, and whether its own record says so.
-        without_record: ranks of the group that have left no record here.
-        sentence: all of this in words.
-    """
-
-    kind: str
-    culprits: list[int]
-    witnesses: list[int]
-    phase: str | None
+    kind: str  # "timeout" (ranks waited for others), "abort" (a rank gave up), or "error" (all ranks raised one)
+    culprits: list[int]  # with which it began: the missing ones, or the one that gave up or was wrong
+    witnesses: list[int]  # that waited for the culprits, or were told
+    phase: str | None  # where they waited
     epoch: int | None
-    since_unix_s: float | None
-    last_call: dict[str, Any] | None
-    without_record: list[int]
-    sentence: str
+    since_unix_s: float | None  # when the first of them began to wait
+    last_call: dict[str, Any] | None  # of the first culprit: phase, epoch, and whether its own record says so
+    without_record: list[int]  # ranks of the group that have left no record here
+    sentence: str  # all of this in words
 
 
 def read_record(path: str) -> Record:
@@ -231,17 +220,7 @@ def _diagnosis(
 ) -> Diagnosis:
     without = sorted(set(range(next(iter(by_rank.values())).num_ranks)) - set(by_rank))
     sentence += f"; {_ranks(without)} left no record." if without else "."
-    return Diagnosis(
-        kind=kind,
-        culprits=culprits,
-        witnesses=witnesses,
-        phase=place[0],
-        epoch=place[1],
-        since_unix_s=since,
-        last_call=last_call,
-        without_record=without,
-        sentence=sentence,
-    )
+    return Diagnosis(kind, culprits, witnesses, *place, since, last_call, without, sentence)
 
 
 def _since(by_rank: dict[int, Record], ranks: Sequence[int], phase: str | None, epoch: int | None) -> float | None:
