@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 from limits import HANG_S, PROMPT_S
 
 from symmoe.cli import main
+from symmoe.errors import PeerError
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
@@ -483,22 +485,48 @@ def fake_rank(tmp_path: Path, body: str) -> list[str]:
 @pytest.mark.parametrize(
     ("body", "error", "text"),
     [
-        ("print('a line'); print('the last one'); sys.exit(3)", "rank 0 ended with status 3", "the last one"),
+        ("if rank: time.sleep(3600)\nprint('a line'); print('the last one'); sys.exit(3)",
+         "rank 0 ended with status 3", "the last one"),
         ("if rank: os.kill(os.getpid(), signal.SIGBUS)\ntime.sleep(3600)", "rank 1 was ended by SIGBUS", "has printed"),
-        ("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntell(error='PeerLost', text='x'); sys.exit(1)",
+        ("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntell(error='PeerLost', text='x'); time.sleep(3600)",
          "rank 1 was ended by SIGKILL", ""),
-        ("tell(error='PeerLost' if rank == 0 else 'OSError', text=f'of {rank}'); sys.exit(1)", "OSError", "of 1"),
+        ("tell(error='OSError' if rank else 'PeerLost', text=f'of {rank}')\nif not rank: time.sleep(3600)\nsys.exit(1)",
+         "OSError", "of 1"),
         ("if rank: time.sleep(3600)\ntell(error='PeerTimeout', text='rank 1 did not come'); sys.exit(1)",
          "PeerTimeout", "rank 1 did not come"),
+        ("tell(error=os.environ['SYMMOE_FLIGHT_DIR'] or 'none', text=os.environ['OMP_NUM_THREADS']); sys.exit(1)",
+         "none", "1"),
         ("print('here', flush=True); time.sleep(60)", "rank 0 did not end in time", "here"),
     ],
 )  # fmt: skip
 def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str):
+    monkeypatch.setenv("SYMMOE_FLIGHT_DIR", str(tmp_path))
     deadline_s = 3.0 if "in time" in error else HANG_S
     found = run_trial(2, dict(os.environ), deadline_s=deadline_s, command=fake_rank(tmp_path, body))
     assert (found.figures, found.error) == (None, error)
     assert text in found.text
     assert worst_level(check_trial(found, on_gpus=False)) == "problem"
+
+
+@pytest.mark.parametrize(("error", "lingers"), [(PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)])
+def test_a_rank_that_was_told_ends_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, lingers: bool
+):
+    def run(*_: Any) -> None:
+        raise error
+
+    slept: list[float] = []
+    for where, name, fake in (
+        (self_test, "join", lambda *_: contextlib.nullcontext()),
+        (self_test, "run", run),
+        (self_test.signal, "alarm", lambda _: None),
+        (self_test.time, "sleep", slept.append),
+    ):
+        monkeypatch.setattr(where, name, fake)
+    out = tmp_path / "found"
+    assert self_test.main([f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"]) == 1
+    assert json.loads(out.read_text()) == {"error": type(error).__name__, "text": str(error)}
+    assert bool(slept) == lingers
 
 
 @pytest.mark.parametrize(("load_per_core", "times"), [(0.1, 1), (9.0, 9), (50.0, 10)])

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from symmoe.dispatch.plan import make_plan
-from symmoe.errors import WrongResult
+from symmoe.errors import PeerError, WrongResult
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -29,6 +29,7 @@ from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _HIDDEN = 2, 64
 _REPETITIONS = 10
+_GRACE_S = 5.0
 _SPARE_BYTES = 32 << 20  # of the heap, in addition to what is below
 
 
@@ -57,14 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
     found: dict[str, Any]
+    lingers = False
     try:
         with join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
             found = dict(run(ranks, args.deadline_s / _WAITS))
     except Exception as error:  # noqa: BLE001 - whatever it is, doctor has to tell it
         found = {"error": type(error).__name__, "text": str(error)}
+        lingers = isinstance(error, PeerError)
     with open(f"{args.out}.part", "w", encoding="utf-8") as file:
         json.dump(found, file)
     os.replace(f"{args.out}.part", args.out)  # the whole file or nothing
+    if lingers:  # the rank that it is about shall end first: torch ends the others once one has failed
+        time.sleep(_GRACE_S)
     return int("error" in found)
 
 
