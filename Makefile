@@ -18,7 +18,6 @@ VENV ?= .venv
 RANKS ?= 2
 JOBS ?= 3
 ARGS ?=
-RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json
 
 ifeq ($(VENV),none)
 PY := "$(PYTHON)"
@@ -82,7 +81,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 plots: setup
-	$(PY) -m symmoe plot bench $(wildcard $(RECORDS:%=benchmarks/results/%)) --out docs/images
+	$(PY) benchmarks/plots.py docs/images
 
 clean:
 	rm -rf $(VENV) .venv-* .compiled runs build dist site *.egg-info

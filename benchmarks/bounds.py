@@ -13,17 +13,13 @@ import sys
 
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench import ranks as launch
 from symmoe.tools.bench.cases import PRESETS, Case
-from symmoe.tools.bench.heap_size import heap_bytes
-from symmoe.tools.bench.layer import make_experts
+from symmoe.tools.bench.layer import captured_step, eager_step, heap_bytes, make_experts
 from symmoe.tools.bench.problem import Problem
-from symmoe.tools.bench.records import machine, save
+from symmoe.tools.bench.ranks import join
+from symmoe.tools.bench.records import case_record, machine, render, save
 from symmoe.tools.bench.reference import Reference
-from symmoe.tools.bench.run import Run, case_record
-from symmoe.tools.bench.steps import captured_step, eager_step
-from symmoe.tools.bench.table import render
-from symmoe.tools.bench.timing import DIRECTIONS, Variant
+from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant
 
 BOUNDS_S = {"bounded": 120.0, "unbounded": math.inf}
 
@@ -56,7 +52,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=100)
     parser.add_argument("--json", help="where to write the records")
     options = parser.parse_args()
-    with launch.join() as ranks:
+    with join() as ranks:
         case = Case(PRESETS[options.preset], options.tokens, "uniform")
         problem = Problem(case, ranks)
         num_bytes = heap_bytes(case, ranks.num_ranks, max(problem.routing.num_rows))

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pictures import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
 
 from symmoe.tools.bench.records import machine
-from symmoe.tools.picture import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20

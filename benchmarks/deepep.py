@@ -1,7 +1,7 @@
 """DeepEP, measured as `symmoe bench` measures: steps in a row, and dispatch and combine by themselves.
 
     torchrun --nproc-per-node=2 benchmarks/deepep.py --preset qwen3-30b,mixtral-8x7b --json deepep.json
-    symmoe bench --load ours.json deepep.json --plot all.png
+    python benchmarks/compare.py ours.json deepep.json
 
 `deep_ep.Buffer`'s intranode kernels, with a local permutation and torch._grouped_mm for the experts. The backward of
 dispatch is combine with the same handle and the other way round, as DeepEP's documentation has it. Problems, protocol,
@@ -18,19 +18,15 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
-from symmoe.tools.bench import ranks as launch
-from symmoe.tools.bench.back_to_back import figures_of_step, times_in_a_row_ms
 from symmoe.tools.bench.cases import SKEWS, Case
-from symmoe.tools.bench.command import add_shape_arguments, shapes_of
+from symmoe.tools.bench.command import add_shape_arguments, command_line, shapes_of
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.records import Record, gbs, machine, save, tflops
+from symmoe.tools.bench.ranks import Ranks, join
+from symmoe.tools.bench.records import Record, case_record, gbs, machine, render, save, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
-from symmoe.tools.bench.run import case_record
-from symmoe.tools.bench.session import command_line
+from symmoe.tools.bench.steps import figures_of_step, times_in_a_row_ms
 from symmoe.tools.bench.stock_torch import torch_experts
-from symmoe.tools.bench.table import render
-from symmoe.tools.bench.timing import DIRECTIONS, Variant, clock_for, in_steps, largest_error, measure, verify
+from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps, largest_error
 
 NAME = "deepep"
 
@@ -188,12 +184,11 @@ def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions:
         WrongResult: its results are wrong.
     """
     suite, variant, moved_bytes = trip
-    wire_bytes, error = int(ranks.largest(moved_bytes)) or None, verify(variant, ranks)
-    clock = clock_for(ranks.device)
-    times = measure([variant], ranks, clock, repetitions=repetitions, align=ranks.align_ahead)[variant.name]
+    wire_bytes = int(ranks.largest(moved_bytes)) or None
+    times, errors = Run(ranks, None, repetitions).measure([variant], ahead=True)
     records = []
     for column, direction in enumerate(variant.directions):
-        taken = times[:, column]
+        taken, error = times[variant.name][:, column], errors[variant.name]
         moved = {"wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, taken)}
         records.append(case_record(problem, suite, variant.name, direction, taken, error=error, **moved))
     return records
@@ -209,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     cases = [Case(shape, options.tokens, options.skew) for shape in shapes_of(options)]
     records: list[Record] = []
-    with launch.join() as ranks:
+    with join() as ranks:
         facts = machine(ranks.device) | {"command": command_line(ranks)}
         buffer = open_buffer(cases, ranks)
         for case in cases:

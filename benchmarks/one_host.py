@@ -102,7 +102,9 @@ def steps_of(num_ranks: int, device: str, soak_steps: int) -> dict[str, Step]:
         "invariance": Step(tests("tests/test_ep_invariance.py", *of_any_size), 100, "pytest"),
         "steps": Step(bench("steps", *shapes(PRESETS, "--repetitions", "5")), 120, "bench"),
         "layer": Step(bench("layer", *shapes(PRESETS)), 100, "bench"),
-        "trips": Step(bench("dispatch", "combine", *shapes(PRESETS)), 60, "bench"),
+        "trips": Step(
+            (*torchrun, "benchmarks/bench.py", "dispatch", "combine", *shapes(PRESETS), "--json", "OUT"), 60, "bench"
+        ),
         "deepep": Step(
             (*torchrun, "benchmarks/deepep.py", *shapes(PRESETS, "--repetitions", "5"), "--json", "OUT"),
             60,

@@ -2,7 +2,7 @@
 
 `symmoe plan` says how much memory a configuration needs, before anything is allocated, and what bounds it on several
 nodes; `symmoe bench` measures; `symmoe doctor` says whether a machine can run symmoe, and who waited for whom;
-`symmoe trace` records a step as a timeline; `symmoe plot` draws what was logged and measured.
+`symmoe trace` records a step as a timeline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from symmoe.precision.names import PRECISIONS
 from symmoe.timeline.command import add_command as add_trace
 from symmoe.tools.bench.command import add_command as add_bench
 from symmoe.tools.doctor.command import add_command as add_doctor
-from symmoe.tools.plot.command import add_command as add_plot
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
 from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
@@ -93,7 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_bench(commands)
     add_doctor(commands)
     add_trace(commands)
-    add_plot(commands)
     args = parser.parse_args(argv)
     try:
         status: int = args.run(args)

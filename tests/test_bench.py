@@ -1,22 +1,24 @@
-"""`symmoe bench` as users run it, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
+"""The benchmarks as users run them, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import bench
 import pytest
 from limits import HANG_S
 
-import symmoe.tools.bench.session  # noqa: F401 - all suites: imported while a test has replaced something, they would keep it
 from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
 from symmoe.tools.bench import stock_torch
 
+ROOT = Path(__file__).resolve().parent.parent
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead"]
 KEYS = (
@@ -59,34 +61,27 @@ VARIANTS = {
 }
 
 
-def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
-    """Records and output of the command, on routing with a hot expert, in processes of its own."""
-    launcher = (
-        [] if num_ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    )
-    files = ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
-    command = [sys.executable, "-m", *launcher, "symmoe", "bench", *SUITES, *SIZES, "--skew", "hot", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]:
+    """Records and output of benchmarks/bench.py in processes of its own."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] * (num_ranks > 1)
+    path, here = folder / "out.json", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *launcher, bench.__file__, *arguments, *SIZES, "--json", str(path)]
+    environment = os.environ | {"PYTHONPATH": here}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    return json.loads((folder / "out.json").read_text()), done.stdout
+    return json.loads(path.read_text()), done.stdout
 
 
 @pytest.fixture(scope="module", params=[pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2)])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
-    """Number of ranks, records, output."""
-    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"))
+    """Number of ranks, records, output, on routing with a hot expert."""
+    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"), *SUITES, "--skew", "hot")
 
 
 @pytest.mark.slow
 def test_rails(tmp_path: Path):
     """Between two virtual nodes."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    options = [*SIZES, "--ranks-per-node", "1", "--json", str(tmp_path / "out.json")]
-    command = [sys.executable, "-m", *launcher, "symmoe", "bench", "rail", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *exchanges, meeting = json.loads((tmp_path / "out.json").read_text())
+    *exchanges, meeting = run(2, tmp_path, "rail", "--ranks-per-node", "1")[0]
     assert meeting["variant"] == "meeting"
     assert [record["wire_bytes"] for record in exchanges] == [1 << 16, 1 << 20, 1 << 24, 1 << 26, 24 * 16 * 2]
     for record in exchanges:
@@ -106,7 +101,7 @@ def test_every_suite_measures(measured: tuple[int, list[dict], str]):
         assert record["suite"] != "steps" or record["host_us"] > 0
         assert record["torch"]
         assert record["gpu"]
-        assert "bench steps layer" in record["command"]
+        assert "bench.py steps layer" in record["command"]
         assert ("torchrun --nproc-per-node=2" in record["command"]) == (num_ranks == 2)
         assert record["variant"] in output
 
@@ -169,6 +164,16 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
     monkeypatch.setattr(twin, name, spoiled)
 
 
+def test_the_command_of_the_package_measures_steps_and_the_layer(tmp_path: Path):
+    path = tmp_path / "out.json"
+    assert cli.main(["bench", *SIZES, "--json", str(path)]) == 0
+    records = json.loads(path.read_text())
+    assert {record["suite"] for record in records} == {"steps", "layer"}
+    for suite in ("steps", "layer"):
+        assert VARIANTS[suite] | {"stock torch"} <= {r["variant"] for r in records if r["suite"] == suite}
+    assert all(record["ms_median"] > 0 and set(KEYS) <= set(record) for record in records)
+
+
 @pytest.mark.parametrize(
     ("kernel", "argument", "suite"),
     [
@@ -193,7 +198,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
 def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, monkeypatch: pytest.MonkeyPatch):
     _spoil(monkeypatch, kernel, argument)
     with pytest.raises(WrongResult, match="relative error"):
-        cli.main(["bench", suite, *SIZES])
+        bench.main([suite, *SIZES])
 
 
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):

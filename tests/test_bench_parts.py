@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
+import compare
 import numpy as np
 import pytest
 import torch
+from suites import variants
 
 from symmoe import cli
 from symmoe.errors import WrongResult
-from symmoe.tools.bench import layer as suites
-from symmoe.tools.bench import records, regression
+from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.experts_alone import experts_alone
-from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.layer import CEILING, experts_alone
+from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
-from symmoe.tools.bench.routing import Routing
-from symmoe.tools.bench.timing import WARM_UP, HostClock, Variant, in_steps, measure, verify
+from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant, in_steps, measure
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000
@@ -154,7 +153,7 @@ def test_a_repetition_takes_as_long_as_on_its_slowest_rank(cluster):
 def _wrong_on_one_rank(rank: int, num_ranks: int) -> str:
     variant = Variant("a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1)
     try:
-        verify(variant, Ranks(CPU))
+        Run(Ranks(CPU), None, 1).measure([variant])
     except WrongResult as error:
         return str(error)
     return "right"
@@ -204,30 +203,36 @@ def test_ratios_are_better_when_larger():
 def test_check_compares_ratios_and_not_times():
     before = [layer(30.0, 40.0), layer(30.0, 40.0, direction="backward")]
     slower_machine = [layer(15.0, 20.0), layer(13.6, 20.0, direction="backward")]  # 0.75 and 0.68
-    assert regression.compare(slower_machine, before)[0]
+    assert compare.compare(slower_machine, before)[0]
     worse = [layer(30.0, 40.0), layer(26.9, 40.0, direction="backward")]  # 0.6725 of 0.75
-    passed, report = regression.compare(worse, before)
+    passed, report = compare.compare(worse, before)
     assert not passed
     (dropped,) = [line for line in report.splitlines() if line.startswith("  dropped")]
     assert "layer, variant static" in dropped
     assert "backward: 0.750 -> 0.672 (-10.3%)" in dropped
-    passed, report = regression.compare([*before, layer(1.0, 2.0, tokens=16)], [*before, layer(1.0, 2.0, ep=4)])
+    passed, report = compare.compare([*before, layer(1.0, 2.0, tokens=16)], [*before, layer(1.0, 2.0, ep=4)])
     assert passed
     assert "missing  suite layer, variant static, preset olmoe, ep 4" in report
     assert "extra    suite layer, variant static, preset olmoe, ep 2, tokens 16" in report
-    assert not regression.compare(before, [layer(1.0, 2.0, skew="zipf")])[0]  # nothing to compare
+    assert not compare.compare(before, [layer(1.0, 2.0, skew="zipf")])[0]  # nothing to compare
 
 
-def test_the_command_checks_and_draws_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture):
-    path, doctored, plot = tmp_path / "now.json", tmp_path / "baseline.json", tmp_path / "now.png"
+def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path, doctored = str(tmp_path / "now.json"), str(tmp_path / "baseline.json")
     now = [layer(30.0, 40.0, tokens=tokens, direction=d) for tokens in (8, 16) for d in ("forward", "backward")]
-    records.save(now, str(path))
-    assert cli.main(["bench", "--load", str(path), "--check", str(path), "--plot", str(plot)]) == 0
-    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    records.save(now, path)
+    records.save([{**r, "tflops": r["tflops"] * 1.2} for r in now], doctored)
+    assert compare.main([path, "--check", path]) == 0
     assert "4 ratios compared, 0 dropped" in capsys.readouterr().out
-    doctored.write_text(json.dumps([{**r, "tflops": r["tflops"] * 1.2} for r in now]))
-    assert cli.main(["bench", "--load", str(path), "--check", str(doctored)]) == 1
+    assert compare.main([path, "--check", doctored]) == 1
     assert "4 dropped by more than 10%" in capsys.readouterr().out
+    committed = Path(compare.__file__).parent / "results" / "layer-h200-ep2.json"
+    assert compare.main([path, str(committed)]) == 0
+    assert {"olmoe", "mixtral-8x7b"} < set(capsys.readouterr().out.split())
+    for text in ("{}", '[{"x": 1}]', '[{"suite"'):
+        (tmp_path / "now.json").write_text(text)
+        with pytest.raises(SystemExit, match=r"now\.json"):
+            compare.main([path])
 
 
 def test_commit_is_that_of_the_tree(tmp_path: Path):
@@ -238,18 +243,12 @@ def test_commit_is_that_of_the_tree(tmp_path: Path):
     assert records._output_of("no-such-command") == ""
 
 
-def test_records_from_before_there_were_variants_can_be_shown(capsys: pytest.CaptureFixture):
-    committed = Path(__file__).parent.parent / "benchmarks" / "results" / "layer-h200-ep2.json"
-    assert cli.main(["bench", "--load", str(committed)]) == 0
-    assert "mixtral-8x7b" in capsys.readouterr().out
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_yardstick_keeps_gradients_of_weights():
     problem = Problem(Case(Shape("tiny", 32, 24, 4, 2), 8, "uniform"), Ranks(CPU))
-    variant = experts_alone("alone", problem, Reference(problem))
+    variant = experts_alone(problem, Reference(problem))
     assert variant.verify() < MAX_ERROR
     variant.call(HostClock())
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
@@ -260,11 +259,13 @@ def test_no_yardstick_keeps_gradients_of_weights():
 def test_graphs_with_gradients_of_all_experts_are_not_alive_at_one_time(monkeypatch):
     groups: list[set[str]] = []
 
-    def bench(suite: str, problem: object, run: object, choices: dict[str, object], parts: object) -> list[dict]:
-        groups.append({name for name in choices if suites.PRECISION[name].captured})
-        return [{"variant": name} for name in (*choices, suites.CEILING)]
+    def bench(suite: str, problem: object, run: object, choices: dict[str, object]) -> list[dict]:
+        groups.append({name for name in choices if variants.PRECISION[name].captured})
+        return [{"variant": name} for name in (*choices, CEILING)]
 
-    monkeypatch.setattr(suites, "_bench", bench)
-    found = suites.bench_precision(SimpleNamespace(device=torch.device("cuda")), None)
-    assert sorted(record["variant"] for record in found) == sorted([*suites.PRECISION, suites.CEILING])
+    monkeypatch.setattr(variants, "bench_choices", bench)
+    monkeypatch.setattr(variants, "picked", lambda choice, problem: choice)
+    found = variants.bench_precision(SimpleNamespace(device=torch.device("cuda")), None)
+    measured = {*variants.PRECISION, CEILING, "float8-block, wire, constant weights"}
+    assert {record["variant"] for record in found} == measured
     assert [len(group) for group in groups] == [0, 1, 1]

@@ -12,8 +12,8 @@ import pytest
 from symmoe.cli import main
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.flight_record import FORMAT
-from symmoe.tools.doctor import checkup
-from symmoe.tools.doctor.flight import MAX_BYTES, diagnose, read_record
+from symmoe.tools.doctor import command, flight
+from symmoe.tools.doctor.flight import MAX_BYTES, Diagnosis, read_record
 
 START = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
 
@@ -48,6 +48,10 @@ def timeout(rank: int, *, phase: str = "dispatch: ready", expected: int = 8, rep
         "seen": 7,
         "reported_by": reported_by,
     }
+
+
+def diagnose(records: list[dict]) -> Diagnosis:
+    return flight.diagnose([flight.parse_record(record, "a file") for record in records])
 
 
 CALLS = [call(7, "plan: counts", 1.0), call(8, "dispatch: ready", 2.5)]
@@ -113,15 +117,15 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
         "is no flight record": [1, 2],
         "lacks ['calls', 'epoch_of_rank']": without,
         "is no JSON: maximum recursion depth": "[" * 100_000,
-        "has calls 3": {**good, "calls": 3},
-        "one of calls is no object": {**good, "calls": [[]]},
-        "error lacks ['text', 'type']": {**good, "error": {}},
-        "error has reported_by '0'": {**good, "error": {**error, "reported_by": "0"}},
+        "calls is 3": {**good, "calls": 3},
+        "calls: [] is no object": {**good, "calls": [[]]},
+        "error lacks ['type', 'text']": {**good, "error": {}},
+        "error: reported_by is '0'": {**good, "error": {**error, "reported_by": "0"}},
         "rank is 2, of 2 ranks": {**good, "rank": 2},
         "rank of error is -1": {**good, "error": {**error, "rank": -1}},
         "epoch_of_rank is not a number of each": {**good, "num_ranks": 1 << 60},
-        "has written_unix_s nan": {**good, "written_unix_s": float("nan")},
-        "status has phase '\\udc00'": {**good, "status": {**status, "phase": "\udc00"}},
+        "written_unix_s is nan": {**good, "written_unix_s": float("nan")},
+        "status: phase is '\\udc00'": {**good, "status": {**status, "phase": "\udc00"}},
         f"more than {MAX_BYTES} bytes": " " * (MAX_BYTES + 1),
     }
     path = tmp_path / "record.json"
@@ -187,7 +191,7 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
 
 def test_one_process_of_a_node_does_it(monkeypatch: pytest.MonkeyPatch, capsys):
     examined = []
-    monkeypatch.setattr(checkup, "examine_and_try", lambda environment: examined.append(environment) or [])
+    monkeypatch.setattr(command, "examine", lambda environment, self_test: examined.append(environment) or [])
     for variables, does_it in (
         ({"RANK": "5", "LOCAL_RANK": "1"}, False),
         ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # the first of the second node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import os
 import re
@@ -19,9 +19,11 @@ import torch
 from limits import HANG_S, PROMPT_S
 
 from symmoe.cli import main
+from symmoe.errors import PeerError
 from symmoe.kernels.architectures import ARCHITECTURES, status
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.doctor import checkup, self_test
+from symmoe.tools.doctor import command as doctor
+from symmoe.tools.doctor import self_test
 from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
 from symmoe.tools.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, read_gpus
@@ -150,11 +152,11 @@ def test_levels_and_what_is_shown():
 
 
 def of_system(has_gpu: bool, **change: Any) -> list[Finding]:
-    return check_system(dataclasses.replace(HOST, **change), has_gpu=has_gpu)
+    return check_system(HOST._replace(**change), has_gpu=has_gpu)
 
 
 def of_limits(has_gpu: bool, **change: Any) -> list[Finding]:
-    return check_limits(dataclasses.replace(HOST, **change), has_gpu=has_gpu)
+    return check_limits(HOST._replace(**change), has_gpu=has_gpu)
 
 
 def of_versions(torch_cuda: str | None = "13.0", **change: str) -> list[Finding]:
@@ -274,14 +276,14 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_environment(SYMMOE_FLIGHT_DIR="/dev/null/records"), "note", "FLIGHT_DIR=", "export SYMMOE_FLIGHT_DIR"),
     (of_environment(TRITON_CACHE_DIR="/dev/null/cache"), "problem", "CACHE_DIR=", "export TRITON_CACHE_DIR"),
     (of_trial(150.0, 120.0), "note", "150 GB/s of the 478", "nvlink -e"),
-    (of_trial(390.0, 90.0), "note", "90 GB/s", "symmoe bench dispatch"),
+    (of_trial(390.0, 90.0), "note", "90 GB/s", "benchmarks/bench.py dispatch"),
     (
         of_failed_trial("BackendUnavailable", "no: pip install 'symmoe[nvshmem]'"),
         "problem",
         "no:",
         "pip install 'symmoe",
     ),
-    (of_failed_trial("WrongResult", "dispatch moved wrong rows"), "problem", "dispatch moved", "symmoe doctor --json"),
+    (of_failed_trial("WrongResult", "moved wrong rows"), "problem", "moved wrong", "symmoe doctor --json"),
     (of_failed_trial("rank 1 was ended by SIGKILL"), "problem", "rank 1 was ended by SIGKILL", "--memory"),
     (of_failed_trial("rank 1 ended with status 255", "boom"), "problem", "boom", "NVSHMEM_DEBUG=INFO"),
 ]
@@ -471,11 +473,11 @@ def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, 
     gpus = tuple(gpu(index) for index in range(num_gpus))
     links = {index: Links(gbs=400.0 + index, num_up=18, num_down=0) for index in range(num_gpus)}
     report = Report(devices=tuple(device(index) for index in range(num_gpus)), links=links)
-    monkeypatch.setattr(checkup.nvidia_smi, "ask", lambda: report)
-    monkeypatch.setattr(checkup, "read_gpus", lambda smi: Gpus(gpus=gpus))
-    monkeypatch.setattr(checkup, "run_trial", lambda ranks, environment: started.append(ranks))
-    monkeypatch.setattr(checkup, "check_trial", lambda trial, **known: judged.append(known) or [])
-    checkup.examine_and_try({})
+    monkeypatch.setattr(doctor.nvidia_smi, "ask", lambda: report)
+    monkeypatch.setattr(doctor, "read_gpus", lambda smi: Gpus(gpus=gpus))
+    monkeypatch.setattr(doctor, "run_trial", lambda ranks, environment: started.append(ranks))
+    monkeypatch.setattr(doctor, "check_trial", lambda trial, **known: judged.append(known) or [])
+    doctor.examine({}, self_test=True)
     assert started == [num_ranks]
     assert judged == [{"on_gpus": num_gpus > 0, "link_gbs": rates}]
 
@@ -496,23 +498,48 @@ def fake_rank(tmp_path: Path, body: str) -> list[str]:
 @pytest.mark.parametrize(
     ("body", "error", "text"),
     [
-        ("print('a line'); print('the last one'); sys.exit(3)", "rank 0 ended with status 3", "the last one"),
+        ("if rank: time.sleep(3600)\nprint('a line'); print('the last one'); sys.exit(3)",
+         "rank 0 ended with status 3", "the last one"),
         ("if rank: os.kill(os.getpid(), signal.SIGBUS)\ntime.sleep(3600)", "rank 1 was ended by SIGBUS", "has printed"),
-        ("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntell(error='PeerLost', text='x'); sys.exit(1)",
+        ("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntell(error='PeerLost', text='x'); time.sleep(3600)",
          "rank 1 was ended by SIGKILL", ""),
-        ("tell(error='PeerLost' if rank == 0 else 'OSError', text=f'of {rank}'); sys.exit(1)", "OSError", "of 1"),
+        ("tell(error='OSError' if rank else 'PeerLost', text=f'of {rank}')\nif not rank: time.sleep(3600)\nsys.exit(1)",
+         "OSError", "of 1"),
         ("if rank: time.sleep(3600)\ntell(error='PeerTimeout', text='rank 1 did not come'); sys.exit(1)",
          "PeerTimeout", "rank 1 did not come"),
+        ("tell(error=os.environ['SYMMOE_FLIGHT_DIR'] or 'none', text=os.environ['OMP_NUM_THREADS']); sys.exit(1)",
+         "none", "1"),
         ("print('here', flush=True); time.sleep(60)", "rank 0 did not end in time", "here"),
     ],
 )  # fmt: skip
 def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str):
-    monkeypatch.setattr("symmoe.tools.doctor.trial._GRACE_S", 0.3 if "did not come" in text else PROMPT_S)
+    monkeypatch.setenv("SYMMOE_FLIGHT_DIR", str(tmp_path))
     deadline_s = 3.0 if "in time" in error else HANG_S
     found = run_trial(2, dict(os.environ), deadline_s=deadline_s, command=fake_rank(tmp_path, body))
     assert (found.figures, found.error) == (None, error)
     assert text in found.text
     assert worst_level(check_trial(found, on_gpus=False)) == "problem"
+
+
+@pytest.mark.parametrize(("error", "lingers"), [(PeerError("rank 1 is lost"), True), (OSError("of this rank"), False)])
+def test_a_rank_that_was_told_ends_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, lingers: bool
+):
+    def run(*_: Any) -> None:
+        raise error
+
+    slept: list[float] = []
+    for where, name, fake in (
+        (self_test, "join", lambda *_: contextlib.nullcontext()),
+        (self_test, "run", run),
+        (self_test.signal, "alarm", lambda _: None),
+        (self_test.time, "sleep", slept.append),
+    ):
+        monkeypatch.setattr(where, name, fake)
+    out = tmp_path / "found"
+    assert self_test.main([f"--out={out}", "--store=x", "--rank=0", "--num-ranks=2", "--deadline-s=9"]) == 1
+    assert json.loads(out.read_text()) == {"error": type(error).__name__, "text": str(error)}
+    assert bool(slept) == lingers
 
 
 @pytest.mark.parametrize(("load_per_core", "times"), [(0.1, 1), (9.0, 9), (50.0, 10)])
@@ -601,7 +628,7 @@ def test_the_self_test_sees_wrong_rows(monkeypatch: pytest.MonkeyPatch, wrong_pa
         if wrong_part == "none":
             self_test.check(heap, Lies(), torch.bfloat16)
         else:
-            with pytest.raises(symmoe.errors.WrongResult, match="dispatch" if wrong_part == "rows" else "combine"):
+            with pytest.raises(symmoe.errors.WrongResult, match="moved wrong rows"):
                 self_test.check(heap, Lies(), torch.bfloat16)
 
 
@@ -609,7 +636,7 @@ def test_the_self_test_sees_wrong_rows(monkeypatch: pytest.MonkeyPatch, wrong_pa
 
 
 def test_looking_without_trying(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkup, "run_trial", None)  # would be called
+    monkeypatch.setattr(doctor, "run_trial", None)  # would be called
     assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
     for subject in ("system", "versions", "gpus", "limits", "environment"):
@@ -619,7 +646,7 @@ def test_looking_without_trying(capsys: pytest.CaptureFixture, monkeypatch: pyte
 
 
 def test_a_problem_is_an_exit_status(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkup, "read_versions", lambda: versions(nvidia_nvshmem_cu13="3.7.0"))
+    monkeypatch.setattr(doctor, "read_versions", lambda: versions(nvidia_nvshmem_cu13="3.7.0"))
     assert main(["doctor", "--no-self-test"]) == 1
     text = capsys.readouterr().out
     assert "-> pip install nvidia-nvshmem-cu13==3.4.5" in text

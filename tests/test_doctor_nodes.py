@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_S, PROMPT_S
-from test_doctor_findings import NVLINK, QUERY, wrong
+from test_doctor_findings import NVLINK, QUERY, TOPOLOGY, TORCH, wrong
 from test_several_nodes import nodes, run
 
 from symmoe.cli import main
@@ -31,32 +29,27 @@ from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
 from symmoe.nodes.reach import Endpoint
 from symmoe.nodes.topology import Topology
 from symmoe.tools.doctor import nodes as doctor_nodes
-from symmoe.tools.doctor import pairs as doctor_pairs
-from symmoe.tools.doctor.board import Board, RanksMissing
 from symmoe.tools.doctor.findings import Finding
-from symmoe.tools.doctor.nccl_log import nccl_log, parse_transports
-from symmoe.tools.doctor.nics import Nic, read_nics
-from symmoe.tools.doctor.node_checks import (
-    Exchanges,
+from symmoe.tools.doctor.nodes import (
+    Board,
+    Exchange,
     Facts,
-    check_cards,
-    check_nccl,
+    RanksMissing,
+    Worker,
+    check_network,
     check_nodes,
     check_rails,
-    check_sockets,
+    examine_nodes,
     listed,
+    read_facts,
+    read_nics,
+    try_rail,
+    wait_for,
 )
-from symmoe.tools.doctor.nodes import Worker, examine_nodes, read_facts, try_pairs
-from symmoe.tools.doctor.nvidia_smi import parse_nics
-from symmoe.tools.doctor.pairs import PairResult, schedule, wait_for
-
-LASTS_S = 0.2
 
 # -- made by hand -----------------------------------------------------------------------------------------------------
 
 TWO_BY_TWO = Topology(0, ((0, 1), (2, 3)))
-NICS = tuple(Nic(name=f"mlx5_{n}", kind="InfiniBand", rate="400 Gb/sec (4X NDR)", is_up=True) for n in range(2))
-DIRECT = ("NET/IB/GDRDMA",)
 
 
 def rank_of(rank: int, **other: Any) -> Facts:
@@ -67,13 +60,10 @@ def rank_of(rank: int, **other: Any) -> Facts:
         "machine": f"machine-{node}",
         "domain": f"machine-{node}",
         "endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank),
-        "rate": "25 Gb/s",
         "versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"},
         "nccl": 22809,
         "gpu": "NVIDIA H200",
-        "gpu_index": rank % 2,
-        "nics": NICS,
-        "distances": {f"mlx5_{n}": "PIX" if n == rank % 2 else "SYS" for n in range(2)},
+        "nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"],
         "launch_order": "1",
     }
     return Facts(**(known | other))
@@ -88,30 +78,27 @@ def with_rank(number: int, **other: Any) -> list[Facts]:
     return [rank_of(rank, **(other if rank == number else {})) for rank in range(4)]
 
 
-def exchanged(*gbs: float, transports: tuple[str, ...] = DIRECT, wrong_on: int = -1) -> list[Exchanges]:
-    """What four ranks say of a pair test, by their speeds."""
+def exchanged(*gbs: float, wrong_on: int = -1) -> list[Exchange]:
+    """What four ranks say of their rails, by their speeds."""
     return [
-        Exchanges(
-            pairs=(
-                PairResult(rank=rank, mate=(rank + 2) % 4, gbs=gbs[rank], latency_us=30.0, is_wrong=rank == wrong_on),
-            ),
-            transports=transports,
-        )
-        for rank in range(4)
+        Exchange(gbs=each, latency_us=30.0, wrong=[(rank + 2) % 4] if rank == wrong_on else [])
+        for rank, each in enumerate(gbs)
     ]
 
 
 def everything(
-    facts: list[Facts], *, refused: dict[int, dict[int, str]] | None = None, exchanges: list[Exchanges] | None = None
+    facts: list[Facts],
+    *,
+    refused: dict[int, dict[int, str]] | None = None,
+    exchanges: list[Exchange] | None = None,
+    topology: Topology = TWO_BY_TWO,
 ) -> list[Finding]:
     refused_of = [(refused or {}).get(rank, {}) for rank in range(4)]
     exchanges = exchanged(48.0, 49.0, 47.5, 49.0) if exchanges is None else exchanges
     return [
-        *check_nodes(facts, TWO_BY_TWO),
-        *check_cards(facts),
-        *check_sockets(facts, TWO_BY_TWO, refused_of),
-        *check_nccl(facts, TWO_BY_TWO, exchanges),
-        *check_rails(TWO_BY_TWO, exchanges),
+        *check_nodes(facts, topology),
+        *check_network(facts, topology, refused_of),
+        *(check_rails(topology, exchanges) if topology.num_nodes > 1 else []),
     ]
 
 
@@ -123,18 +110,14 @@ def test_nodes_with_nothing_wrong():
         by_subject["nodes"] == "4 ranks on 2 nodes of 2; node 0 (host-0): 0, 1; node 1 (host-1): 2, 3; "
         "rails: 0, 2 | 1, 3"
     )
-    assert by_subject["nics"].startswith("all 2 machines: mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR)), mlx5_1 (")
-    assert "nearest to GPU 0: mlx5_0 (PIX), GPU 1: mlx5_1 (PIX)" in by_subject["nics"]
-    assert "eth0 (10.0.0.1, 25 Gb/s) on node 0; eth0 (10.0.0.2, 25 Gb/s) on node 1" in by_subject["sockets"]
-    assert by_subject["nccl"] == "NCCL 2.28.9 of ranks 0-3 goes by NET/IB/GDRDMA"
+    assert by_subject["nics"] == "host-0, host-1: mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR)), mlx5_1"
+    assert "eth0 (10.0.0.1) on node 0; eth0 (10.0.0.2) on node 1" in by_subject["sockets"]
     assert by_subject["rails"].startswith("rail 0: 47.5 GB/s, 30 us; rail 1: 49 GB/s, 30 us")
-    assert by_subject["rails"].endswith("slowest: rail 0, rank 2 on node 1 and rank 0 on node 0")
+    assert by_subject["rails"].endswith("slowest: rank 2 on node 1")
 
 
 HIDDEN = Endpoint("lo", "127.0.1.1", 40002)
-OF_TCP = tuple(dataclasses.replace(nic, kind="", name=f"eth{n}") for n, nic in enumerate(NICS))
-DOWN = (NICS[0], dataclasses.replace(NICS[1], is_up=False))
-FAILED = [*exchanged(1, 1, 1, 1)[:2], Exchanges(error="no answer within 20 s", mate=0), Exchanges(error="no NCCL")]
+FAILED = [*exchanged(1, 1), Exchange(error="no answer within 20 s", mate=0), Exchange(error="no NCCL")]
 WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
     "another torch": (
         everything(with_rank(3, versions={"symmoe": "0.1.0", "torch": "2.12.0"})),
@@ -143,28 +126,22 @@ WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
         "pip install torch==",
     ),
     "a rank without a GPU": (
-        wrong(check_nodes(with_rank(1, gpu=""), TWO_BY_TWO)),
+        everything(with_rank(1, gpu="")),
         "problem",
         "ranks 1 have no GPU, the others have",
         "torchrun --nproc-per-node",
     ),
     "one node": (
-        check_nodes(ranks()[:2], Topology(0, ((0, 1),))),
+        everything(ranks(), topology=Topology(0, ((0, 1, 2, 3),))),
         "note",
-        "2 ranks on 1 node; node 0 (host-0): 0, 1: there is no network",
+        "4 ranks on 1 node; node 0 (host-0): 0-3: there is no network",
         "--ranks-per-node",
     ),
-    "a link that is down": (check_cards(ranks(nics=DOWN))[:1], "note", "all 2 machines: no link at mlx5_1", "ibstat"),
-    "a NIC that is far": (
-        everything(with_rank(2, distances={"mlx5_0": "NODE", "mlx5_1": "SYS"})),
-        "note",
-        "host-1: no NIC is near to GPU 0 (NODE)",
-        "nvidia-smi topo -m",
-    ),
+    "a link that is down": (everything(ranks(nics_down=["mlx5_2"])), "note", "host-1: no link at mlx5_2", "ibstat"),
     "only TCP": (
-        check_cards(ranks(nics=OF_TCP)),
+        everything(with_rank(2, nics_up=[])),
         "note",
-        "all 2 machines: no RDMA NIC: what goes between nodes goes over TCP; eth0 (400 Gb",
+        "host-1: no RDMA NIC: what goes between nodes goes over TCP",
         "--device=/dev/infiniband",
     ),
     "no such device": (
@@ -182,7 +159,7 @@ WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
     "a firewall": (
         everything(ranks(), refused={n: {m: "Connection refused" for m in range(4) if m % 2 == n % 2} for n in (0, 1)}),
         "problem",
-        "and 1 pairs more",
+        "and 1 more",
         "let the firewall pass",
     ),
     "orders that differ": (
@@ -192,28 +169,10 @@ WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
         "export NCCL_LAUNCH_ORDER_IMPLICIT=1",
     ),
     "an old NCCL": (everything(ranks(nccl=22505)), "note", "NCCL of ranks 0-3 is older than 2.26", "newer NCCL"),
-    "sockets in place of RDMA": (
-        everything(ranks(), exchanges=exchanged(2.0, 2.0, 2.0, 2.0, transports=("NET/Socket",))),
-        "note",
-        "NCCL 2.28.9 of ranks 0-3 goes by NET/Socket, TCP, although there is mlx5_0, mlx5_1",
-        "NCCL_IB_DISABLE",
-    ),
-    "no GPUDirect": (
-        everything(ranks(), exchanges=exchanged(9.0, 9.0, 9.0, 9.0, transports=("NET/IB", "NET/IB/GDRDMA"))),
-        "note",
-        "through the host's memory",
-        "nvidia-peermem",
-    ),
-    "a log that says nothing": (
-        everything(ranks(), exchanges=exchanged(9.0, 9.0, 9.0, 9.0, transports=())),
-        "note",
-        "does not say by what it goes between nodes: not known",
-        "NCCL_DEBUG=INFO",
-    ),
     "a slow rail": (
         everything(ranks(), exchanges=exchanged(48.0, 20.0, 48.0, 49.0)),
         "note",
-        "rail 1 is slow: 20 GB/s between rank 1 on node 0 and rank 3 on node 1",
+        "rail 1 is slow: 20 GB/s at rank 1 on node 0, the median rail has 34",
         "ibstat",
     ),
     "wrong bytes": (
@@ -223,7 +182,7 @@ WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
         "take these nodes out",
     ),
     "a rank that does not answer": (
-        wrong(check_rails(TWO_BY_TWO, FAILED)),
+        everything(ranks(), exchanges=FAILED),
         "problem",
         "between rank 2 on node 1 and rank 0 on node 0: no answer within 20 s; between rank 3 on node 1: no NCCL",
         "NCCL_DEBUG=INFO",
@@ -239,143 +198,47 @@ def test_what_is_wrong_is_one_finding_with_what_helps(name: str):
 
 
 def test_what_is_fine():
-    tcp = check_nccl(ranks(nics=OF_TCP), TWO_BY_TWO, exchanged(1, 1, 1, 1, transports=("NET/Socket",)))
-    assert [each.level for each in tcp] == ["ok"]
-    virtual = check_nccl(ranks(), TWO_BY_TWO, exchanged(1, 1, 1, 1, transports=("P2P/CUMEM",)))
-    assert [each.level for each in virtual] == ["ok"]
-    assert "no network is used" in virtual[0].text
-    assert check_nccl(ranks(), TWO_BY_TWO, []) == []  # nothing was sent
-    assert check_rails(TWO_BY_TWO, []) == []
-    cpus = check_cards(ranks(gpu="", nics=(), distances={}))
-    assert [(each.level, each.text) for each in cpus] == [
-        ("ok", "all 2 machines: no GPU; no RDMA NIC; no network device that is hardware")
-    ]
-    unknown = check_cards(ranks(distances={}))
-    assert [each.level for each in unknown] == ["ok"]
-    assert "nvidia-smi does not say which is near to GPU 0, GPU 1" in unknown[0].text
+    cpus = everything(ranks(gpu="", nics_up=[], launch_order="", nccl=0))
+    assert wrong(cpus) == []
+    assert {each.subject: each.text for each in cpus}["nics"] == "host-0, host-1: no RDMA NIC"
     same = [rank_of(rank, machine="one") for rank in range(4)]
     assert "(virtual nodes of 1 machine)" in check_nodes(same, TWO_BY_TWO)[-1].text
     assert [listed(each) for each in ([], [0, 1], [0, 1, 2, 5], [3, 5, 6])] == ["", "0, 1", "0-2, 5", "3, 5, 6"]
 
 
-def test_what_ranks_tell_each_other_arrives():
-    for rank, each in enumerate(ranks()):
-        assert Facts.of_json(json.loads(json.dumps(each.as_json()))) == each, rank
-    for said in FAILED:
-        assert Exchanges.of_json(json.loads(json.dumps(said.as_json()))) == said
-
-
-MATRIX = (
-    "\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tPIX\tSYS\t0-31\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tSYS\tPXB\t32-63\t1\t\tN/A\n"
-    "NIC0\tPIX\tSYS\t X \tSYS\t\t\t\t\n"
-    "NIC1\tSYS\tPXB\tSYS\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  PIX  = Connection traversing at most a single PCIe bridge\n"
-    "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_bond_0\n"
-)
-
-
-def test_nics_that_nvidia_smi_lists():
-    expected = {0: {"mlx5_0": "PIX", "mlx5_bond_0": "SYS"}, 1: {"mlx5_0": "SYS", "mlx5_bond_0": "PXB"}}
-    assert parse_nics(MATRIX) == expected
-    assert parse_nics(MATRIX.replace("NIC Legend", "").replace("NIC0: ", "").replace("NIC1: ", "")) == {
-        0: {"NIC0": "PIX", "NIC1": "SYS"},
-        1: {"NIC0": "SYS", "NIC1": "PXB"},
-    }
-    assert parse_nics("") == {}
-    assert parse_nics("\tGPU0\tCPU Affinity\nGPU0\t X \t0-31\n") == {}
-
-
 def test_nics_that_the_kernel_lists(tmp_path: Path):
-    def write(path: str, text: str) -> None:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-
-    assert read_nics(tmp_path) == []
+    assert read_nics(tmp_path) == {}
     for name, layer, state in (("mlx5_1", "Ethernet", "1: DOWN"), ("mlx5_0", "InfiniBand", "4: ACTIVE")):
         for file, text in (("link_layer", layer), ("state", state), ("rate", "400 Gb/sec (4X NDR)")):
-            write(f"infiniband/{name}/ports/1/{file}", f"{text}\n")
-    write("infiniband/efa_0/node_type", "7\n")
-    for device, state, speed in (("eth0", "up", "25000\n"), ("eth1", "down", "-1\n"), ("veth", "up", "10000\n")):
-        write(f"net/{device}/operstate", f"{state}\n")
-        write(f"net/{device}/speed", speed)
-        if device != "veth":
-            write(f"net/{device}/device/vendor", "0x15b3\n")
-    assert [str(nic) for nic in read_nics(tmp_path)] == [
-        "efa_0 (RDMA, down)",
-        "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))",
-        "mlx5_1 (RoCE, 400 Gb/sec (4X NDR), down)",
-        "eth0 (25 Gb/s)",
-    ]
-
-
-# As NCCL 2.28 writes them (src/transport/net.cc, p2p.cc, shm.cc), with other names.
-LOG = """\
-a:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>
-a:10:20 [0] NCCL INFO Channel 00/02 : 0 1
-a:10:20 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
-a:10:20 [0] NCCL INFO Channel 01/1 : 0[0] -> 1[0] [send] via NET/IBext_v8/3/GDRDMA(PCI)/Shared
-a:10:20 [0] NCCL INFO Channel 01/1 : 0[0] -> 1[0] [send] via NET/AWS Libfabric/1
-a:10:20 [0] NCCL INFO Channel 01/1 : 0[0] -> 1[0] [send] via NET/Socket/0/Shared
-a:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
-a:10:20 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via SHM/direct/direct
-"""
-
-
-def test_the_log_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = ["NET/AWS Libfabric", "NET/IB/GDRDMA", "NET/IBext_v8/GDRDMA", "NET/Socket", "P2P/CUMEM", "SHM/direct"]
-    assert parse_transports(LOG) == found
-    assert parse_transports(LOG.replace("via", "by")) == []
-    environment = {"NCCL_DEBUG": "WARN"}
-    with nccl_log(environment) as log:
-        assert log.transports() == []
-        assert environment["NCCL_DEBUG"] == "INFO"
-        path = Path(environment["NCCL_DEBUG_FILE"])
-        path.write_text(LOG)
-        assert log.transports() == found
-    assert environment == {"NCCL_DEBUG": "WARN"}
-    assert not path.parent.exists()
+            path = tmp_path / name / "ports" / "1" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+    (tmp_path / "efa_0").mkdir()
+    assert read_nics(tmp_path) == {
+        "efa_0 (RDMA)": False,
+        "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))": True,
+        "mlx5_1 (Ethernet, 400 Gb/sec (4X NDR))": False,
+    }
 
 
 def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What torch and nvidia-smi number otherwise is the same GPU."""
-    program = tmp_path / "nvidia-smi"
-    answers = {"--query*": QUERY, "topo": MATRIX, "nvlink": NVLINK}
+    program, asked = tmp_path / "nvidia-smi", []
+    answers = {"--query*": QUERY, "topo": TOPOLOGY, "nvlink": NVLINK}
     cases = "".join(f"{name}) printf '%s' '{text}';;\n" for name, text in answers.items())
     program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    from test_doctor_findings import TORCH
-
     for name, function in TORCH.items():
         monkeypatch.setattr(f"torch.cuda.{name}", function)
+    place = doctor_nodes.find_place(None)
+    monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
     monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
-    endpoint = Endpoint("lo", "127.0.0.1", 1)
-    facts = [
-        read_facts(Worker(rank=5, num_ranks=8, local_rank=local), {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, endpoint, "")
-        for local in (0, 2)
-    ]
-    assert (facts[0].gpu, facts[0].gpu_index, facts[0].nccl) == ("NVIDIA H200", 1, 22809)
-    assert facts[0].distances == {"mlx5_0": "SYS", "mlx5_bond_0": "PXB"}
-    assert facts[0].launch_order == "1"
-    assert (facts[1].gpu, facts[1].nccl, facts[1].distances) == ("", 0, {})  # more ranks than GPUs
-
-
-# -- the pair test ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_nodes", range(1, 12))
-def test_each_node_meets_each_other_one_once(num_nodes: int):
-    rounds = [[*schedule(node, num_nodes)] for node in range(num_nodes)]
-    assert {len(its) for its in rounds} == {max(1, num_nodes - 1 + num_nodes % 2)}
-    met = Counter()
-    for turn in range(len(rounds[0])):
-        for node, its in enumerate(rounds):
-            if (mate := its[turn]) is not None:
-                assert rounds[mate][turn] == node
-                met[node, mate] += 1
-    assert met == Counter(itertools.permutations(range(num_nodes), 2))
+    variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
+    facts = [read_facts(Worker(5, 8, local), variables, endpoint, "") for local in (0, 2)]
+    assert (facts[0].gpu, facts[0].nccl, facts[0].launch_order) == ("NVIDIA H200", 22809, "1")
+    assert (facts[1].gpu, facts[1].nccl) == ("", 0)  # more ranks than GPUs
+    assert asked == ["GPU-22222222-bbbb", None]
 
 
 def test_a_device_that_does_not_answer():
@@ -416,10 +279,10 @@ def a_bit_flips() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaves_the_test() -> Iterator[None]:
-    def run_not(self: Any) -> list[PairResult]:
+    def measure_not(*_: Any) -> Exchange:
         raise BackendUnavailable("a GPU that is out of order")
 
-    with patch.object(doctor_pairs.PairTest, "run", run_not):
+    with patch.object(doctor_nodes, "measure_rail", measure_not):
         yield
 
 
@@ -448,10 +311,10 @@ def look(
     """What a rank finds, and how long that takes, where something is wrong on one rank."""
     store = dist.PrefixStore(store_name, dist.distributed_c10d._get_default_store())
     trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else as_it_is
-    worker, start = Worker(rank=rank, num_ranks=num_ranks, local_rank=rank), time.monotonic()
+    worker, start = Worker(rank, num_ranks, rank), time.monotonic()
     with trouble():
         board = Board(store, rank, num_ranks, PROMPT_S)
-        found = examine_nodes(worker, store, board, {}, ranks_per_node=ranks_per_node, lasts_s=LASTS_S)
+        found = examine_nodes(worker, store, board, {}, ranks_per_node=ranks_per_node)
     return found, time.monotonic() - start
 
 
@@ -476,7 +339,7 @@ def test_virtual_nodes(cluster, num_ranks: int, ranks_per_node: int):
     assert found["sockets"].text == f"gloo goes by lo (127.0.0.1) on node {listed(range(num_ranks // ranks_per_node))}"
     assert "rail 0: " in found["rails"].text
     assert ("rail 1: " in found["rails"].text) == (num_ranks == 4)
-    assert {"no GPU" in found["nics"].text, "nccl" in found} == {True, False}
+    assert "nccl" not in found
 
 
 def test_ranks_on_one_node(cluster):
@@ -524,45 +387,41 @@ def test_a_rank_that_does_not_come_is_named(cluster):
 
 # -- ranks with GPUs, of which there are none -------------------------------------------------------------------------
 
+CPU = torch.device("cpu")
 
-def look_on_gpus(rank: int, num_ranks: int, log: str) -> dict[str, Any]:
-    """The pair test as on GPUs, where NCCL is gloo that writes a log."""
-    store = dist.PrefixStore(f"gpus/{len(log)}", dist.distributed_c10d._get_default_store())
+
+def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Exchange:
+    """The test of rails as on GPUs, where NCCL is gloo."""
+    store = dist.PrefixStore(f"gpus/{connects}", dist.distributed_c10d._get_default_store())
     ended = []
 
     class FakeNccl(GlooRail):
         def __init__(self, library: str, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            Path(os.environ["NCCL_DEBUG_FILE"]).write_text(log)
-            if not log:
+            if not connects:
                 raise BackendUnavailable("NCCL does not connect the nodes: ncclCommInitRank: remote process exited")
 
         def end(self) -> None:
             ended.append(True)
-            self.abort()
+            super().end()
 
-    topology = Topology(rank, ((0, 1), (2, 3)))
     with contextlib.ExitStack() as stack:
-        for name, fake in (("Nccl", lambda: "library"), ("NcclRail", FakeNccl), ("device_of", lambda *_: CPU)):
+        for name, fake in (("Nccl", lambda: "library"), ("NcclRail", FakeNccl)):
             stack.enter_context(patch.object(doctor_nodes, name, fake))
+        stack.enter_context(patch.object(torch, "device", lambda *_: CPU))
         stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
-        worker = Worker(rank=rank, num_ranks=num_ranks, local_rank=rank % 2)
-        found = try_pairs(worker, store, topology, os.environ, has_gpu=True, lasts_s=LASTS_S)
-    assert ended or not log
-    assert "NCCL_DEBUG_FILE" not in os.environ
-    return found.as_json()
+        worker, topology = Worker(rank, num_ranks, rank % 2), Topology(rank, ((0, 1), (2, 3)))
+        found = try_rail(worker, store, topology, has_gpu=True)
+    assert ended or not connects
+    return found
 
 
-CPU = torch.device("cpu")
-
-
-def test_what_nccl_has_logged(cluster):
-    for rank, said in enumerate(cluster(4).run(look_on_gpus, LOG)):
-        found = Exchanges.of_json(said)
-        assert (found.error, [pair.mate for pair in found.pairs]) == ("", [(rank + 2) % 4])
-        assert found.transports == tuple(parse_transports(LOG))
-    for said in cluster(4).run(look_on_gpus, ""):
-        assert said["error"].startswith("NCCL does not connect the nodes")
+def test_rails_of_gpus_go_by_nccl(cluster):
+    for found in cluster(4).run(look_on_gpus, True):
+        assert (found.error, found.wrong) == ("", [])
+        assert found.gbs > 0 < found.latency_us
+    for found in cluster(4).run(look_on_gpus, False):
+        assert found.error.startswith("NCCL does not connect the nodes")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

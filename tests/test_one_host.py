@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import bench
 import one_host
 import pytest
 from limits import HANG_S, PROMPT_S
 
 from symmoe import cli
+from symmoe.tools.bench.command import shapes_of
 
 GOOD = "import json, sys; json.dump({'answer': 42}, open(sys.argv[1], 'w'))"
 HANGS = """
@@ -116,12 +118,14 @@ def test_the_steps_of_eight_ranks(device: str, monkeypatch: pytest.MonkeyPatch):
     assert {"doctor", "oracle", "invariance", "groups", "nodes-2x4", "nodes-4x2", "faults", "soak"} < set(steps)
     assert not {"groups", "nodes-4x2"} & set(one_host.steps_of(2, device, 5000))
     parsed = []
-    monkeypatch.setattr("symmoe.tools.bench.session.run_session", lambda options: parsed.append(options) or 0)
+    monkeypatch.setattr("symmoe.tools.bench.command.run", lambda options, suites: parsed.append(options) or 0)
     for step in steps.values():
         if "symmoe" in step.command and "bench" in step.command:
             assert cli.main(list(step.command[step.command.index("bench") :])) == 0
+        elif "benchmarks/bench.py" in step.command:
+            assert bench.main(list(step.command[step.command.index("benchmarks/bench.py") + 1 :])) == 0
     assert [options.ranks_per_node for options in parsed] == [None, None, None, 4, 2]
-    shapes = [{case.shape.name for case in options.cases} for options in parsed]
+    shapes = [{shape.name for shape in shapes_of(options)} for options in parsed]
     if device == "cuda":
         four = {"qwen3-30b", "qwen3-235b", "mixtral-8x7b", "deepseek-like"}
         assert shapes == [four, four, four, {"qwen3-30b"}, {"qwen3-30b"}]

@@ -33,7 +33,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "nvshmem-cu12", "plots", "transformers"}
+EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "nvshmem-cu12", "transformers"}
 # Their next versions may change what symmoe relies upon.
 BOUNDED = {"transformers", "accelerate", "megatron-core", "nvshmem4py-cu13", "nvshmem4py-cu12"}
 

@@ -66,15 +66,14 @@ def plot(folder: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no loss.png and experts.png: matplotlib is not installed (pip install 'symmoe[plots]')")
+        print("no loss.png and experts.png: matplotlib is not installed (pip install matplotlib)")
         return
-    from symmoe.tools.plot.load import draw_load
-    from symmoe.tools.plot.load_log import read_loads
+    import plot_load
 
     matplotlib.use("Agg")
     records = read_records(folder / "metrics.jsonl")
     _plot_loss(records, folder / "loss.png")
-    draw_load(read_loads(folder / "metrics.jsonl"), str(folder / "experts.png"))
+    plot_load.draw(folder / "metrics.jsonl", folder / "experts.png")
 
 
 def _plot_loss(records: list[Record], path: Path) -> None:

@@ -1,16 +1,33 @@
-"""The subcommand `symmoe trace`: a timeline of a step of a layer of known sizes. What it does is in step.py."""
+"""The subcommand `symmoe trace`: a timeline of a step of a layer of known sizes, router to gradients."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
 
 from symmoe.checks.choices import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.layer import MoELayer
 from symmoe.precision.names import PRECISIONS
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.timeline.events import Timeline
+from symmoe.timeline.recording import Recording, record
+from symmoe.timeline.replays import capture_step, record_replays
+from symmoe.timeline.report import table
 from symmoe.tools.bench.command import add_shape_arguments, shapes_of
+from symmoe.tools.bench.layer import config_of
+from symmoe.tools.bench.problem import DTYPE
+from symmoe.tools.bench.ranks import join
+from symmoe.training.memory_plan import plan_memory
 
 _CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
+_WARM_UP_STEPS = 3
+_PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
+_REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
 _DESCRIPTION = """\
 Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on one alone:
 
@@ -18,7 +35,7 @@ Records training steps of one MoELayer, router to gradients, on the ranks that t
 
 On GPUs the step is a CUDA graph: under a profiler the host is slower than the GPU, and an eager step would show it.
 
-Writes step.json (open it in ui.perfetto.dev), step.png and step.txt. docs/timeline.md says how to read them.
+Writes step.json (open it in ui.perfetto.dev) and step.txt. docs/timeline.md says how to read them.
 """
 
 
@@ -26,7 +43,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds `trace` to the subcommands."""
     parser = commands.add_parser(
         "trace",
-        help="timeline of a training step: trace, picture, table of exposed times",
+        help="timeline of a training step: trace for Perfetto, table of exposed times",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,15 +65,9 @@ def _run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"preset ({args.preset}) must be one")
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
-    from symmoe.timeline.step import trace_layer
-
-    shape = shapes[0]
-    config = MoEConfig(
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        capacity=int(_CAPACITY_FACTOR * args.tokens * shape.top_k),
+    config = config_of(
+        shapes[0],
+        capacity=int(_CAPACITY_FACTOR * args.tokens * shapes[0].top_k),
         overflow="drop",
         schedule=args.schedule,
         precision=None if args.precision is None else PRECISIONS[args.precision],
@@ -66,3 +77,62 @@ def _run(args: argparse.Namespace) -> int:
     if report := trace_layer(config, num_tokens=args.tokens, path=args.out, eager=args.eager):
         print(report, flush=True)
     return 0
+
+
+def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
+    """Records a step of a layer with random weights, tokens and routing, bf16. Collective.
+
+    Args:
+        config: the layer's configuration: with a balance loss; a step that is captured needs a static capacity.
+        num_tokens: T, tokens of a rank.
+        path: path of the trace, see :func:`symmoe.timeline.record`.
+        eager: the step as the host launches it, as always on CPUs, instead of a replay of the captured step.
+
+    Returns:
+        the table on rank 0; "" elsewhere.
+
+    Raises:
+        ArgumentError: experts cannot be divided among the ranks.
+    """
+    with join() as ranks:
+        plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
+        replays = not eager and ranks.device.type == "cuda"
+        heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
+        with SymmetricHeap(num_bytes=heap_bytes) as heap:
+            torch.manual_seed(0)  # the router is the same on all ranks
+            layer = MoELayer(config, heap, dtype=DTYPE)
+            torch.manual_seed(1 + heap.rank)
+            x = torch.randn(num_tokens, config.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
+            dy = torch.randn_like(x)
+
+            def forward() -> tuple[torch.Tensor, torch.Tensor]:
+                y, metrics = layer(x)
+                return y, metrics.aux_loss
+
+            def backward(outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+                # Gradients do not accumulate, which would take additional time.
+                torch.autograd.grad(outputs, (x, *layer.parameters()), (dy, torch.ones_like(outputs[1])))
+
+            for _ in range(_WARM_UP_STEPS):
+                backward(forward())
+            if replays:
+                graph = capture_step(forward, backward)
+                try:
+                    timeline = _record(record_replays(path, heap), graph.replay)
+                finally:
+                    del graph
+                    heap.release_graphs()
+            else:
+                timeline = _record(record(path, heap), lambda: backward(forward()))
+            return table(timeline) if heap.rank == 0 else ""
+
+
+def _record(recording_of: AbstractContextManager[Recording], run: Callable[[], object]) -> Timeline:
+    """One run, after some that are not recorded."""
+    with recording_of as recording:
+        for _ in range(_PROFILED_STEPS):
+            run()
+        recording.start()
+        run()
+    assert recording.timeline is not None
+    return recording.timeline

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from symmoe.timeline.phases import BY_NAME, PHASES, Phase
+from symmoe.timeline.phases import COMMUNICATION, GEMMS, PHASES
 
 Span = tuple[float, float]  # microseconds: begin, end
 DIRECTIONS = ("forward", "backward", "")
-COMPUTE, COMMUNICATION = "compute", "communication"  # lanes of replays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +29,6 @@ class Event:
     name: str
     begin_us: float
     end_us: float
-
-    @property
-    def kind(self) -> Phase:
-        """The event's phase."""
-        return BY_NAME[self.phase]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +70,19 @@ class Timeline:
 
     def phases(self) -> list[PhaseTimes]:
         """The times of every phase that occurs, by direction."""
-        found, gemms = [], [gemms_of(events) for events in self.ranks]
+        found, gemms = [], [_spans_of(events, GEMMS) for events in self.ranks]
         for direction in DIRECTIONS:
             for phase in PHASES:
-                key = (phase.name, direction)
-                mine = [[event for event in events if (event.phase, event.direction) == key] for events in self.ranks]
-                spans = [spans_of(events) for events in mine]
-                if any(mine):
+                mine = [[event for event in events if event.direction == direction] for events in self.ranks]
+                spans = [_spans_of(events, {phase}) for events in mine]
+                number = sum(event.phase == phase for events in mine for event in events)
+                if number:
                     times = PhaseTimes(
-                        phase=phase.name,
+                        phase=phase,
                         direction=direction,
-                        num_events=sum(map(len, mine)),
+                        num_events=number,
                         busy_us=tuple(map(length, spans)),
-                        exposed_us=tuple(length(without(*pair)) for pair in zip(spans, gemms, strict=True)),
+                        exposed_us=tuple(length(_without(*pair)) for pair in zip(spans, gemms, strict=True)),
                     )
                     found.append(times)
         return found
@@ -96,22 +90,22 @@ class Timeline:
     def exposed_communication(self, rank: int) -> list[Span]:
         """When a rank communicates, or waits, and no GEMM of an expert runs there."""
         events = self.ranks[rank]
-        return without(spans_of(e for e in events if e.kind.is_communication), gemms_of(events))
+        return _without(_spans_of(events, COMMUNICATION), _spans_of(events, GEMMS))
 
     def idle_us(self, rank: int) -> float:
         """How long nothing runs on a rank."""
-        return self.end_us - length(spans_of(self.ranks[rank]))
+        return self.end_us - length(_spans_of(self.ranks[rank], PHASES))
 
 
-def gemms_of(events: Sequence[Event]) -> list[Span]:
-    """When products of experts run."""
-    return spans_of(event for event in events if event.kind.is_gemm)
+def length(spans: Sequence[Span]) -> float:
+    """The length of all spans together, in microseconds."""
+    return sum(end - begin for begin, end in spans)
 
 
-def spans_of(events: Iterable[Event]) -> list[Span]:
-    """When any of the events runs: spans that neither overlap nor touch, in order."""
+def _spans_of(events: Sequence[Event], phases: Iterable[str]) -> list[Span]:
+    """When any event of these phases runs: spans that neither overlap nor touch, in order."""
     merged: list[Span] = []
-    for begin, end in sorted((event.begin_us, event.end_us) for event in events):
+    for begin, end in sorted((event.begin_us, event.end_us) for event in events if event.phase in phases):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -119,8 +113,8 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
     return merged
 
 
-def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` that are in none of `others`; both as :func:`spans_of` gives them."""
+def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The parts of `spans` that are in none of `others`; both as _spans_of gives them."""
     left: list[Span] = []
     for begin, end in spans:
         for other_begin, other_end in others:
@@ -132,8 +126,3 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
         if begin < end:
             left.append((begin, end))
     return left
-
-
-def length(spans: Sequence[Span]) -> float:
-    """The length of all spans together, in microseconds."""
-    return sum(end - begin for begin, end in spans)

@@ -7,7 +7,7 @@ cost nothing otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,38 +21,22 @@ from symmoe.torch_internals import graph_task_id
 _PREFIX = "symmoe"
 START = "symmoe/start"  # a range that marks where a recording starts
 
-Around = Callable[[str], AbstractContextManager[object]]
-
 
 class _Ranged:
-    """An operator that runs in a context."""
+    """An operator that runs in a range."""
 
-    def __init__(self, name: str, operator: Callable[..., Any], around: Around) -> None:
-        self._name, self.operator, self._around = name, operator, around
+    def __init__(self, name: str, operator: Callable[..., Any], on_gpu: bool) -> None:
+        self._name, self._operator, self._on_gpu = name, operator, on_gpu
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around(self._name):
-            return self.operator(*args, **kwargs)
-
-
-@contextmanager
-def ranged(device: torch.device, around: Around) -> Iterator[None]:
-    """Calls every operator for `device` inside `around(its name)`, in this process, in this context.
-
-    Raises:
-        ArgumentError: such a context is active already.
-    """
-    operators = kernels.for_device(device)
-    originals = {name: getattr(operators, name) for name in BY_OPERATOR}
-    if any(isinstance(operator, _Ranged) for operator in originals.values()):
-        raise ArgumentError("a timeline is being recorded, or ranges are on, already in this process")
-    try:
-        for name, operator in originals.items():
-            setattr(operators, name, _Ranged(name, operator, around))
-        yield
-    finally:
-        for name, operator in originals.items():
-            setattr(operators, name, operator)
+        # Inside autograd's backward pass there is a graph task.
+        direction = "forward" if graph_task_id() == -1 else "backward"
+        name = f"{_PREFIX}/{direction}/{self._name}"
+        with torch.profiler.record_function(name):
+            if not self._on_gpu:
+                return self._operator(*args, **kwargs)
+            with torch.cuda.nvtx.range(name):
+                return self._operator(*args, **kwargs)
 
 
 @contextmanager
@@ -65,33 +49,21 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
     Raises:
         ArgumentError: they are on already.
     """
-    on_gpu = heap.device.type == "cuda"
-
-    @contextmanager
-    def around(operator: str) -> Iterator[None]:
-        name = range_name(operator)
-        with ExitStack() as ranges:
-            ranges.enter_context(torch.profiler.record_function(name))
-            if on_gpu:
-                ranges.enter_context(torch.cuda.nvtx.range(name))
-            yield
-
-    with ranged(heap.device, around):
+    operators = kernels.for_device(heap.device)
+    originals = {name: getattr(operators, name) for name in BY_OPERATOR}
+    if any(isinstance(operator, _Ranged) for operator in originals.values()):
+        raise ArgumentError("a timeline is being recorded, or ranges are on, already in this process")
+    try:
+        for name, operator in originals.items():
+            setattr(operators, name, _Ranged(name, operator, heap.device.type == "cuda"))
         yield
-
-
-def direction() -> str:
-    """The direction of the calling pass: "backward" inside autograd's, else "forward"."""
-    return "forward" if graph_task_id() == -1 else "backward"
-
-
-def range_name(operator: str) -> str:
-    """The name of the range around a call of an operator at this moment."""
-    return f"{_PREFIX}/{direction()}/{operator}"
+    finally:
+        for name, operator in originals.items():
+            setattr(operators, name, operator)
 
 
 def parse_range(name: str) -> tuple[str, str] | None:
-    """(direction, operator) of a name that :func:`range_name` has made; None for others."""
+    """(direction, operator) of a range's name; None for others."""
     prefix, _, rest = name.partition("/")
-    found, _, operator = rest.partition("/")
-    return (found, operator) if prefix == _PREFIX and operator in BY_OPERATOR else None
+    direction, _, operator = rest.partition("/")
+    return (direction, operator) if prefix == _PREFIX and operator in BY_OPERATOR else None

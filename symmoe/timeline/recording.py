@@ -1,14 +1,12 @@
-"""Recording: what every rank does in a context, brought together on one clock."""
+"""Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock."""
 
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -16,16 +14,11 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.clocks import align
 from symmoe.timeline.events import Event, Span, Timeline
-from symmoe.timeline.kineto import gpu_events
-from symmoe.timeline.phases import BY_OPERATOR
-from symmoe.timeline.picture import draw
-from symmoe.timeline.ranges import START, annotate, direction, ranged
+from symmoe.timeline.profile import events_of
+from symmoe.timeline.ranges import START, annotate
 from symmoe.timeline.report import chrome_trace, table
 from symmoe.torch_internals import gpu_sleep
-
-logger = logging.getLogger("symmoe")
 
 _ALIGNING_BARRIERS = 16
 _ALIGNING_NAMES = ("barrier", "barrier_kernel")
@@ -35,19 +28,6 @@ _NOT_STARTED = "the recording was not started: call recording.start() in the con
 _HEAD_START_CYCLES = 60_000_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Watch:
-    """An observer of this rank's events.
-
-    Attributes:
-        forget: drops the events that it has seen so far.
-        collect: returns the events since then, by begin; call it after the watch has ended.
-    """
-
-    forget: Callable[[], None]
-    collect: Callable[[], list[Event]]
-
-
 class Recording:
     """What :func:`record` yields.
 
@@ -55,9 +35,9 @@ class Recording:
         timeline: the timeline of all ranks, on every rank; None until the context has ended.
     """
 
-    def __init__(self, heap: SymmetricHeap, forget: Callable[[], None]) -> None:
+    def __init__(self, heap: SymmetricHeap) -> None:
         self.timeline: Timeline | None = None
-        self._heap, self._forget = heap, forget
+        self._heap = heap
         self._started = False
 
     def start(self) -> None:
@@ -70,7 +50,7 @@ class Recording:
             PeerTimeout, PeerAborted: a rank does not come.
         """
         _meet(self._heap)
-        self._forget()
+        _mark_start(self._heap.device)
         self._started = True
         _enter_barriers(self._heap, _ALIGNING_BARRIERS)
 
@@ -78,14 +58,13 @@ class Recording:
 @contextmanager
 def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
     """Records what the ranks of a heap do from `recording.start()` to the end of the context. Collective; synchronises
-    the host at both ends.
+    the host at both ends. No other torch.profiler may run.
 
     Run a step or two before :meth:`Recording.start`: the first step under a profiler is not like others (CUPTI starts,
     kernels are seen for the first time), and is milliseconds late on one rank or another.
 
     Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), and next to it a
-    picture (.png, if matplotlib is installed) and a table of exposed times (.txt). On GPUs the events are the kernels
-    that torch.profiler saw, on CPUs the calls of operators.
+    table of exposed times (.txt). On GPUs the events are kernels, on CPUs the calls of operators.
 
     An exception in the context goes through, and nothing is written.
 
@@ -104,18 +83,58 @@ def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
 @contextmanager
 def record_as(path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline], Timeline]) -> Iterator[Recording]:
     """Same as :func:`record`, but applies `finish`, a pure function, to what was recorded before it is written."""
-    path = Path(path)
+    path, on_gpu = Path(path), heap.device.type == "cuda"
     heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
     heap.synchronize()
-    watch_here = _watch_gpu if heap.device.type == "cuda" else _watch_host
-    with watch_here(heap) as watch:
-        recording = Recording(heap, watch.forget)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    with annotate(heap), torch.profiler.profile(activities=activities) as profiler:
+        recording = Recording(heap)
         yield recording
         heap.synchronize()
     _meet(heap)  # it has a time limit, unlike what follows: a rank that has failed does not come
     heap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
-    recording.timeline = finish(_together(heap.gather_bytes(_pack(watch.collect())), _device_name(heap.device)))
+    payload = json.dumps([astuple(event) for event in _events(profiler, on_gpu)]).encode()
+    ranks = [[Event(**dict(zip(Event.__slots__, values, strict=True))) for values in json.loads(data)]
+             for data in heap.gather_bytes(payload)]  # fmt: skip
+    device = torch.cuda.get_device_name(heap.device) if on_gpu else "cpu"
+    recording.timeline = finish(timeline_of(ranks, device, _ALIGNING_BARRIERS))
     heap.agree(_write(recording.timeline, path) if heap.rank == 0 else None)
+
+
+def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
+    """The timeline, on the clock of rank 0, of events by begin, each rank's on its own clock, that start with so many
+    barriers."""
+    barriers = [
+        [(e.begin_us, e.end_us) for e in events if e.name in _ALIGNING_NAMES][:num_barriers] for events in ranks
+    ]
+    offsets, errors = align(barriers)
+    start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
+    moved = []
+    for events, mine, offset in zip(ranks, barriers, offsets, strict=True):
+        after, by_us = [e for e in events if e.begin_us >= mine[-1][1]], offset + start
+        moved.append(tuple(replace(e, begin_us=e.begin_us - by_us, end_us=e.end_us - by_us) for e in after))
+    return Timeline(ranks=tuple(moved), clock_error_us=tuple(errors), device=device)
+
+
+def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
+    """(how far each rank's clock is ahead of rank 0's, the largest error of that), in the unit of the barriers.
+
+    Nobody leaves a barrier before everybody has entered it. So a rank's clock is ahead of rank 0's by no less than its
+    own entry minus rank 0's exit, and by no more than its own exit minus rank 0's entry. The middle of what all
+    barriers allow is taken; half of that range is the error.
+
+    Args:
+        barriers: per rank: (entered, left) of the same barriers in the same order, at least one.
+    """
+    offsets, errors = [0.0], [0.0]
+    for mine in barriers[1:]:
+        pairs = list(zip(mine, barriers[0], strict=True))
+        least = max(entered - left_0 for (entered, _), (_, left_0) in pairs)
+        most = min(left - entered_0 for (_, left), (entered_0, _) in pairs)
+        offsets.append((least + most) / 2)
+        errors.append(abs(most - least) / 2)  # least > most: the clocks have drifted, or are coarse, by as much
+    return offsets, errors
 
 
 def _meet(heap: SymmetricHeap) -> None:
@@ -130,88 +149,25 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
             heap.barrier(control.PHASE_START)
 
 
-@contextmanager
-def _watch_host(heap: SymmetricHeap) -> Iterator[_Watch]:
-    """Watches the calls of operators: a CPU computes them when they are called."""
-    events: list[Event] = []
-
-    @contextmanager
-    def around(operator: str) -> Iterator[None]:
-        begin_ns = time.perf_counter_ns()
-        yield
-        end_ns = time.perf_counter_ns()
-        phase = BY_OPERATOR[operator].name
-        times = {"begin_us": begin_ns / 1e3, "end_us": end_ns / 1e3}
-        events.append(Event(lane="host", phase=phase, direction=direction(), name=operator, **times))
-
-    with ranged(heap.device, around):
-        yield _Watch(forget=events.clear, collect=lambda: events)
-
-
-@contextmanager
-def _watch_gpu(heap: SymmetricHeap) -> Iterator[_Watch]:
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with annotate(heap), torch.profiler.profile(activities=activities) as profiler:
-        yield _Watch(forget=_mark_start, collect=lambda: _exported(profiler))
-
-
-def _mark_start() -> None:
+def _mark_start(device: torch.device) -> None:
     with torch.profiler.record_function(START):
         pass
-    gpu_sleep(_HEAD_START_CYCLES)  # otherwise the first kernels would wait for their launches, not for peers
+    if device.type == "cuda":  # otherwise the first kernels would wait for their launches, not for peers
+        gpu_sleep(_HEAD_START_CYCLES)
 
 
-def _exported(profiler: torch.profiler.profile) -> list[Event]:
+def _events(profiler: torch.profiler.profile, on_gpu: bool) -> list[Event]:
     with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
-        return gpu_events(json.loads(file.read_text(encoding="utf-8")))
-
-
-def _pack(events: Sequence[Event]) -> bytes:
-    return json.dumps([astuple(event) for event in events]).encode()
-
-
-def _together(payloads: Sequence[bytes], device: str) -> Timeline:
-    """All ranks' events on the clock of rank 0, from the end of the aligning barriers on."""
-    fields = tuple(Event.__dataclass_fields__)
-    ranks = [[Event(**dict(zip(fields, values, strict=True))) for values in json.loads(data)] for data in payloads]
-    return timeline_of(ranks, device, _ALIGNING_BARRIERS)
-
-
-def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
-    """The timeline of events by begin, each rank's on its own clock, that start with so many barriers."""
-    aligning = [_first_barriers(events, num_barriers) for events in ranks]
-    offsets, errors = align(aligning)
-    start = min(barriers[-1][1] - offset for barriers, offset in zip(aligning, offsets, strict=True))
-    shifted = []
-    for events, barriers, offset in zip(ranks, aligning, offsets, strict=True):
-        shifted.append(tuple(_moved(e, -offset - start) for e in events if e.begin_us >= barriers[-1][1]))
-    return Timeline(ranks=tuple(shifted), clock_error_us=tuple(errors), device=device)
-
-
-def _first_barriers(events: Sequence[Event], number: int) -> list[Span]:
-    return [(e.begin_us, e.end_us) for e in events if e.name in _ALIGNING_NAMES][:number]
-
-
-def _moved(event: Event, by_us: float) -> Event:
-    fields = {name: getattr(event, name) for name in Event.__dataclass_fields__}
-    return Event(**fields | {"begin_us": event.begin_us + by_us, "end_us": event.end_us + by_us})
+        return events_of(json.loads(file.read_text(encoding="utf-8")), on_gpu=on_gpu)
 
 
 def _write(timeline: Timeline, path: Path) -> ArgumentError | None:
-    """Writes the three files; returns the error, or None."""
+    """Writes both files; returns the error, or None."""
     try:
         path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
         path.with_suffix(".txt").write_text(table(timeline) + "\n", encoding="utf-8")
     except OSError as error:
         return ArgumentError(f"path ({path}) cannot be written: {error}")
-    try:
-        draw(timeline, str(path.with_suffix(".png")))
-    except ArgumentError as error:
-        logger.warning("%s", error)
     return None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

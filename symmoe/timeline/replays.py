@@ -17,7 +17,8 @@ from typing import TypeVar
 import torch
 
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import COMMUNICATION, COMPUTE, Event, Timeline
+from symmoe.timeline.events import Event, Timeline
+from symmoe.timeline.phases import COMMUNICATION
 from symmoe.timeline.recording import Recording, record_as
 from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 
@@ -72,10 +73,10 @@ def _directed(events: Sequence[Event]) -> list[Event]:
 
 def _in_lanes(events: Sequence[Event]) -> tuple[Event, ...]:
     """Puts communication and the rest into separate lanes; two of a kind that run at the same time get two lanes."""
-    ends: dict[str, list[float]] = {COMPUTE: [], COMMUNICATION: []}
+    ends: dict[str, list[float]] = {"compute": [], "communication": []}
     found = []
     for event in events:
-        kind = COMMUNICATION if event.kind.is_communication else COMPUTE
+        kind = "communication" if event.phase in COMMUNICATION else "compute"
         free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
         number = next(free, len(ends[kind]))
         ends[kind][number : number + 1] = [event.end_us]

@@ -1,18 +1,19 @@
-"""`symmoe bench` on GPUs: every suite at small sizes, captured steps included."""
+"""The benchmarks on GPUs: every suite at small sizes, captured steps included."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import bench
 import pytest
 import torch
-
-from symmoe.tools.bench.grouped import CHOICES
-from symmoe.tools.bench.layer import PRECISION
+from suites.grouped import CHOICES
+from suites.variants import PRECISION
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +23,11 @@ SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combin
 
 def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
     """The records of `symmoe bench`, in processes of its own."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    command = [sys.executable, "-m", *torchrun, "symmoe", "bench", *suites, *SIZES, "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", *torchrun, bench.__file__, *suites, *SIZES, "--json", str(path)]
+    here = os.pathsep.join([str(Path(bench.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": here}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return json.loads(path.read_text())
 

@@ -42,7 +42,7 @@ from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
-from symmoe.tools.bench.step_trace import trace_step
+from symmoe.tools.bench.steps import trace_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 

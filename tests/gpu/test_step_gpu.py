@@ -13,7 +13,7 @@ from worker import Findings, open_heap
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import schedule
-from symmoe.tools.bench.step_trace import StepTrace, trace_step
+from symmoe.tools.bench.steps import StepTrace, trace_step
 
 pytestmark = pytest.mark.gpu
 

@@ -59,24 +59,19 @@ class Case:
         return f"{self.shape.name}, {self.num_tokens} tokens, {self.skew}"
 
 
-def _uniform(num_experts: int) -> torch.Tensor:
-    return torch.zeros(num_experts)
+SKEWS = ("uniform", "zipf", "hot")
 
 
-def _zipf(num_experts: int) -> torch.Tensor:
-    # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
-    place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
-    return -torch.log1p(place.float())
-
-
-def _hot(num_experts: int) -> torch.Tensor:
+def log_popularity(skew: str, num_experts: int) -> torch.Tensor:
+    """The logarithm of every expert's popularity, fp32 [E]."""
     weights = torch.zeros(num_experts)
-    weights[HOT_EXPERT] = math.inf
+    if skew == "zipf":
+        # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
+        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
+        weights = -torch.log1p(place.float())
+    elif skew == "hot":
+        weights[HOT_EXPERT] = math.inf
     return weights
-
-
-# Name to the logarithm of every expert's popularity, fp32 [E].
-SKEWS = {"uniform": _uniform, "zipf": _zipf, "hot": _hot}
 
 
 def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
@@ -89,7 +84,7 @@ def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
     """
     num_experts = case.shape.num_experts
     uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(1e-30, 1 - 2**-24)
-    keys = SKEWS[case.skew](num_experts) - torch.log(-torch.log(uniform))
+    keys = log_popularity(case.skew, num_experts) - torch.log(-torch.log(uniform))
     return keys.topk(case.shape.top_k, dim=1).indices
 
 

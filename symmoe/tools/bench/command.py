@@ -1,39 +1,65 @@
-"""The subcommand `symmoe bench`: its arguments. What it does is in session.py, imported when it runs."""
+"""`symmoe bench`: measure, print, write. benchmarks/bench.py of a checkout has more suites, by the same arguments."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
-from collections.abc import Collection
+import shlex
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape
-from symmoe.tools.bench.options import Options
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape, check_case
+from symmoe.tools.bench.layer import LAYER, Choice, bench_layer, heap_bytes
+from symmoe.tools.bench.problem import Problem, routing_of
+from symmoe.tools.bench.ranks import Ranks, join
+from symmoe.tools.bench.records import Record, machine, render, save
+from symmoe.tools.bench.steps import bench_steps
+from symmoe.tools.bench.timing import Run
 
-_OF_CASES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped")
-SUITES = (*_OF_CASES, "overhead", "rail")
-DEFAULT_SUITES = ("steps", "layer", "dispatch", "combine", "gemm", "overhead")
 MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 _DESCRIPTION = """\
-Times the layer and its parts, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
+Times steps of the layer, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
 
-  torchrun --nproc-per-node=2 -m symmoe bench layer dispatch --preset qwen3-30b --tokens 128,8192 --json out.json
-  symmoe bench --load out.json --plot out.png --check baseline.json
+  torchrun --nproc-per-node=2 -m symmoe bench steps layer --preset qwen3-30b --tokens 128,8192 --json out.json
 
 docs/benchmarking.md has the protocol, and what the records mean.
 """
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured of a case, and the choices whose captured steps exist at the same time, which need the most
+    memory."""
+
+    bench: Callable[[Problem, Run], list[Record]]
+    choices: Mapping[str, Choice] = field(default_factory=lambda: LAYER)
+
+
+SUITES = {"steps": Suite(bench_steps), "layer": Suite(bench_layer)}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `bench` to the subcommands."""
     parser = commands.add_parser(
         "bench",
-        help="times of the layer and its parts, and yardsticks",
+        help="times of the layer, and yardsticks",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = f"{', '.join(SUITES)} ({', '.join(DEFAULT_SUITES)})"
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=known)
+    add_arguments(parser, SUITES)
+    parser.set_defaults(run=lambda args: run(args, SUITES))
+
+
+def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str]) -> None:
+    """Adds what :func:`run` reads."""
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(suites)} (steps, layer)")
     add_shape_arguments(parser)
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
@@ -42,15 +68,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
     parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
-    parser.add_argument(
-        "--load", nargs="+", default=[], metavar="FILE", help="take the records of these files instead of measuring"
-    )
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the records")
-    parser.add_argument(
-        "--check", metavar="BASELINE.json", help="fail if a ratio to its yardstick dropped by over 10 %%"
-    )
-    parser.set_defaults(run=run)
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,41 +78,6 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ffn", type=int, help="I, width of one expert")
     parser.add_argument("--experts", type=int, help="E, experts in all")
     parser.add_argument("--top-k", type=int, help="K, experts per token")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Returns the exit status."""
-    options = parse_options(args)
-    from symmoe.tools.bench.session import run_session
-
-    return run_session(options)
-
-
-def parse_options(args: argparse.Namespace) -> Options:
-    """The options of these arguments. Raises ArgumentError for errors that argparse cannot find."""
-    shapes = shapes_of(args)
-    tokens = [_number("tokens", text) for text in args.tokens.split(",")]
-    skews = _names("skew", args.skew, SKEWS)
-    if args.repetitions < 1:
-        raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
-    if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
-        raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
-    if args.plot and not args.plot.endswith(".png"):
-        raise ArgumentError(f"plot ({args.plot}) must end with .png")
-    for name, path in (("json", args.json), ("plot", args.plot)):  # checked before an hour of measuring
-        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise ArgumentError(f"{name} ({path}) cannot be written: no folder of yours")
-    return Options(
-        suites=_names("suite", ",".join(args.suites or DEFAULT_SUITES), SUITES),
-        cases=tuple(Case(shape, count, skew) for shape in shapes for count in tokens for skew in skews),
-        repetitions=args.repetitions,
-        heap_gib=args.heap_gib,
-        ranks_per_node=args.ranks_per_node,
-        load=tuple(args.load),
-        json=args.json,
-        plot=args.plot,
-        check=args.check,
-    )
 
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
@@ -109,6 +92,72 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
         missing = [f"--{name.replace('_', '-')}" for name in sizes if name not in given]
         raise ArgumentError(f"explicit sizes also need {', '.join(missing)}")
     return [Shape("x".join(map(str, sizes.values())), *sizes.values())]
+
+
+def run(args: argparse.Namespace, suites: Mapping[str, Suite]) -> int:
+    """Measures what the arguments name, on all ranks. Returns the exit status.
+
+    Raises:
+        ArgumentError: for errors that argparse cannot find.
+        WrongResult: a variant's results are wrong.
+    """
+    names = _names("suite", ",".join(args.suites or SUITES), suites)
+    tokens, skews = [_number("tokens", text) for text in args.tokens.split(",")], _names("skew", args.skew, SKEWS)
+    cases = [Case(shape, count, skew) for shape in shapes_of(args) for count in tokens for skew in skews]
+    if args.repetitions < 1:
+        raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
+    if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
+        raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
+    if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before an hour of measuring
+        raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
+    with join() as ranks:
+        for case in cases:
+            check_case(case, ranks.num_ranks)
+        report = _Report(args.json, ranks)
+        num_bytes = int((args.heap_gib or 0) * 2**30) or max(
+            heap_bytes(case, ranks.num_ranks, max(routing_of(case, ranks.num_ranks).num_rows), suites[name].choices)
+            for case in cases
+            for name in names
+        )
+        with SymmetricHeap(num_bytes=num_bytes, ranks_per_node=args.ranks_per_node) as heap:
+            for case in cases:
+                problem = Problem(case, ranks)
+                for name in names:
+                    report.add(f"{name}: {case}", suites[name].bench(problem, Run(ranks, heap, args.repetitions)))
+                del problem
+                gc.collect()
+                if ranks.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return 0
+
+
+class _Report:
+    """The records so far. Rank 0 prints them, and writes them to the file after every suite: a run may be cut off."""
+
+    def __init__(self, path: str | None, ranks: Ranks) -> None:
+        self._records: list[Record] = []
+        self._facts = machine(ranks.device) | {"command": command_line(ranks)}
+        self._path, self._speaks = path, ranks.rank == 0
+        shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
+        self._say(", ".join(f"{key} {self._facts[key]}" for key in shown if self._facts[key]))
+
+    def add(self, heading: str, records: list[Record]) -> None:
+        self._records += [record | self._facts for record in records]
+        self._say(f"\n{heading}\n{render(records)}")
+        if self._speaks and self._path:
+            save(self._records, self._path)
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            print(text, flush=True)
+
+
+def command_line(ranks: Ranks) -> str:
+    """How this program was called."""
+    program = Path(sys.argv[0]).name
+    is_module = program == "__main__.py"
+    launcher = [f"torchrun --nproc-per-node={ranks.num_ranks}"] if ranks.num_ranks > 1 else ["python"] * is_module
+    return " ".join([*launcher, "-m symmoe" if is_module else program, *map(shlex.quote, sys.argv[1:])])
 
 
 def _names(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:

@@ -1,26 +1,25 @@
-"""The tensors of one case. Every rank can make any other rank's tokens and any expert's weights: the checks need them.
+"""The tensors of one case, and where its slots must go. Every rank can make any other rank's tokens and any expert's
+weights: the checks need them, without the package's plan.
 
-T tokens, H hidden, I ffn, K slots per token, e experts and N rows and P packed rows on this rank.
+R ranks, T tokens per rank, H hidden, I ffn, K slots per token, E experts, e = E / R, N rows and P packed rows on a
+rank. Rows are ordered expert, source rank, token, k; packed rows source rank, token.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from symmoe.tools.bench.cases import Case, choose_experts
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.routing import Routing
 
 DTYPE = torch.bfloat16
 _TOKENS, _WEIGHTS, _EXPERTS_OF_TOKENS = 1, 2, 3  # streams of random numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What one rank brings to a step: x, dy bf16 [T, H], probs fp32 [T, K] that sum to one."""
 
     x: torch.Tensor
@@ -28,22 +27,53 @@ class Tokens:
     probs: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRows:
-    """What a rank's GEMMs work on once the tokens are there, in ordinary memory.
-
-    Attributes:
-        packed, d_packed: bf16 [P, H], the tokens and the gradients that arrive.
-        row_to_packed_row: int32 [N].
-        row_range: int32 [2, e].
-        row_probs: fp32 [N].
-    """
+class LocalRows(NamedTuple):
+    """What a rank's GEMMs work on once the tokens are there: packed, d_packed bf16 [P, H], row_to_packed_row int32 [N],
+    row_range int32 [2, e], row_probs fp32 [N]."""
 
     packed: torch.Tensor
     d_packed: torch.Tensor
     row_to_packed_row: torch.Tensor
     row_range: torch.Tensor
     row_probs: torch.Tensor
+
+
+class Routing:
+    """The routing of all ranks, from the choice of every rank, int64 [T, K]. Tensors are on the CPU.
+
+    Attributes:
+        slot_to_rank, slot_to_row: int64 [R, T, K], the rank of a slot's expert, and its row there.
+        num_rows, num_packed: N and P of every rank.
+        splits: int64 [R, e], rows of every expert.
+        goes_to: bool [R, T, R], whether a token of a rank has an expert on another (or the same) rank.
+    """
+
+    def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
+        num_ranks, experts_per_rank = len(topk_idx), num_experts // len(topk_idx)
+        self.topk_idx = torch.stack(topk_idx)
+        flat = self.topk_idx.reshape(-1)
+        self.slot_to_rank = self.topk_idx // experts_per_rank
+        self.splits = torch.bincount(flat, minlength=num_experts).view(num_ranks, experts_per_rank)
+        self.num_rows = self.splits.sum(1).tolist()
+        order = flat.argsort(stable=True)  # by expert; then source rank, token, k, as they lie
+        self._slot_of_row = order.split(self.num_rows)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel())
+        first_row = torch.tensor([0, *self.num_rows]).cumsum(0)
+        self.slot_to_row = place.view_as(self.topk_idx) - first_row[self.slot_to_rank]
+        self.goes_to = torch.stack([(self.slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
+        self.num_packed = self.goes_to.sum((0, 1)).tolist()
+
+    def rows_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token, slot) of every row of a rank: int64 [N], counted over all ranks' tokens [R * T] and slots."""
+        slots = self._slot_of_row[rank]
+        return slots // self.topk_idx.shape[2], slots
+
+    def packed_rows_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token of every packed row, int64 [P], and the packed row of every row, int64 [N]."""
+        arrives = self.goes_to[:, :, rank].reshape(-1)
+        token_to_packed = arrives.cumsum(0) - 1
+        return arrives.nonzero().squeeze(1), token_to_packed[self.rows_of(rank)[0]]
 
 
 class Problem:
@@ -58,31 +88,19 @@ class Problem:
 
     def __init__(self, case: Case, ranks: Ranks) -> None:
         self.case, self.rank, self.num_ranks, self.device = case, ranks.rank, ranks.num_ranks, ranks.device
-        shape = case.shape
-        self.experts_per_rank = shape.num_experts // self.num_ranks
+        self.experts_per_rank = case.shape.num_experts // self.num_ranks
+        self.first_expert = self.rank * self.experts_per_rank  # its global id
         self.routing = routing_of(case, self.num_ranks)
+        self.num_rows = int(self.routing.num_rows[self.rank])  # N
         self.topk_idx = self.routing.topk_idx[self.rank].int().to(self.device)
         self.tokens = self.tokens_of(self.rank)
-        for tensor in (self.tokens.x, self.tokens.probs):
+        shape, count = case.shape, self.experts_per_rank
+        self.w1 = torch.empty(count, 2 * shape.ffn, shape.hidden, dtype=DTYPE, device=self.device)
+        self.w2 = torch.empty(count, shape.hidden, shape.ffn, dtype=DTYPE, device=self.device)
+        for local in range(count):
+            self.w1[local], self.w2[local] = self.weights_of(self.first_expert + local)
+        for tensor in self.inputs:
             tensor.requires_grad_()
-        empty = functools.partial(torch.empty, dtype=DTYPE, device=self.device)
-        self.w1 = empty(self.experts_per_rank, 2 * shape.ffn, shape.hidden)
-        self.w2 = empty(self.experts_per_rank, shape.hidden, shape.ffn)
-        for local in range(self.experts_per_rank):
-            w1, w2 = self.weights_of(self.first_expert + local)
-            self.w1[local], self.w2[local] = w1, w2
-        self.w1.requires_grad_()
-        self.w2.requires_grad_()
-
-    @property
-    def first_expert(self) -> int:
-        """The global id of this rank's first expert."""
-        return self.rank * self.experts_per_rank
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return int(self.routing.num_rows[self.rank])
 
     @property
     def static_capacity(self) -> int:
@@ -107,31 +125,28 @@ class Problem:
         """W1 [2I, H] and W2 [H, I] of an expert of any rank, bf16."""
         generator = torch.Generator(self.device).manual_seed(_seed(_WEIGHTS, expert))
         hidden, ffn = self.case.shape.hidden, self.case.shape.ffn
-        made = functools.partial(torch.randn, generator=generator, dtype=DTYPE, device=self.device)
-        w1 = made(2 * ffn, hidden).mul_(hidden**-0.5)
-        w2 = made(hidden, ffn).mul_(ffn**-0.5)
-        return w1, w2
+        sizes = ((2 * ffn, hidden), (hidden, ffn))
+        w1, w2 = (torch.randn(size, generator=generator, dtype=DTYPE, device=self.device) for size in sizes)
+        return w1.mul_(hidden**-0.5), w2.mul_(ffn**-0.5)
 
     @cached_property
     def all_tokens(self) -> Tokens:
         """Every rank's tokens, [R * T, .]."""
-        brought = [self.tokens_of(rank) for rank in range(self.num_ranks)]
-        return Tokens(*(torch.cat([getattr(t, name) for t in brought]) for name in ("x", "dy", "probs")))
+        return Tokens(*map(torch.cat, zip(*map(self.tokens_of, range(self.num_ranks)), strict=True)))
 
     @cached_property
     def local_rows(self) -> LocalRows:
         """What this rank's GEMMs work on."""
-        tokens, everything = self.routing.packed_rows_of(self.rank), self.all_tokens
-        token_of_packed, row_to_packed = (index.to(self.device) for index in tokens)
+        token_of_packed, row_to_packed = (each.to(self.device) for each in self.routing.packed_rows_of(self.rank))
         _, slots = self.routing.rows_of(self.rank)
         splits = self.routing.splits[self.rank]
         ends = splits.cumsum(0)
         return LocalRows(
-            packed=everything.x[token_of_packed],
-            d_packed=everything.dy[token_of_packed],
+            packed=self.all_tokens.x[token_of_packed],
+            d_packed=self.all_tokens.dy[token_of_packed],
             row_to_packed_row=row_to_packed.int(),
             row_range=torch.stack((ends - splits, ends)).int().to(self.device),
-            row_probs=everything.probs.reshape(-1)[slots.to(self.device)],
+            row_probs=self.all_tokens.probs.reshape(-1)[slots.to(self.device)],
         )
 
 

@@ -1,4 +1,4 @@
-"""One record per figure: a flat dictionary with the same keys in every suite; and where and how it was measured."""
+"""One record per figure, a flat dictionary with the same keys in every suite; where it was measured; a table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,45 +15,42 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from symmoe.errors import ArgumentError
+from symmoe.tools.bench.problem import DTYPE, Problem
 
 Record = dict[str, Any]
-Identity = tuple[Any, ...]  # the values of IDENTITY
 
 # Keys of every record; None where a figure does not exist. docs/benchmarking.md says what each means.
 KEYS = (
-    "suite",
-    "variant",
-    "preset",
-    "ep",
-    "tokens",
-    "skew",
-    "direction",
-    "ms_median",
-    "ms_p10",
-    "ms_p90",
-    "tflops",
-    "ceiling_tflops",
-    "stock_tflops",
-    "wire_bytes",
-    "wire_gbs",
-    "copy_gbs",
-    "stock_ms",
-    "yardstick",
-    "error",
-    "repetitions",
-    "gpu",
-    "driver",
-    "torch",
-    "triton",
-    "nvshmem",
-    "commit",
-    "command",
-    "date",
+    *("suite", "variant", "preset", "ep", "tokens", "skew", "direction", "ms_median", "ms_p10", "ms_p90"),
+    *("tflops", "ceiling_tflops", "stock_tflops", "wire_bytes", "wire_gbs", "copy_gbs", "stock_ms", "yardstick"),
+    *("error", "repetitions", "gpu", "driver", "torch", "triton", "nvshmem", "commit", "command", "date"),
 )
-# What makes two records the same measurement.
-IDENTITY = ("suite", "variant", "preset", "ep", "tokens", "skew", "direction")
-_DIGITS = 6  # significant digits; more would be noise
+_RATIOS = {  # by yardstick: above and below, more is better
+    "ceiling_tflops": ("tflops", "ceiling_tflops"),
+    "stock_tflops": ("tflops", "stock_tflops"),
+    "copy_gbs": ("wire_gbs", "copy_gbs"),
+    "stock_ms": ("stock_ms", "ms_median"),  # times: less is better
+}
+_COLUMNS = (  # of the table: heading, width, key, format
+    ("suite", -9, "suite", "s"),
+    ("variant", -38, "variant", "s"),
+    ("preset", -14, "preset", "s"),
+    ("ep", 3, "ep", "d"),
+    ("tokens", 7, "tokens", "d"),
+    ("skew", -8, "skew", "s"),
+    ("direction", -9, "direction", "s"),
+    ("ms", 10, "ms_median", ".4f"),
+    ("p10", 10, "ms_p10", ".4f"),
+    ("p90", 10, "ms_p90", ".4f"),
+    ("host us", 8, "host_us", ".0f"),
+    ("in a row", 8, "in_a_row_us", ".1f"),
+    ("TFLOP/s", 9, "tflops", ".4g"),
+    ("ceiling", 8, "ceiling_tflops", ".4g"),
+    ("stock", 8, "stock_tflops", ".4g"),
+    ("wire GB/s", 10, "wire_gbs", ".4g"),
+    ("copy GB/s", 10, "copy_gbs", ".4g"),
+    ("copied B", 9, "weight_copy_bytes", ".3g"),
+)
 
 
 def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
@@ -62,9 +60,25 @@ def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
     return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **known}
 
 
+def case_record(
+    problem: Problem, suite: str, variant: str, direction: str, times_ms: npt.NDArray[np.float64], **more: Any
+) -> Record:
+    """A record of one case."""
+    case = problem.case
+    about = {"preset": case.shape.name, "ep": problem.num_ranks, "tokens": case.num_tokens, "skew": case.skew}
+    about |= {name: getattr(case.shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}
+    dtype = str(DTYPE).removeprefix("torch.")
+    return new_record(times_ms, suite=suite, variant=variant, direction=direction, dtype=dtype, **about, **more)
+
+
 def rounded(value: float) -> float:
-    """The value with as many digits as records hold."""
-    return float(f"{value:.{_DIGITS}g}")
+    """The value with six digits: more would be noise."""
+    return float(f"{value:.6g}")
+
+
+def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
+    """The median of all repetitions."""
+    return rounded(float(np.median(times_ms)))
 
 
 def tflops(flops: float, times_ms: npt.NDArray[np.float64]) -> float:
@@ -77,43 +91,35 @@ def gbs(num_bytes: float | None, times_ms: npt.NDArray[np.float64]) -> float | N
     return rounded(num_bytes / float(np.median(times_ms)) / 1e6) if num_bytes else None
 
 
-def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
-    """The median of all repetitions."""
-    return rounded(float(np.median(times_ms)))
-
-
 def ratio(record: Record) -> float | None:
     """How the figure compares with the yardstick of the same run, more is better; None without one."""
-    pairs = {
-        "ceiling_tflops": ("tflops", "ceiling_tflops"),
-        "stock_tflops": ("tflops", "stock_tflops"),
-        "copy_gbs": ("wire_gbs", "copy_gbs"),
-        "stock_ms": ("stock_ms", "ms_median"),  # times: less is better
-    }
-    if record.get("yardstick") not in pairs:
+    if record.get("yardstick") not in _RATIOS:
         return None
-    above, below = (record.get(key) for key in pairs[record["yardstick"]])
+    above, below = (record.get(key) for key in _RATIOS[record["yardstick"]])
     return above / below if above is not None and below else None
 
 
-def identity(record: Record) -> Identity:
-    """The values of IDENTITY. Records from before there were variants have none."""
-    return tuple(record.get(key) for key in IDENTITY)
+def render(records: Sequence[Record]) -> str:
+    """A line for each record, without columns that no record has, then what was skipped and why.
 
-
-def load(path: str) -> list[Record]:
-    """The records of a file.
-
-    Raises:
-        ArgumentError: it cannot be read, or holds something else.
+    "ratio" is to the yardstick of the same run.
     """
-    try:
-        records = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"cannot read records from {path}: {error}") from error
-    if not isinstance(records, list) or not all(isinstance(r, dict) and "suite" in r for r in records):
-        raise ArgumentError(f"{path} does not hold a list of records")
-    return records
+    columns = [column for column in _COLUMNS if any(record.get(column[2]) is not None for record in records)]
+    lines = [" ".join(_cell(head, width) for head, width, _, _ in columns) + "   ratio"]
+    for record in records:
+        cells = [_cell(_shown(record.get(key), kind), width) for _, width, key, kind in columns]
+        lines.append(" ".join(cells) + f" {_shown(ratio(record), '.3f'):>7}")
+    skipped = {(name, why) for record in records for name, why in record.get("skipped", {}).items()}
+    lines += [f"skipped {name}: {why}" for name, why in sorted(skipped)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shown(value: object, kind: str) -> str:
+    return "" if value is None else format(value, kind)
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(-width) if width < 0 else text.rjust(width)
 
 
 def save(records: list[Record], path: str) -> None:
@@ -125,12 +131,13 @@ def machine(device: torch.device) -> dict[str, str | None]:
     """The keys of a record that say where it was measured. Starts nvidia-smi and git if they are there."""
     on_gpu = device.type == "cuda"
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    nvshmem = [(name, _version(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
         "driver": _output_of(*query).split("\n")[0] if on_gpu else None,
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "nvshmem": _nvshmem_version() if on_gpu else None,
+        "nvshmem": ", ".join(f"{name} {number}" for name, number in nvshmem if number) or None if on_gpu else None,
         "commit": commit(Path(__file__).resolve().parent.parent),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -169,8 +176,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _nvshmem_version() -> str | None:
-    parts = [(name, _version(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
-    return ", ".join(f"{name} {number}" for name, number in parts if number) or None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ _SAMPLED_ROWS = 64
 _CHUNK_ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertReference:
+class ExpertReference(NamedTuple):
     """One local expert: its weights' gradients, and its first rows and their gradients. fp32."""
 
     local: int
@@ -31,11 +30,7 @@ class ExpertReference:
 
 
 class Reference:
-    """Results of a few tokens of this rank, spread over the batch, and of two of its experts: the busiest and the last.
-
-    Args:
-        problem: the case.
-    """
+    """Results of a few tokens of this rank, spread over the batch, and of its busiest and its last expert."""
 
     def __init__(self, problem: Problem) -> None:
         num_tokens = problem.case.num_tokens
@@ -50,12 +45,8 @@ class Reference:
     ) -> float:
         """The largest relative error of a step's results: of any row of y and dx, of dprobs, and of any dw."""
         index = self.token_index
-        errors = [
-            row_error(y[index], self.y),
-            row_error(dx[index], self.dx),
-            relative_error(dprobs[index], self.dprobs),
-        ]
-        return largest([*errors, self._weight_error(dw1, dw2)])
+        errors = [row_error(y[index], self.y), row_error(dx[index], self.dx)]
+        return largest([*errors, relative_error(dprobs[index], self.dprobs), self._weight_error(dw1, dw2)])
 
     def experts_error(self, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
         """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""

@@ -1,92 +1,235 @@
-"""A differentiable step as a variant: eager, or captured in a CUDA graph."""
+"""The suite "steps": whole steps as a training loop runs them, each kind following itself.
+
+Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
+show. Here one kind of step runs `STEPS` times in a row; the kinds come in an order that is shuffled for each
+repetition. Its time is the wall time of a step, the wait for the GPU after the last one included, on the slowest rank.
+
+A step is forward and backward, to the gradients of x and of all parameters, which are not added to earlier ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from symmoe.tools.bench.problem import Problem
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.layer import MoELayer
+from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.tools.bench.layer import Choice, make_experts, stock_forward
+from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import Record, case_record, rounded, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference
-from symmoe.tools.bench.timing import DIRECTIONS, Clock, Mark, StreamMark, Variant
+from symmoe.tools.bench.stock_torch import STOCK
+from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
 
-Forward = Callable[[], torch.Tensor]
-Inputs = Sequence[torch.Tensor]  # of a step: x, probs, w1, w2 as it takes them
+STEPS = 20  # in a row
+_HOST_STEPS = 10  # steps whose launches are timed
+_TRACED = "traced step"
+# CUDA runtime and driver calls that return only when the GPU has got somewhere.
+_WAITING_CALLS = {
+    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
+}
+_COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 
-
-def eager_step(
-    name: str,
-    problem: Problem,
-    reference: Reference,
-    forward: Forward,
-    inputs: Inputs,
-    max_error: float = MAX_ERROR,
-) -> Variant:
-    """`forward` and its backward pass to all inputs. Calls follow each other without a pause."""
-    return differentiated(name, forward, inputs, problem.tokens.dy, reference.step_error, max_error)
+Step = Callable[[], object]
 
 
-def differentiated(
-    name: str,
-    forward: Forward,
-    inputs: Inputs,
-    d_out: torch.Tensor,
-    error: Callable[..., float],
-    max_error: float,
-) -> Variant:
-    """`forward` and its backward pass from `d_out`; `error` is that of the result and of the gradients of `inputs`."""
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of step of ours."""
 
-    def call(clock: Clock) -> list[Mark]:
-        marks = [clock.mark()]
+    routes: bool  # the whole MoELayer with its router; otherwise plan, dispatch, experts and combine
+    static: bool = False  # a static capacity instead of an exact one
+    captured: bool = False  # a CUDA graph that is replayed
+    losses: Mapping[str, Any] = field(default_factory=dict)  # factors of the router's losses
+
+
+KINDS = {
+    "layer": Kind(routes=True),
+    "layer, losses": Kind(routes=True, losses={"aux_loss_coef": 1e-2, "z_loss_coef": 1e-3}),
+    "layer, static": Kind(routes=True, static=True),
+    "layer, graph": Kind(routes=True, static=True, captured=True),
+    "experts": Kind(routes=False),
+    "experts, static": Kind(routes=False, static=True),
+    "experts, graph": Kind(routes=False, static=True, captured=True),
+}
+
+
+def bench_steps(problem: Problem, run: Run) -> list[Record]:
+    """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
+    reference, on_gpu, steps, errors = Reference(problem), problem.device.type == "cuda", dict[str, Step](), {}
+    for name, kind in KINDS.items():
+        if kind.captured and not on_gpu:
+            continue  # there are no graphs on CPUs
+        step, checked = _make(kind, problem, run)
+        errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
+        steps[name] = _captured(step) if kind.captured else step
+    forward = stock_forward(problem)
+
+    def stock() -> tuple[torch.Tensor, ...]:
         y = forward()
-        marks.append(clock.mark())
-        torch.autograd.grad(y, inputs, d_out)
-        return [*marks, clock.mark()]
+        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
 
-    def verify() -> float:
-        y = forward()
-        return error(y, *torch.autograd.grad(y, inputs, d_out))
+    steps[STOCK] = stock
+    errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
+    times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
+    flops = 3 * problem.case.forward_flops
+    records = []
+    for name, step in steps.items():
+        figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
+        if name != STOCK:
+            figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
+        figures |= figures_of_step(step, problem, run.ranks)
+        records.append(case_record(problem, "steps", name, "step", times[name], **figures))
+    steps.clear()  # ends the graphs before their memory is freed
+    run.heap.release_graphs()
+    return records
 
-    return Variant(name, DIRECTIONS, call, verify, max_error)
+
+def _config(kind: Kind, problem: Problem) -> MoEConfig:
+    capacity, num_slots = problem.static_capacity if kind.static else None, problem.case.num_slots
+    if capacity is not None and kind.routes:  # the layer's own router decides, whatever the case's skew is
+        capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
+    return replace(Choice().config(problem.case.shape, capacity), **kind.losses)
 
 
-def captured_step(
-    name: str,
-    problem: Problem,
-    reference: Reference,
-    forward: Forward,
-    inputs: Inputs,
-    max_error: float = MAX_ERROR,
-) -> Variant:
-    """Same as :func:`eager_step`, but captured once and replayed. Runs the step before it captures it."""
-    dy = problem.tokens.dy
+def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
+    """The step, and one of the same experts whose results can be compared with the reference."""
+    config = _config(kind, problem)
+    layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
+    experts = RoutedExperts.of(config, run.heap, layer.experts)
+    x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy
+    weights = layer.experts.fc1.weight, layer.experts.fc2.weight
 
-    def backward(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(y, inputs, dy)
+    def routed() -> tuple[torch.Tensor, ...]:
+        y, _, _ = experts(x, probs, problem.topk_idx, layer.experts)
+        return (y, *torch.autograd.grad(y, (x, probs, *weights), dy))
 
-    # On the current stream: a second stream would make the heap keep events in the eager steps of the same run.
-    backward(forward())
+    def whole() -> tuple[torch.Tensor, ...]:
+        y, metrics = layer(x)
+        outputs, gradients = [y], [dy]
+        if kind.losses:
+            outputs.append(metrics.aux_loss)
+            gradients.append(torch.ones_like(metrics.aux_loss))
+        return torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
+
+    return whole if kind.routes else routed, routed
+
+
+def _captured(step: Step) -> Step:
+    """A step that replays a graph."""
+    step()  # compiles its kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # External: every replay records them anew, so that the directions can be told apart.
-    events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
     with torch.cuda.graph(graph):
-        events[0].record()
-        y = forward()
-        events[1].record()
-        gradients = backward(y)
-        events[2].record()
+        results = step()
 
-    def call(clock: Clock) -> list[StreamMark]:
+    def replay() -> object:
         graph.replay()
-        reached: torch.cuda.Event = clock.mark().event
-        return [StreamMark(event, reached) for event in events]
+        return step, results  # as long as the graph, what it reads and writes lives too
 
-    def verify() -> float:
-        for tensor in (y, *gradients):
-            tensor.detach().fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        return reference.step_error(y, *gradients)
+    return replay
 
-    return Variant(name, DIRECTIONS, call, verify, max_error, reuses_marks=True)
+
+def times_in_a_row_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int) -> dict[str, npt.NDArray[np.float64]]:
+    """Milliseconds [repetitions] of a step, by name. Collective."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repetition in range(repetitions):
+        for name in random.Random(repetition).sample(sorted(steps), len(steps)):
+            ranks.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                steps[name]()
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize(ranks.device)
+            times[name].append((time.perf_counter() - start) * 1e3 / STEPS)
+    ranks.barrier()
+    return {name: ranks.gather(np.array(taken)).max(axis=0) for name, taken in times.items()}
+
+
+def figures_of_step(step: Step, problem: Problem, ranks: Ranks) -> dict[str, float | int | None]:
+    """What a step asks of the host: the median time until its call returns, with an idle GPU before it; on GPUs also
+    its kernels, calls that wait for the GPU, copies from device to device and allocations. Collective."""
+    host_us = []
+    for _ in range(_HOST_STEPS):
+        ranks.barrier()
+        start = time.perf_counter()
+        step()
+        host_us.append((time.perf_counter() - start) * 1e6)
+    figures: dict[str, float | int | None] = {"host_us": rounded(statistics.median(host_us))}
+    counted = dict.fromkeys(("launches", "waits", "copies", "allocations"))
+    if ranks.device.type != "cuda":
+        return figures | counted
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    step()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
+    counts = (trace.kernels.total(), trace.waits.total(), trace.copies_on_device.total(), allocations)
+    return figures | dict(zip(counted, counts, strict=True))
+
+
+# -- what one step launches -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step as torch.profiler saw it, by name how often: kernels; copies by the driver ("Memcpy DtoD (Device ->
+    Device)", "Memset (Device)", ...); calls that wait for the GPU; copies of large tensors by torch's operators."""
+
+    kernels: Counter[str]
+    copies: Counter[str]
+    waits: Counter[str]
+    row_copies: Counter[str]
+
+    @property
+    def copies_on_device(self) -> Counter[str]:
+        """Copies from device to device, by whatever."""
+        return Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k}) + self.row_copies
+
+    @property
+    def findings(self) -> list[str]:
+        """What a zero-copy step with static capacity must not have."""
+        return [f"{count} x {name}" for name, count in (self.copies_on_device + self.waits).items()]
+
+
+def trace_step(step: Step, *, row_numel: int) -> StepTrace:
+    """Profiles one call of `step`, which has run before. Synchronises.
+
+    Args:
+        row_numel: elements from which a copy by a torch operator counts.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        with torch.profiler.record_function(_TRACED):
+            step()
+        torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
+    events = profiler.events()
+    whole = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
+    trace = StepTrace(*(Counter[str]() for _ in range(4)))
+    for event in events:
+        if event.device_type.name == "CUDA":
+            if event.name != _TRACED:
+                (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[event.name] += 1
+        elif whole.start <= event.time_range.start <= whole.end:
+            shape = event.input_shapes[0] if event.input_shapes else None
+            if event.name in _WAITING_CALLS:
+                trace.waits[event.name] += 1
+            elif event.name in _COPYING_OPERATORS and shape and math.prod(shape) >= row_numel:
+                trace.row_copies[f"{event.name} {shape}"] += 1
+    return trace

@@ -1,4 +1,4 @@
-"""The yardstick: an expert-parallel layer of stock torch parts, and its parts.
+"""The yardstick: an expert-parallel layer of stock torch parts.
 
 all_to_all_single (NCCL or gloo) of one row per slot, a stable sort, torch._grouped_mm (on CPUs a loop of products),
 SwiGLU in eager operations. Permutations gather in both directions, which is faster than what autograd makes of them.
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function
 
 STOCK = "stock torch"  # name of variants that are made of these parts
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, probs, ends to outputs
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -29,28 +30,20 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
     return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
 
-def grouped_wgrad(d_out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[G, O, C]: d_out [N, O] transposed times rows [N, C], by groups."""
-    if rows.device.type == "cuda":
-        return torch._grouped_mm(d_out.t(), rows, offs=ends)
-    cuts = ends.tolist()[:-1]
-    return torch.stack([d.t() @ r for d, r in zip(d_out.tensor_split(cuts), rows.tensor_split(cuts), strict=True)])
-
-
 def swiglu(h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """SwiGLU times the rows' scale, as a model would write it."""
     gate, up = h.chunk(2, dim=1)
     return torch.nn.functional.silu(gate) * up * scale.to(h.dtype)[:, None]
 
 
-def swiglu_grad(da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients of :func:`swiglu` by h and, in fp32, by the scale, with its result between them."""
-    gate, up = h.chunk(2, dim=1)
-    silu = torch.nn.functional.silu(gate)
-    value, scale = silu * up, scale.to(h.dtype)[:, None]
-    ds = da * scale
-    dh = torch.cat([torch.ops.aten.silu_backward(ds * up, gate), ds * silu], dim=1)
-    return [dh, value * scale, (da * value).sum(dim=1, dtype=torch.float32)]
+def torch_experts(w1: torch.Tensor, w2: torch.Tensor) -> Experts:
+    """Both layers by torch._grouped_mm; w1 [e, 2I, H], w2 [e, H, I]."""
+
+    def run(rows: torch.Tensor, row_probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        a = swiglu(grouped_mm(rows, w1.transpose(1, 2), ends), row_probs)
+        return grouped_mm(a, w2.transpose(1, 2), ends)
+
+    return run
 
 
 def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
@@ -67,6 +60,8 @@ class _AllToAllContext(Context, Protocol):
 
 
 class _AllToAll(Function):
+    """Same as :func:`all_to_all`; backward sends the gradients back."""
+
     @staticmethod
     def forward(ctx: _AllToAllContext, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         ctx.splits = sent, received
@@ -78,52 +73,27 @@ class _AllToAll(Function):
         return all_to_all(d_rows, *ctx.splits), None, None
 
 
-def differentiable_all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-    """Same as :func:`all_to_all`; backward sends the gradients back."""
-    arrived: torch.Tensor = _AllToAll.apply(rows, received, sent)
-    return arrived
-
-
 class _OrderContext(Context, Protocol):
     inverse: torch.Tensor
     top_k: int
 
 
 class _Permute(Function):
-    """rows[order]; `inverse` is the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx: _OrderContext, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.inverse = inverse
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _OrderContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return d_rows.index_select(0, ctx.inverse), None, None
-
-
-class _Spread(Function):
-    """x [T, H] to one row per slot in the order of `order` (slots); the gradient is summed over a token's slots."""
+    """rows[order // top_k]; `inverse` is the inverse permutation. The gradient is summed over a row's copies."""
 
     @staticmethod
     def forward(
-        ctx: _OrderContext, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int
+        ctx: _OrderContext, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int = 1
     ) -> torch.Tensor:
         ctx.inverse, ctx.top_k = inverse, top_k
-        return x.index_select(0, order // top_k)
+        return rows.index_select(0, order if top_k == 1 else order // top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _OrderContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return d_rows.index_select(0, ctx.inverse).view(-1, ctx.top_k, d_rows.shape[1]).sum(1), None, None, None
-
-
-def inverse_of(order: torch.Tensor) -> torch.Tensor:
-    """The inverse permutation."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
+        d_copies = d_rows.index_select(0, ctx.inverse)
+        d_in = d_copies if ctx.top_k == 1 else d_copies.view(-1, ctx.top_k, d_rows.shape[1]).sum(1)
+        return d_in, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +126,7 @@ def plan_exchange(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> E
     expert = torch.arange(local, device=slots.device).repeat(num_ranks)
     local_order = expert.repeat_interleave(arriving.reshape(-1), output_size=sum(both[1])).argsort(stable=True)
     ends = arriving.sum(0).cumsum(0).int()
-    return Exchange(order, inverse_of(order), both[0], both[1], local_order, inverse_of(local_order), ends)
-
-
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, probs, ends to outputs
-
-
-def torch_experts(w1: torch.Tensor, w2: torch.Tensor) -> Experts:
-    """Both layers by torch._grouped_mm; w1 [e, 2I, H], w2 [e, H, I]."""
-
-    def run(rows: torch.Tensor, row_probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        a = swiglu(grouped_mm(rows, w1.transpose(1, 2), ends), row_probs)
-        return grouped_mm(a, w2.transpose(1, 2), ends)
-
-    return run
+    return Exchange(order, _inverse(order), both[0], both[1], local_order, _inverse(local_order), ends)
 
 
 def stock_layer(
@@ -178,10 +135,17 @@ def stock_layer(
     """y [T, H] of x [T, H], probs and topk_idx [T, K]. Collective, forward and backward. Differentiable."""
     top_k = topk_idx.shape[1]
     e = plan_exchange(topk_idx, num_experts, num_ranks)
-    rows = differentiable_all_to_all(_Spread.apply(x, e.order, e.inverse, top_k), e.received, e.sent)
-    row_probs = differentiable_all_to_all(_Permute.apply(probs.reshape(-1), e.order, e.inverse), e.received, e.sent)
+    rows = _AllToAll.apply(_Permute.apply(x, e.order, e.inverse, top_k), e.received, e.sent)
+    row_probs = _AllToAll.apply(_Permute.apply(probs.reshape(-1), e.order, e.inverse), e.received, e.sent)
     rows = _Permute.apply(rows, e.local_order, e.local_inverse)
     out = experts(rows, _Permute.apply(row_probs, e.local_order, e.local_inverse), e.ends)
-    back = differentiable_all_to_all(_Permute.apply(out, e.local_inverse, e.local_order), e.sent, e.received)
+    back = _AllToAll.apply(_Permute.apply(out, e.local_inverse, e.local_order), e.sent, e.received)
     y: torch.Tensor = _Permute.apply(back, e.inverse, e.order).view(-1, top_k, x.shape[1]).sum(1)
     return y
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The inverse permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse

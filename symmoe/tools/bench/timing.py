@@ -1,4 +1,4 @@
-"""How things are timed: one protocol for everything that `symmoe bench` measures.
+"""How things are timed: one protocol for everything that is measured.
 
 1. Every variant runs once and its results are compared with a reference; a wrong one ends the run.
 2. Every variant runs `WARM_UP` times.
@@ -18,13 +18,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.errors import WrongResult
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.ranks import Ranks
 
 Direction = Literal["forward", "backward"]
@@ -55,15 +58,9 @@ class HostClock:
         return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
 
 
-@dataclass(frozen=True)
-class StreamMark:
-    """A point in time on a stream.
-
-    Attributes:
-        event: the event at this time.
-        reached: a later event, or the same, for the host to wait for. It cannot wait for an event that a graph records:
-            until the replay gets there, that is the event of the replay before.
-    """
+class StreamMark(NamedTuple):
+    """A point in time on a stream: an event, and a later one, or the same, for the host to wait for. It cannot wait for
+    an event that a graph records: until the replay gets there, that is the event of the replay before."""
 
     event: torch.cuda.Event
     reached: torch.cuda.Event
@@ -121,11 +118,6 @@ def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
     return call
 
 
-def verify(variant: Variant, ranks: Ranks) -> float:
-    """Same as :func:`largest_error`, of a variant."""
-    return largest_error(variant.name, variant.verify(), variant.max_error, ranks)
-
-
 def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
     """The largest relative error of any rank. Collective.
 
@@ -174,3 +166,33 @@ def measure(
             times[name] += [clock.intervals_ms(m) for m in marks]
     ranks.barrier()
     return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}
+
+
+class Run(NamedTuple):
+    """One run of the benchmark: the ranks, their heap, and how often everything is timed."""
+
+    ranks: Ranks
+    heap: SymmetricHeap
+    repetitions: int
+
+    def measure(
+        self, variants: Sequence[Variant], *, clock: Clock | None = None, ahead: bool = False, block: int = BLOCK
+    ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
+        """(milliseconds [repetitions, directions], relative error) of every variant, by name. Collective.
+
+        Args:
+            ahead: the host gets a head start: for calls that are so short that launches would hide their time.
+
+        Raises:
+            WrongResult: on every rank, if one is wrong on any.
+        """
+        errors = {v.name: largest_error(v.name, v.verify(), v.max_error, self.ranks) for v in variants}
+        align, clock = self.ranks.align_ahead if ahead else self.ranks.align, clock or clock_for(self.ranks.device)
+        times = measure(variants, self.ranks, clock, repetitions=self.repetitions, block=block, align=align)
+        return times, errors
+
+    def plan(self, problem: Problem, capacity: int | None = None) -> Plan:
+        """A plan of the problem's routing. Collective."""
+        return make_plan(
+            problem.topk_idx, num_experts=problem.case.shape.num_experts, heap=self.heap, capacity=capacity
+        )

@@ -7,10 +7,17 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping
 
 from symmoe.errors import ArgumentError
+from symmoe.tools.doctor import nvidia_smi
+from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
 from symmoe.tools.doctor.flight import diagnose, read_record
+from symmoe.tools.doctor.gpus import check_gpus, check_links, read_gpus
+from symmoe.tools.doctor.system import check_limits, check_system, read_system
+from symmoe.tools.doctor.trial import MAX_GPUS, check_trial, run_trial
+from symmoe.tools.doctor.versions import check_versions, read_versions
 
 _DESCRIPTION = """\
 Says on one screen whether this machine can run symmoe and how well: GPUs, links, versions, limits, environment, and a
@@ -48,56 +55,61 @@ def _run(args: argparse.Namespace) -> int:
     # torchrun has started one per rank. They would only disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
-    return _read(args) if args.read else _examine(args)
-
-
-def _examine(args: argparse.Namespace) -> int:
-    from symmoe.tools.doctor.checkup import examine, examine_and_try
-
-    environment = dict(os.environ)
-    if args.no_self_test:
-        findings = examine(environment)
-    else:
+    if args.read:
+        diagnosis = diagnose([read_record(path) for path in args.read])
+        print(json.dumps(dataclasses.asdict(diagnosis), indent=1) if args.json else diagnosis.sentence)
+        return 0
+    if not args.no_self_test:
         print("The self-test takes some 10 s, longer the first time on GPUs...", file=sys.stderr, flush=True)
-        findings = examine_and_try(environment)
+    findings = examine(dict(os.environ), self_test=not args.no_self_test)
     _tell(findings, args)
-    return _status(findings)
+    return int(worst_level(findings) == "problem")
+
+
+def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]:
+    """Looks at this machine, and runs the self-test: on up to 8 GPUs, one process each, else on 2 CPU processes."""
+    system, versions, smi = read_system(environment), read_versions(), nvidia_smi.ask()
+    gpus, visible = read_gpus(smi), environment.get("CUDA_VISIBLE_DEVICES")
+    has_gpu, used = bool(gpus.gpus), [gpu.smi_index for gpu in gpus.gpus]
+    links = {index: each for index, each in smi.links.items() if index in used}
+    found = [
+        *check_system(system, has_gpu=has_gpu),
+        *check_versions(versions, has_gpu=has_gpu),
+        *check_gpus(gpus, smi, torch_cuda=versions.torch_cuda, visible=visible),
+        *check_links(gpus.pairs, links, visible=visible),
+        *check_limits(system, has_gpu=has_gpu),
+        *check_environment(environment, has_gpu=has_gpu, num_cores=system.num_cores),
+    ]
+    if self_test:
+        slowest = min((each.gbs for each in links.values()), default=0.0) if len(links) > 1 else 0.0
+        trial = run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment)
+        found += check_trial(trial, on_gpus=has_gpu, link_gbs=slowest or None)
+    return found
 
 
 def _examine_nodes(args: argparse.Namespace) -> int:
     from symmoe.tools.doctor.nodes import Worker, join_and_examine
-    from symmoe.tools.doctor.pairs import LASTS_S
 
     if args.read:
         raise ArgumentError("--nodes and --read exclude each other")
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise ArgumentError(f"ranks-per-node ({args.ranks_per_node}) must be at least 1")
-    names = {"rank": "RANK", "num_ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
-    if missing := [name for name in names.values() if not os.environ.get(name, "").isdigit()]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if missing := [name for name in names if not os.environ.get(name, "").isdigit()]:
         raise ArgumentError(
             f"--nodes needs ranks that torchrun has started: {', '.join(missing)} not set (docs/nodes.md)"
         )
-    worker = Worker(**{key: int(os.environ[name]) for key, name in names.items()})
+    worker = Worker(*(int(os.environ[name]) for name in names))
     findings = join_and_examine(
         worker,
         os.environ,
         lambda findings: _tell(findings, args),
         ranks_per_node=args.ranks_per_node,
-        lasts_s=None if args.no_self_test else LASTS_S,
+        sends=not args.no_self_test,
     )
-    return _status(findings)  # of every process, so that torchrun on every node ends with it
+    return int(worst_level(findings) == "problem")  # of every process, so that torchrun on every node ends with it
 
 
 def _tell(findings: list[Finding], args: argparse.Namespace) -> None:
     as_json = {"level": worst_level(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}
     print(json.dumps(as_json, indent=1) if args.json else render(findings), flush=True)
-
-
-def _status(findings: list[Finding]) -> int:
-    return 1 if worst_level(findings) == "problem" else 0
-
-
-def _read(args: argparse.Namespace) -> int:
-    diagnosis = diagnose([read_record(path) for path in args.read])
-    print(json.dumps(dataclasses.asdict(diagnosis), indent=1) if args.json else diagnosis.sentence)
-    return 0

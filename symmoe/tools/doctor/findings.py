@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVELS = ("ok", "note", "problem")
-_WIDTH = 110
-_INDENT = max(map(len, LEVELS)) + 2
-_SUBJECT = 13  # the longest subject, and two spaces
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,17 @@ class Finding:
         assert self.fix or self.level != "problem", self.text
 
 
+class Findings(list[Finding]):
+    """Findings of one subject, as they are made."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__()
+        self.subject = subject
+
+    def add(self, level: str, text: str, fix: str = "") -> None:
+        self.append(Finding(level, self.subject, text, fix))
+
+
 def worst_level(findings: Sequence[Finding]) -> str:
     """The worst level of all findings; "ok" if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
@@ -42,17 +50,13 @@ def render(findings: Sequence[Finding]) -> str:
     """One screen of text. Fixes are not wrapped, so that users can copy them."""
     lines = []
     for finding in findings:
-        head = f"{finding.level:<{_INDENT}}{finding.subject:<{_SUBJECT}}"
-        lines.append(textwrap.fill(finding.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+        head = f"{finding.level:<9}{finding.subject:<13}"
+        lines.append(textwrap.fill(finding.text, 110, initial_indent=head, subsequent_indent=" " * len(head)))
         if finding.fix:
             lines.append(f"{'':<{len(head)}}-> {finding.fix}")
-    return "\n".join([*lines, "", _verdict(findings)])
-
-
-def _verdict(findings: Sequence[Finding]) -> str:
-    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
-    notes = "1 note" if counts["note"] == 1 else f"{counts['note']} notes"
-    if not counts["problem"]:
-        return f"No problems, {notes}: symmoe can run here."
-    problems = "1 problem" if counts["problem"] == 1 else f"{counts['problem']} problems"
-    return f"{problems}, {notes}: what stands behind -> helps."
+    notes, problems = (sum(finding.level == level for finding in findings) for level in LEVELS[1:])
+    counted = f"{notes} note{'s' * (notes != 1)}"
+    verdict = f"No problems, {counted}: symmoe can run here."
+    if problems:
+        verdict = f"{problems} problem{'s' * (problems != 1)}, {counted}: what stands behind -> helps."
+    return "\n".join([*lines, "", verdict])

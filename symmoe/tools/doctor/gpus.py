@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +21,9 @@ _REINSTALL = "pip install --force-reinstall torch --index-url https://download.p
 _BUSY_BYTES = 2 << 30  # more than what contexts of a process or two take
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
-    """A GPU as torch numbers it.
-
-    Attributes:
-        smi_index: how nvidia-smi numbers it; None if it does not know it.
-    """
+    """A GPU as torch numbers it, and as nvidia-smi does; None: it does not know it."""
 
     index: int
     name: str
@@ -35,14 +32,9 @@ class Gpu:
     smi_index: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two GPUs of torch, `first` < `second`.
-
-    Attributes:
-        connection: the word of `nvidia-smi topo -m` (NV18: 18 NVLinks; PIX to SYS: PCIe, ever farther); None: unknown.
-        can_access: whether each can address the other's memory.
-    """
+class Pair(NamedTuple):
+    """Two GPUs of torch, `first` < `second`: the word of `nvidia-smi topo -m` for their connection (NV18: 18 NVLinks;
+    PIX to SYS: PCIe, ever farther; None: unknown), and whether each can address the other's memory."""
 
     first: int
     second: int
@@ -50,15 +42,8 @@ class Pair:
     can_access: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpus:
-    """The GPUs that torch sees.
-
-    Attributes:
-        gpus: all of them.
-        pairs: all pairs of them.
-        error: why torch sees none although it was built for CUDA; "" if it does not say.
-    """
+class Gpus(NamedTuple):
+    """The GPUs that torch sees, all pairs of them, and why it sees none although it was built for CUDA."""
 
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[Pair, ...] = ()

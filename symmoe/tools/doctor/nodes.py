@@ -1,16 +1,22 @@
-"""`symmoe doctor --nodes`: who is where, by which network, and what goes over each rail. Every rank takes part.
+"""`symmoe doctor --nodes`: who is where, by which network, and how fast rails are. Every rank takes part.
 
-The ranks talk by torchrun's store, so that what does not work is told by all, and all come to the same findings.
+The ranks talk by torchrun's store, so that what does not work is told by all, and all come to the same findings. Rails
+are tried by the same means as a heap that spans nodes has: every rank sends to all others of its rail at once, all
+rails at the same time, and what has come is compared byte for byte.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,37 +26,25 @@ from symmoe.nodes.nccl import Nccl
 from symmoe.nodes.nccl_rail import NcclRail
 from symmoe.nodes.place import find_place
 from symmoe.nodes.rail import GlooRail, Payload, RailBroken
-from symmoe.nodes.reach import Endpoint, Listener, unreachable
+from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, find_topology
 from symmoe.tools.doctor import nvidia_smi
-from symmoe.tools.doctor.board import Board, RanksMissing
-from symmoe.tools.doctor.findings import Finding, worst_level
+from symmoe.tools.doctor.findings import Finding, Findings, worst_level
 from symmoe.tools.doctor.gpus import read_gpus
-from symmoe.tools.doctor.nccl_log import nccl_log
-from symmoe.tools.doctor.nics import rate_of, read_nics
-from symmoe.tools.doctor.node_checks import (
-    LAUNCH_ORDER,
-    Exchanges,
-    Facts,
-    check_cards,
-    check_nccl,
-    check_nodes,
-    check_rails,
-    check_sockets,
-    listed,
-)
-from symmoe.tools.doctor.pairs import LASTS_S, PairTest
 from symmoe.tools.doctor.versions import read_versions
 
-_WAIT_S = 90.0  # for other ranks, each time: a pair test that fails takes less
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_KNOWS_LAUNCH_ORDER = 22600  # the NCCL that has it, 2.26
+_WAIT_S = 90.0  # for other ranks, each time
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
-_CONNECT_S = 30.0
-_COMPARED = ("symmoe", "torch")
-_SAME_NUMBER = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node, which cuts nodes"
+_CONNECT_S, _MESSAGE_S = 30.0, 20.0
+_SHORT, _LONG = 8, 16 << 20  # bytes of messages whose time is latency, and bandwidth
+_REPETITIONS = 5
+_SLOW = 0.7  # of the median rail's speed
+_SHOWN = 3  # of what may be many
 
 
-@dataclass(frozen=True, kw_only=True)
-class Worker:
+class Worker(NamedTuple):
     """This process, as torchrun has numbered it."""
 
     rank: int
@@ -58,54 +52,117 @@ class Worker:
     local_rank: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rank says of itself."""
+
+    host: str
+    machine: str  # what ranks on one machine have in common
+    domain: str  # what ranks that reach each other's memory have in common
+    endpoint: Endpoint  # where gloo listens
+    problem: str = ""  # why it cannot
+    versions: Mapping[str, str]
+    nccl: int = 0  # as NCCL numbers its versions
+    gpu: str = ""  # name of its GPU
+    nics_up: Sequence[str] = ()  # RDMA devices of its machine that have a link
+    nics_down: Sequence[str] = ()
+    launch_order: str = ""  # value of NCCL_LAUNCH_ORDER_IMPLICIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What a rank says of its rail: GB/s that it sends and microseconds of a short exchange, and the ranks from which
+    other bytes have come than they sent; or what went wrong, and with whom (-1: not known)."""
+
+    gbs: float = 0.0
+    latency_us: float = 0.0
+    wrong: Sequence[int] = ()
+    error: str = ""
+    mate: int = -1
+
+
+class RanksMissing(Exception):
+    """Ranks did not answer in time."""
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {listed(ranks)} did not answer in time, at '{what}'")
+        self.ranks = tuple(ranks)
+
+
+class Board:
+    """Where every rank puts what it has found on a store of torch, and reads what the others have. Collective."""
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, wait_s: float) -> None:
+        self._store, self._rank, self._num_ranks, self._wait_s = store, rank, num_ranks, wait_s
+
+    def gather(self, what: str, mine: Any, ranks: Iterable[int] | None = None) -> list[Any]:
+        """What every rank (or those of `ranks`) has put under that name, as JSON has it, in rank order. Raises
+        RanksMissing."""
+        self._store.set(f"symmoe-doctor/{what}/{self._rank}", json.dumps(mine))
+        deadline, said, missing = time.monotonic() + self._wait_s, [], []
+        for rank in range(self._num_ranks) if ranks is None else ranks:
+            key, left_s = f"symmoe-doctor/{what}/{rank}", max(1e-3, deadline - time.monotonic())
+            try:
+                self._store.wait([key], timedelta(seconds=left_s))
+                said.append(json.loads(self._store.get(key)))
+            except RuntimeError:  # of some stores a DistError, of others not
+                missing.append(rank)
+        if missing:
+            raise RanksMissing(what, missing)
+        return said
+
+    def leave(self) -> None:
+        """Returns when rank 0 leaves, on rank 0 when the others do, or when that takes too long: torchrun ends a node's
+        ranks when one has failed, and rank 0 may keep the store."""
+        with contextlib.suppress(RanksMissing):
+            self.gather("leaves", None, None if self._rank == 0 else [0])
+
+
 def join_and_examine(
     worker: Worker,
-    environment: MutableMapping[str, str],
+    environment: Mapping[str, str],
     tell: Callable[[list[Finding]], None],
     *,
     ranks_per_node: int | None,
-    lasts_s: float | None,
+    sends: bool,
 ) -> list[Finding]:
     """:func:`examine_nodes` of the job that torchrun has started. Rank 0 tells; where ranks do not find each other, the
     first one of each node."""
+    found = Findings("nodes")
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
         board = Board(store, worker.rank, worker.num_ranks, _WAIT_S)
-        findings = examine_nodes(worker, store, board, environment, ranks_per_node=ranks_per_node, lasts_s=lasts_s)
-    except RanksMissing as missing:
-        text = f"ranks {listed(missing.ranks)} did not answer within {_WAIT_S:g} s, at '{missing}'"
-        fix = "see what they have printed; py-spy dump --pid ... says where they are"
-        findings = [Finding("problem", "nodes", text, fix)]
-    except (dist.DistError, ValueError) as error:
-        where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
-        fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
-        findings = [Finding("problem", "nodes", f"{text}{where}: {_first_line(error)}", fix)]
-    else:
+        findings = examine_nodes(worker, store, board, environment, ranks_per_node=ranks_per_node, sends=sends)
         if worker.rank == 0:
             tell(findings)
         board.leave()
         return findings
+    except RanksMissing as missing:
+        found.add("problem", str(missing), "see what they have printed; py-spy dump --pid ... says where they are")
+    except (dist.DistError, ValueError) as error:
+        where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
+        fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
+        found.add("problem", f"{text}{where}: {_first_line(error)}", fix)
     if worker.local_rank == 0:
-        tell(findings)
-    return findings
+        tell(found)
+    return found
 
 
 def examine_nodes(
     worker: Worker,
     store: Any,
     board: Board,
-    environment: MutableMapping[str, str],
+    environment: Mapping[str, str],
     *,
     ranks_per_node: int | None,
-    lasts_s: float | None = LASTS_S,
+    sends: bool = True,
 ) -> list[Finding]:
     """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded.
 
     Args:
-        store: of torch, of all ranks, on which no rails have been tested yet; `board` is over it.
+        store: of torch, of all ranks, on which no rails have been tried yet; `board` is over it.
         ranks_per_node: cuts machines into virtual nodes; None: each machine is a node.
-        lasts_s: see PairTest; None: ranks send each other nothing.
 
     Raises:
         RanksMissing: of the ranks that are there.
@@ -117,91 +174,236 @@ def examine_nodes(
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
         mine = read_facts(worker, environment, endpoint, problem)
-        facts = [Facts.of_json(said) for said in board.gather("facts", mine.as_json())]
+        said = board.gather("facts", asdict(mine))
+        facts = [Facts(**each | {"endpoint": Endpoint(**each["endpoint"])}) for each in said]
         try:
             topology = find_topology([each.domain for each in facts], worker.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
-            return [Finding("problem", "nodes", str(error), _SAME_NUMBER)]
+            fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
+            return [Finding("problem", "nodes", str(error), fix)]
         mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != worker.rank}
-        said = board.gather("reach", [*unreachable(mates, _REACH_S).items()])
-        refused = [dict(its) for its in said]
-    found = [*check_nodes(facts, topology), *check_cards(facts), *check_sockets(facts, topology, refused)]
-    exchanges: list[Exchanges] = []
-    if lasts_s and topology.num_nodes > 1 and worst_level(found) != "problem":
-        tried = try_pairs(worker, store, topology, environment, has_gpu=bool(mine.gpu), lasts_s=lasts_s)
-        exchanges = [Exchanges.of_json(said) for said in board.gather("pairs", tried.as_json())]
-    if mine.gpu and topology.num_nodes > 1:
-        found += check_nccl(facts, topology, exchanges)
-    return [*found, *check_rails(topology, exchanges)]
+        refused = [dict(each) for each in board.gather("reach", [*unreachable(mates, _REACH_S).items()])]
+    found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
+    if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
+        tried = try_rail(worker, store, topology, has_gpu=bool(mine.gpu))
+        found += check_rails(topology, [Exchange(**each) for each in board.gather("rails", asdict(tried))])
+    return found
 
 
-def read_facts(worker: Worker, environment: MutableMapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
+def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
-    smi = nvidia_smi.ask()
+    smi, nccl = nvidia_smi.ask(), 0
     gpus = read_gpus(smi).gpus
     gpu = gpus[worker.local_rank] if worker.local_rank < len(gpus) else None
-    index = -1 if gpu is None else gpu.index if gpu.smi_index is None else gpu.smi_index
-    place = find_place(next((device.uuid for device in smi.devices if device.index == index), None))
-    installed = read_versions().installed
+    uuid = next((device.uuid for device in smi.devices if gpu is not None and device.index == gpu.smi_index), None)
+    with contextlib.suppress(BackendUnavailable):
+        nccl = Nccl().version if gpu is not None else 0
+    place, installed, nics = find_place(uuid), read_versions().installed, read_nics()
     return Facts(
         host=socket.gethostname(),
         machine=place.machine.hex(),
         domain=place.domain.hex(),
         endpoint=endpoint,
         problem=problem,
-        rate=rate_of(endpoint.device),
-        versions={name: installed[name] for name in _COMPARED if name in installed},
-        nccl=_nccl() if gpu is not None else 0,
+        versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},
+        nccl=nccl,
         gpu=gpu.name if gpu is not None else "",
-        gpu_index=index,
-        nics=tuple(read_nics()),
-        distances=smi.nics.get(index, {}),
+        nics_up=[name for name, is_up in nics.items() if is_up],
+        nics_down=[name for name, is_up in nics.items() if not is_up],
         launch_order=environment.get(LAUNCH_ORDER, ""),
     )
 
 
-def device_of(worker: Worker, has_gpu: bool) -> torch.device:
-    """Where messages of the pair test lie."""
-    return torch.device("cuda", worker.local_rank) if has_gpu else torch.device("cpu")
+def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
+    """RDMA devices, such as "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", and whether they have a link."""
+    nics = {}
+    for device in sorted(folder.glob("*")):
+        about = [_text(path) for name in ("link_layer", "rate") for path in device.glob(f"ports/1/{name}")]
+        is_up = any("ACTIVE" in _text(path) for path in device.glob("ports/*/state"))
+        nics[f"{device.name} ({', '.join(filter(None, about)) or 'RDMA'})"] = is_up
+    return nics
 
 
-def try_pairs(
-    worker: Worker,
-    store: Any,
-    topology: Topology,
-    environment: MutableMapping[str, str],
-    *,
-    has_gpu: bool,
-    lasts_s: float,
-) -> Exchanges:
-    """The pair test. Collective over the ranks of a rail; what goes wrong is in the result."""
-    device = device_of(worker, has_gpu)
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""  # the kernel does not say
+
+
+def try_rail(worker: Worker, store: Any, topology: Topology, *, has_gpu: bool) -> Exchange:
+    """Messages to and from all others of the rail. Collective over it; what goes wrong is in the result."""
+    device = torch.device("cuda", worker.local_rank) if has_gpu else torch.device("cpu")
     options: dict[str, Any] = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": _CONNECT_S}
     name = f"symmoe-doctor/rail/{topology.local_rank}"
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(nccl_log(environment)) if has_gpu else None
         try:
-            hosts = GlooRail(store, name, **options)
-            stack.callback(hosts.abort)
-            payload: Payload = hosts
+            payload: Payload = GlooRail(store, name, **options)
+            stack.callback(payload.end)
             if has_gpu:
                 torch.cuda.set_device(device)
                 payload = NcclRail(Nccl(), store, f"{name}/payload", **options)
                 stack.callback(payload.end)
-            pairs = PairTest(topology, payload, hosts, device, lasts_s=lasts_s).run()
+            return measure_rail(topology, payload, device)
         except RailBroken as broken:
-            return Exchanges(error=str(broken), mate=topology.rail[broken.node])
+            return Exchange(error=str(broken), mate=topology.rail[broken.node])
         except (BackendUnavailable, RuntimeError) as error:
-            return Exchanges(error=_first_line(error))
-        return Exchanges(pairs=tuple(pairs), transports=tuple(log.transports()) if log else ())
+            return Exchange(error=_first_line(error))
+
+
+def measure_rail(topology: Topology, payload: Payload, device: torch.device) -> Exchange:
+    """What an exchange takes, the median of some, and whose bytes have come as others. Raises RailBroken."""
+
+    def message(rank: int, num_bytes: int) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(rank)
+        return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator, device=device)
+
+    def exchange(num_bytes: int) -> tuple[float, list[torch.Tensor]]:
+        sends = [message(topology.rank, num_bytes)] * topology.num_nodes
+        receives, times = [torch.zeros_like(sends[0]) for _ in topology.rail], []
+        for _ in range(1 + _REPETITIONS):  # the first one finds all of them here
+            start = time.perf_counter()
+            payload.wait(payload.begin([sends], [receives], _MESSAGE_S), _MESSAGE_S)
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+                wait_for(event.query, topology.node)
+            times.append(time.perf_counter() - start)
+        return median(times[1:]), receives
+
+    latency_s, _ = exchange(_SHORT)
+    long_s, receives = exchange(_LONG)
+    came = {rank: received for rank, received in zip(topology.rail, receives, strict=True) if rank != topology.rank}
+    wrong = [rank for rank, received in came.items() if not torch.equal(received, message(rank, _LONG))]
+    return Exchange(gbs=len(came) * _LONG / long_s / 1e9, latency_us=latency_s * 1e6, wrong=wrong)
+
+
+def wait_for(is_done: Callable[[], bool], node: int, timeout_s: float = _MESSAGE_S) -> None:
+    """Returns when something on the device is done. Raises RailBroken if that takes longer."""
+    start = time.monotonic()
+    while not is_done():
+        if time.monotonic() - start > timeout_s:
+            raise RailBroken(node, is_late=True, problem=f"no answer within {timeout_s:g} s")
+
+
+# -- what is to be said: pure functions, so that all ranks find the same ----------------------------------------------
+
+
+def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
+    """Who is where, and whether they have the same software."""
+    found, num_nodes = Findings("nodes"), topology.num_nodes
+    for name in sorted({name for each in facts for name in each.versions}):
+        by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
+        if len(by_version) > 1:
+            has = "; ".join(f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items())
+            found.add("problem", f"{name} is not the same everywhere: {has}", f"pip install {name}==... on every node")
+    without = [rank for rank, each in enumerate(facts) if not each.gpu]
+    if 0 < len(without) < len(facts):
+        text = f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own"
+        found.add("problem", text, "torchrun --nproc-per-node with no more than each node's GPUs")
+    places = [f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}" for node, ranks in enumerate(topology.nodes)]
+    of_nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes of {len(topology.ranks)}"
+    text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
+    num_machines = len({each.machine for each in facts})
+    if num_nodes == 1:
+        fix = "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes"
+        found.add("note", f"{text}: there is no network between ranks to look at", fix)
+    else:
+        text += f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})" * (num_machines < num_nodes)
+        rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
+        found.add("ok", f"{text}; rails: {rails}")
+    return found
+
+
+def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> list[Finding]:
+    """RDMA devices of every machine; by which network devices hosts talk to each other, and which ranks cannot connect
+    to which (refused: by rank, why it cannot connect to some of its rail); what NCCL has to know."""
+    nics, sockets, nccl = Findings("nics"), Findings("sockets"), Findings("nccl")
+    kinds = _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts])
+    for (up, down), ranks in kinds.items():
+        where = ", ".join(dict.fromkeys(facts[rank].host for rank in ranks))
+        if down:
+            fix = "ibstat says why; NCCL_IB_HCA=... names those that are up"
+            nics.add("note", f"{where}: no link at {', '.join(down)}", fix)
+        if not up and any(each.gpu for each in facts):
+            fix = "in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, if the host has NICs"
+            nics.add("note", f"{where}: no RDMA NIC: what goes between nodes goes over TCP", fix)
+        else:
+            nics.add("ok", f"{where}: {', '.join(up) or 'no RDMA NIC'}")
+    for problem, ranks in _ranks_by([each.problem for each in facts]).items():
+        if problem:
+            fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
+            sockets.add("problem", f"rank {listed(ranks)}: {problem}", fix)
+    pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
+    if pairs:
+        shown = [
+            f"rank {rank} on node {topology.node_of(rank)} cannot connect to rank {mate} on node "
+            f"{topology.node_of(mate)} at {facts[mate].endpoint}: {why}"
+            for rank, mate, why in pairs
+        ]
+        fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
+        firewall = "; let the firewall pass all TCP ports between the nodes"
+        is_remote = any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs)
+        sockets.add("problem", _some(shown), fix + firewall * is_remote)
+    if not sockets:
+        ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
+        names = [f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends]
+        text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
+        sockets.add("ok", f"gloo goes by {text}")
+    on_gpus = [rank for rank, each in enumerate(facts) if each.gpu and topology.num_nodes > 1]
+    if unordered := [rank for rank in on_gpus if facts[rank].launch_order != "1"]:
+        text = (
+            f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
+            "rails, GPUs may start the two communicators in different orders, and wait for each other"
+        )
+        nccl.add("note", text, f"export {LAUNCH_ORDER}=1 on every node")
+    elif old := [rank for rank in on_gpus if facts[rank].nccl < _KNOWS_LAUNCH_ORDER]:
+        text = f"NCCL of ranks {listed(old)} is older than 2.26, and does not know {LAUNCH_ORDER}"
+        nccl.add("note", text, "a torch with a newer NCCL: 2.11 brings 2.28")
+    return [*nics, *sockets, *nccl]
+
+
+def check_rails(topology: Topology, exchanges: Sequence[Exchange]) -> list[Finding]:
+    """How fast rails are, which one is the slowest, and what has come that was not sent. exchanges: by rank."""
+    found, where = Findings("rails"), [f"rank {r} on node {topology.node_of(r)}" for r in range(len(exchanges))]
+    log = "NCCL_DEBUG=INFO shows by what NCCL goes"
+    if failed := [(rank, each) for rank, each in enumerate(exchanges) if each.error]:
+        ends = [f"{where[rank]}{f' and {where[each.mate]}' if each.mate >= 0 else ''}" for rank, each in failed]
+        text = _some([f"between {both}: {each.error}" for both, (_, each) in zip(ends, failed, strict=True)])
+        found.add("problem", f"messages do not arrive {text}", f"firewalls; cables; {log}")
+    if wrong := [(rank, mate) for rank, each in enumerate(exchanges) for mate in each.wrong]:
+        text = _some([f"rank {rank} has got other bytes than rank {mate} has sent" for rank, mate in wrong])
+        found.add("problem", text, "memory or network are broken: take these nodes out of the job")
+    rails = [[rank for rank in rail if not exchanges[rank].error] for rail in zip(*topology.nodes, strict=True)]
+    slowest = {n: min(rail, key=lambda rank: exchanges[rank].gbs) for n, rail in enumerate(rails) if rail}
+    if not slowest:
+        return found
+    gbs = {number: exchanges[rank].gbs for number, rank in slowest.items()}
+    last, usual = min(gbs, key=gbs.__getitem__), median(gbs.values())
+    if gbs[last] < _SLOW * usual:
+        text = f"rail {last} is slow: {gbs[last]:.3g} GB/s at {where[slowest[last]]}, the median rail has {usual:.3g}"
+        found.add("note", text, f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}")
+    latency_us = {number: max(exchanges[rank].latency_us for rank in rails[number]) for number in gbs}
+    speeds = "; ".join(f"rail {number}: {gbs[number]:.3g} GB/s, {latency_us[number]:.0f} us" for number in gbs)
+    found.add("ok", f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}")
+    return found
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """ "0-3, 8": ranges of three and more are drawn together."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        parts[-1:] = [[*parts[-1], number]] if parts and number == parts[-1][-1] + 1 else [*parts[-1:], [number]]
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
+
+
+def _ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
+    return {value: [rank for rank, each in enumerate(values) if each == value] for value in values}
+
+
+def _some(texts: Sequence[str]) -> str:
+    return "; ".join([*texts[:_SHOWN], *[f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)])
 
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0]
-
-
-def _nccl() -> int:
-    try:
-        return Nccl().version
-    except BackendUnavailable:
-        return 0

@@ -1,6 +1,6 @@
 """One rank of the self-test, in a separate process: `python -m symmoe.tools.doctor.self_test`. trial.py starts it.
 
-Builds a heap, compares dispatch and combine with loops over integers, element by element, and times them
+Builds a heap, sends integers to experts that multiply them and back, compares every sum, and times dispatch, combine
 and a plain copy of as many bytes between peers.
 """
 
@@ -13,30 +13,27 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from symmoe.dispatch.plan import make_plan
-from symmoe.errors import WrongResult
+from symmoe.errors import PeerError, WrongResult
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
-from symmoe.tools.bench import ranks as launch
-from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
-from symmoe.tools.bench.traffic import PeerCopy
 
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
-_EXPERTS_PER_RANK, _TOP_K, _HIDDEN = 2, 2, 64
+_EXPERTS_PER_RANK, _HIDDEN = 2, 64
 _REPETITIONS = 10
+_GRACE_S = 5.0
+_SPARE_BYTES = 32 << 20  # of the heap, in addition to what is below
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What is timed: tokens of a rank, each sent to one other rank."""
 
     num_tokens: int
@@ -48,11 +45,7 @@ class Load:
         return self.num_tokens * self.hidden * self.dtype.itemsize
 
 
-_LOADS = {
-    "cpu": Load(num_tokens=512, hidden=1024, dtype=torch.float32),
-    "cuda": Load(num_tokens=8192, hidden=7168, dtype=torch.bfloat16),
-}
-_SPARE_BYTES = 32 << 20  # of the heap, in addition to what is below
+_LOADS = {"cpu": Load(512, 1024, torch.float32), "cuda": Load(8192, 7168, torch.bfloat16)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,14 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args(argv)
     signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
+    found: dict[str, Any]
+    lingers = False
     try:
-        with launch.join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
-            found = run(ranks, args.deadline_s / _WAITS)
+        with join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
+            found = dict(run(ranks, args.deadline_s / _WAITS))
     except Exception as error:  # noqa: BLE001 - whatever it is, doctor has to tell it
-        _write(args.out, {"error": type(error).__name__, "text": str(error)})
-        return 1
-    _write(args.out, found)
-    return 0
+        found = {"error": type(error).__name__, "text": str(error)}
+        lingers = isinstance(error, PeerError)
+    with open(f"{args.out}.part", "w", encoding="utf-8") as file:
+        json.dump(found, file)
+    os.replace(f"{args.out}.part", args.out)  # the whole file or nothing
+    if lingers:  # the rank that it is about shall end first: torch ends the others once one has failed
+        time.sleep(_GRACE_S)
+    return int("error" in found)
 
 
 def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
@@ -80,11 +79,11 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
     The latter are not there on one rank, where nothing moves. A wait on the heap takes at most `wait_s`. Collective.
 
     Raises:
-        WrongResult: on every rank, if rows or sums are wrong on any.
+        WrongResult: on every rank, if sums are wrong on any.
     """
     load = _LOADS[ranks.device.type]
     start = time.perf_counter()
-    # Rows, two buffers of the plain copy, and in combine a place for sums of as many tokens from each peer.
+    # Rows, what the plain copy brings, and in combine a place for sums of as many tokens from each peer.
     num_bytes = (3 + ranks.num_ranks - 1) * load.num_bytes + _SPARE_BYTES
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
         found = {"heap_s": ranks.largest(time.perf_counter() - start)}
@@ -95,32 +94,26 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Dispatch and combine of small integers, whose sums every dtype holds. Collective.
+    """Small integers, whose sums every dtype holds, to two experts or one, that multiply them, and back. Collective.
 
     Raises:
         WrongResult: on every rank, if any element is wrong on any.
     """
-    rank, num_experts = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks
-    tokens = [_tokens_of(each) for each in range(ranks.num_ranks)]
-    routing = [_routing_of(each, num_experts) for each in range(ranks.num_ranks)]
-    x = torch.from_numpy(tokens[rank]).to(heap.device, dtype)
-    plan = make_plan(torch.from_numpy(routing[rank]).to(heap.device), num_experts=num_experts, heap=heap)
+    rank, num_experts, device = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks, heap.device
+    token = torch.arange(60 + 5 * rank, device=device)
+    x = ((31 * rank + 7 * token[:, None] + torch.arange(_HIDDEN, device=device)) % 8).to(dtype)
+    first = (token + rank) % num_experts
+    second = torch.where(token % 7 > 0, (first + 1 + token % (num_experts - 1)) % num_experts, -1)
+    chosen = torch.stack([first, second], dim=1)
+    plan = make_plan(chosen, num_experts=num_experts, heap=heap)
     rows, _ = dispatch_tokens(x, plan)
-
-    expected, factors = [], []
-    for expert in range(rank * _EXPERTS_PER_RANK, (rank + 1) * _EXPERTS_PER_RANK):
-        for source in range(ranks.num_ranks):
-            for token, chosen in enumerate(routing[source]):
-                if expert in chosen:
-                    expected.append(tokens[source][token])
-                    factors.append(expert + 1)
-    got = rows.float().cpu().numpy()
-    _refuse("dispatch", ranks, got.shape != (len(expected), _HIDDEN) or (got != np.stack(expected)).any())
-
-    factor = torch.tensor(factors, dtype=dtype, device=heap.device)[:, None]
-    y = combine_tokens(rows * factor, plan).float().cpu().numpy()
-    sums = [sum(expert + 1 for expert in chosen if expert >= 0) for chosen in routing[rank]]
-    _refuse("combine", ranks, (y != tokens[rank] * np.array(sums)[:, None]).any())
+    factors = torch.arange(1, 1 + _EXPERTS_PER_RANK, device=device) + _EXPERTS_PER_RANK * rank
+    factors = factors.repeat_interleave(plan.splits.long())
+    is_wrong = len(rows) != len(factors)
+    y = combine_tokens(rows if is_wrong else rows * factors[:, None].to(dtype), plan)
+    is_wrong |= not torch.equal(y, x * (chosen + 1).sum(1, keepdim=True).to(dtype))  # -1 counts nothing
+    if ranks.largest(float(is_wrong)):
+        raise WrongResult("dispatch or combine moved wrong rows")
 
 
 def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
@@ -129,54 +122,32 @@ def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
     destination = (ranks.rank + 1 + token % (ranks.num_ranks - 1)) % ranks.num_ranks  # one expert per rank
     plan = make_plan(destination[:, None].to(heap.device), num_experts=ranks.num_ranks, heap=heap)
     x = torch.ones((load.num_tokens, load.hidden), dtype=load.dtype, device=heap.device)
-    row_bytes = load.hidden * load.dtype.itemsize
-    sent = np.bincount(destination.numpy(), minlength=ranks.num_ranks).astype(np.int64) * row_bytes
-    copy = PeerCopy("copy", sent, heap, ranks)
-    with heap.lease((plan.row_capacity, load.hidden), load.dtype, name="rows") as lease:
-        out = lease.tensor
+    share = load.num_tokens // (ranks.num_ranks - 1)  # tokens that the copy sends to each rank
+    peers = [(ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]  # not all to one at a time
+    with (
+        heap.lease((plan.row_capacity, load.hidden), load.dtype, name="rows") as rows,
+        heap.lease((ranks.num_ranks * share, load.hidden), load.dtype, name="copy") as copied,
+    ):
+        out, here = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
+        targets = [copied.peer(peer)[here] for peer in peers]
 
-        def dispatch() -> None:
-            dispatch_tokens(x, plan, out=out)
-
-        def combine() -> None:
-            combine_tokens(plan.rows_of(out), plan)
+        def copy() -> None:
+            for target in targets:
+                target.copy_(x[:share])
 
         def align() -> None:
             ranks.head_start()
             heap.barrier(control.PHASE_START)
 
-        dispatch()  # combine follows a dispatch
-        steps = {"dispatch": dispatch, "combine": combine}
+        dispatch_tokens(x, plan, out=out)  # combine follows a dispatch
+        steps = {
+            "dispatch": lambda: dispatch_tokens(x, plan, out=out),
+            "combine": lambda: combine_tokens(plan.rows_of(out), plan),
+            "copy": copy,
+        }
         variants = [Variant(name, ("forward",), in_steps(step), lambda: 0.0) for name, step in steps.items()]
-        times = measure([*variants, copy.variant], ranks, clock_for(heap.device), repetitions=_REPETITIONS, align=align)
-        copy.close()
+        times = measure(variants, ranks, clock_for(heap.device), repetitions=_REPETITIONS, align=align)
     return {f"{name}_gbs": load.num_bytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
-
-
-def _tokens_of(rank: int) -> npt.NDArray[np.float32]:
-    """float32 [T, H] of integers from 0 to 7; T and the values are the rank's own."""
-    token, column = np.arange(60 + 5 * rank)[:, None], np.arange(_HIDDEN)
-    return ((31 * rank + 7 * token + column) % 8).astype(np.float32)
-
-
-def _routing_of(rank: int, num_experts: int) -> npt.NDArray[np.int64]:
-    """int64 [T, K]: different experts, and every seventh token without a second one."""
-    token = np.arange(60 + 5 * rank)
-    first = (token + rank) % num_experts
-    second = (first + 1 + token % (num_experts - 1)) % num_experts
-    return np.stack([first, np.where(token % 7, second, -1)], axis=1)
-
-
-def _refuse(what: str, ranks: Ranks, is_wrong: bool) -> None:
-    if ranks.largest(float(is_wrong)):
-        raise WrongResult(f"{what} moved wrong rows")
-
-
-def _write(path: str, found: dict[str, Any]) -> None:
-    """Writes the whole file or nothing."""
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        json.dump(found, file)
-    os.replace(f"{path}.part", path)
 
 
 if __name__ == "__main__":

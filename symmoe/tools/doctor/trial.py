@@ -6,36 +6,28 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from symmoe.tools.doctor.findings import Finding
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from symmoe.tools.doctor.findings import Finding, Findings
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
 MAX_GPUS = 8
 _RANK = (sys.executable, "-m", "symmoe.tools.doctor.self_test")
 _POLL_S = 0.05
-_GRACE_S = 5.0  # for the other ranks, once one has failed
 _MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
-_NOT_FOR_RANKS = ("SYMMOE_FLIGHT_DIR",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """The result of the self-test: figures, or an error.
-
-    Attributes:
-        num_ranks: number of ranks that were started.
-        figures: as self_test.run returns them.
-        error: type of the exception, or how a process ended.
-        text: text of the exception, or the last line that the process has printed.
-        took_s: from the start of the processes to the end of the last.
-    """
+class Trial(NamedTuple):
+    """The result of the self-test: figures as self_test.run returns them, or the type of an exception (or how a process
+    ended) and its text (or the last line that the process has printed); seconds until the last process had ended."""
 
     num_ranks: int
     took_s: float
@@ -55,48 +47,33 @@ def run_trial(
 
     Args:
         environment: environment of the processes; variables for threads and interfaces are set here.
-        deadline_s: time after which they are killed; None: DEADLINE_S, longer on a busy machine.
+        deadline_s: time after which they are killed; None: DEADLINE_S, up to ten times longer on a busy machine.
         command: command of one rank; gets the arguments of self_test.main.
     """
-    deadline_s = DEADLINE_S * _slowness() if deadline_s is None else deadline_s
-    variables = {name: value for name, value in environment.items() if name not in _NOT_FOR_RANKS}
-    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    start = time.monotonic()
-    processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as name:
-        folder = Path(name)
+    load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    deadline_s = DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
+    variables = {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SYMMOE_FLIGHT_DIR": ""}
+    variables["TORCHELASTIC_RESTART_COUNT"] = "0"  # which torch asks for
+    start, ranks = time.monotonic(), range(num_ranks)
+    with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
+        known = {"store": f"{folder}/store", "num-ranks": num_ranks, "deadline-s": math.ceil(deadline_s) + 1}
+        arguments = [known | {"rank": rank, "out": f"{folder}/found-{rank}"} for rank in ranks]
+        processes = start_processes(
+            "symmoe-doctor",
+            command[0],
+            {rank: (*command[1:], *(f"--{key}={value}" for key, value in arguments[rank].items())) for rank in ranks},
+            dict.fromkeys(ranks, variables),
+            DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
         try:
-            for rank in range(num_ranks):
-                arguments = {"store": folder / "store", "out": folder / f"found-{rank}", "rank": rank}
-                arguments |= {"num-ranks": num_ranks, "deadline-s": math.ceil(deadline_s) + 1}
-                with (folder / f"output-{rank}").open("wb") as output:
-                    process = subprocess.Popen(
-                        [*command, *(f"--{key}={value}" for key, value in arguments.items())],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        env=variables,
-                        start_new_session=True,  # so that whatever it starts ends with it
-                    )
-                processes.append(process)
-            statuses = _wait(processes, start + deadline_s)
+            ended = processes.wait(deadline_s, period=_POLL_S)
         finally:
-            for process in processes:
-                _kill(process)
+            processes.close(signal.SIGKILL)  # and whatever they have started
         took_s = time.monotonic() - start
-        if all(status == 0 for status in statuses):
-            return Trial(num_ranks=num_ranks, took_s=took_s, figures=json.loads((folder / "found-0").read_text()))
-        error, text = _first_error(folder, statuses)
-    return Trial(num_ranks=num_ranks, took_s=took_s, error=error, text=text)
-
-
-def _slowness() -> float:
-    """How many processes want to run on each core, at least 1 and at most 10."""
-    try:
-        load = os.getloadavg()[0]
-    except OSError:
-        return 1.0
-    return min(10.0, max(1.0, load / len(os.sched_getaffinity(0))))
+        if ended is not None and not ended.is_failed():
+            return Trial(num_ranks, took_s, json.loads(Path(folder, "found-0").read_text()))
+        failures = {} if ended is None else ended.failures
+        return Trial(num_ranks, took_s, None, *_first_error(Path(folder), failures, num_ranks))
 
 
 def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
@@ -107,77 +84,45 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
     """
     where = "GPU" if on_gpus else "CPU"
     ranks = f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
-    if trial.figures is None:
-        text = f"{ranks}: {trial.error}: {trial.text}"
-        return [Finding("problem", "self-test", text, _fix(trial, on_gpus))]
-    figures, found = trial.figures, []
+    figures, found = trial.figures, Findings("self-test")
+    if figures is None:
+        found.add("problem", f"{ranks}: {trial.error}: {trial.text}", _fix(trial, on_gpus))
+        return found
     text = f"{ranks}: heap built in {figures['heap_s']:.2g} s; dispatch and combine are exact"
-    if "copy_gbs" not in figures:
-        return [Finding("ok", "self-test", f"{text} ({trial.took_s:.0f} s in all)")]
-    dispatch, combine, copy = (figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy"))
-    if on_gpus and link_gbs and copy < _MODEST_LINK * link_gbs:
-        slow = f"a plain copy to a peer moves {copy:.0f} GB/s of the {link_gbs:.0f} GB/s of its links"
-        found.append(Finding("note", "self-test", slow, "end what else uses the GPUs; nvidia-smi nvlink -e"))
-    if on_gpus and dispatch < _MODEST_DISPATCH * copy:
-        slow = f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}"
-        fix = f"torchrun --nproc-per-node={trial.num_ranks} -m symmoe bench dispatch measures it at length"
-        found.append(Finding("note", "self-test", slow, fix))
-    link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
-    speeds = f"dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
-    return [*found, Finding("ok", "self-test", f"{text}; {speeds} ({trial.took_s:.0f} s in all)")]
+    if "copy_gbs" in figures:
+        dispatch, combine, copy = (figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy"))
+        if on_gpus and link_gbs and copy < _MODEST_LINK * link_gbs:
+            slow = f"a plain copy to a peer moves {copy:.0f} GB/s of the {link_gbs:.0f} GB/s of its links"
+            found.add("note", slow, "end what else uses the GPUs; nvidia-smi nvlink -e")
+        if on_gpus and dispatch < _MODEST_DISPATCH * copy:
+            slow = f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}"
+            fix = f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length"
+            found.add("note", slow, fix)
+        link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
+        text += f"; dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
+    found.add("ok", f"{text} ({trial.took_s:.0f} s in all)")
+    return found
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
-    """The exit statuses; None of ranks that have not ended in time, or soon after one that has failed."""
-    has_failed = False
-    while True:
-        statuses = [process.poll() for process in processes]
-        now = time.monotonic()
-        if any(statuses) and not has_failed:
-            has_failed, deadline = True, min(deadline, now + _GRACE_S)
-        if None not in statuses or now > deadline:
-            return statuses
-        time.sleep(_POLL_S)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has ended, and so has everything that it started
-    process.wait()
-
-
-def _first_error(folder: Path, statuses: Sequence[int | None]) -> tuple[str, str]:
+def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int) -> tuple[str, str]:
     """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
-    own: list[tuple[str, str]] = []
-    missed: list[tuple[str, str]] = []
-    ended, late = [], []
-    for rank, status in enumerate(statuses):
+    causes: list[tuple[int, tuple[str, str]]] = []
+    for rank in failures or range(num_ranks):
         path = folder / f"found-{rank}"
         found = json.loads(path.read_text()) if path.exists() else {}
         if "error" in found:
-            errors = missed if found["error"].startswith("Peer") else own
-            errors.append((found["error"], found["text"]))
-        elif status is None:
-            late.append((f"rank {rank} did not end in time", _last_line(folder / f"output-{rank}")))
-        elif status:
-            ended.append((f"rank {rank} {_status(status)}", _last_line(folder / f"output-{rank}")))
-    return (own or ended or missed or late)[0]
-
-
-def _status(returncode: int) -> str:
-    if returncode > 0:
-        return f"ended with status {returncode}"
-    try:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"was ended by signal {-returncode}"
-
-
-def _last_line(path: Path) -> str:
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it has printed nothing"
+            causes.append((2 if found["error"].startswith("Peer") else 0, (found["error"], found["text"])))
+            continue
+        logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log")))
+        last = next((line.strip() for line in reversed(logs.split("\n")) if line.strip()), "it has printed nothing")
+        if rank not in failures:
+            causes.append((3, (f"rank {rank} did not end in time", last)))
+        else:
+            code = failures[rank].exitcode
+            how = f"ended with status {code}" if code > 0 else f"was ended by {failures[rank].signal_name()}"
+            # torch ends the others so, once one has failed.
+            causes.append((3 if code == -signal.SIGTERM else 1, (f"rank {rank} {how}", last)))
+    return min(causes, key=lambda cause: cause[0])[1]
 
 
 def _fix(trial: Trial, on_gpus: bool) -> str:
@@ -187,6 +132,5 @@ def _fix(trial: Trial, on_gpus: bool) -> str:
         return "give it memory: end other jobs, or docker run --memory=8g"
     if trial.error == "WrongResult":
         return "symmoe doctor --json > doctor.json, and open an issue with it"
-    if on_gpus:
-        return "NVSHMEM_DEBUG=INFO torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
-    return "torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
+    debug = "NVSHMEM_DEBUG=INFO " if on_gpus else ""
+    return f"{debug}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"

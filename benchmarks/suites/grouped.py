@@ -12,31 +12,33 @@ import importlib
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from suites.gemm import groups_error, spans_of
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.splits import Splits
 from symmoe.precision.names import PRECISIONS
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import NVFP4, Recipe
-from symmoe.tools.bench.back_to_back import figures_of_step
 from symmoe.tools.bench.cases import Shape
-from symmoe.tools.bench.gemm import groups_error, spans_of
+from symmoe.tools.bench.layer import differentiated
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, median_ms, tflops
+from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
 from symmoe.tools.bench.reference import E4M3_ERROR, MAX_ERROR, expert_outputs
-from symmoe.tools.bench.run import Run, case_record
-from symmoe.tools.bench.step_trace import copied_bytes
-from symmoe.tools.bench.steps import differentiated
+from symmoe.tools.bench.steps import figures_of_step
 from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
-from symmoe.tools.bench.timing import HostClock, Variant, in_steps
+from symmoe.tools.bench.timing import HostClock, Run, Variant, in_steps
 
 # Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
 _E2M1_ERROR = 0.5
 _E4M3_MAX = 448.0
+_DISPATCHED_COPIES = tuple(getattr(torch.ops.aten, name) for name in ("copy_", "clone", "cat", "stack"))
 _NOTE_WIDTH = 120  # characters of a note about what is skipped
 _WORKING = str(DTYPE).removeprefix("torch.").replace("bfloat", "bf")
 
@@ -303,3 +305,31 @@ _LINEAR_YARDSTICKS = {
     "torch._scaled_grouped_mm, row-wise FP8": _scaled_grouped_mm,
     "Transformer Engine GroupedLinear": _transformer_engine,
 }
+
+
+def copied_bytes(step: Callable[[], object], tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of these tensors' memory that torch's operators copy in one call of `step`, on any device.
+
+    Counts copy_, clone, cat and stack; no casts, and not what kernels of this package or of others copy.
+    """
+    copies = _CopiesOf(tensors)
+    with copies:
+        step()
+    return copies.num_bytes
+
+
+class _CopiesOf(TorchDispatchMode):
+    """Adds up the bytes of copies of some tensors. It is passed on to the threads in which autograd runs backward."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _DISPATCHED_COPIES:
+            sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            self.num_bytes += sum(s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages)
+        return func(*args, **(kwargs or {}))

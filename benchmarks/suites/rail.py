@@ -1,6 +1,6 @@
 """The suite "rail": what a rank and those on its rail send each other between nodes, by the heap's own exchange.
 
-Messages of several sizes, and those of a dispatch of each case with rails of fixed size: T tokens to every other node.
+Messages of several sizes, and those of a dispatch of the case with rails of fixed size: T tokens to every other node.
 On GPUs it is the time of the stream, which the hosts' meeting does not hold up as long as they run ahead; "meeting" is
 the time that the hosts spend in it.
 """
@@ -8,19 +8,17 @@ the time that the hosts spend in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.cases import Case
-from symmoe.tools.bench.problem import DTYPE
+from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, gbs, new_record
-from symmoe.tools.bench.run import Run
-from symmoe.tools.bench.timing import Variant, in_steps
+from symmoe.tools.bench.timing import Run, Variant, in_steps
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 PHASE = control.PHASE_NODES_OUT
@@ -54,18 +52,23 @@ class Exchange:
         return float(any(bool((self._received[node] != rank % 251).any()) for node, rank in rail))
 
 
-def bench_rail(run: Run, cases: Sequence[Case]) -> list[Record]:
-    """Exchanges, and meetings, on a heap that spans nodes. Collective."""
-    heap, found = run.heap, []
+def bench_rail(problem: Problem, run: Run) -> list[Record]:
+    """Exchanges, and meetings, on a heap that spans nodes. Collective.
+
+    Raises:
+        ArgumentError: on every rank, if it does not.
+    """
+    heap, case, found = run.heap, problem.case, []
+    if not heap.spans_nodes:
+        raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
     known = {"suite": "rail", "ep": heap.num_ranks, "nodes": heap.topology.num_nodes}
     sizes: dict[str, tuple[str | None, int]] = {name: (None, num_bytes) for name, num_bytes in SIZES.items()}
-    for case in cases:
-        num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
-        sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
+    num_bytes = case.num_tokens * case.shape.hidden * DTYPE.itemsize
+    sizes[f"{case.shape.name}, {case.num_tokens} tokens"] = case.shape.name, num_bytes
     for name, (preset, num_bytes) in sizes.items():
         messages = Exchange(heap, num_bytes)
         call = in_steps(messages.begin, messages.move)
-        times, errors = run.measure_kernels([Variant(name, ("barrier", "exchange"), call, messages.verify)])
+        times, errors = run.measure([Variant(name, ("barrier", "exchange"), call, messages.verify)], ahead=True)
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, ms), "error": errors[name]}
         found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from suites.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.tools.bench.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
-from symmoe.tools.bench.problem import DTYPE
+from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
-from symmoe.tools.bench.run import Run
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
-from symmoe.tools.bench.timing import Clock, HostClock, Mark, Variant, measure, verify
+from symmoe.tools.bench.timing import Clock, HostClock, Mark, Run, Variant
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
@@ -74,8 +73,8 @@ class _Inputs:
     w2: torch.Tensor
 
 
-def bench_overhead(run: Run) -> list[Record]:
-    """Modules forward and backward, and the calls that load pointers."""
+def bench_overhead(problem: Problem, run: Run) -> list[Record]:
+    """Modules forward and backward, and the calls that load pointers, whatever the problem is."""
     device = run.ranks.device
     inputs = _inputs(device)
     modules = [_module_variant(name, module, inputs) for name, module in _modules(inputs).items()]
@@ -106,8 +105,7 @@ def _in_a_row_us(variant: Variant, run: Run, num_calls: int) -> float:
 
 def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int) -> list[Record]:
     """others: variants that are not ours; the first is what ours are compared with."""
-    errors = {variant.name: verify(variant, run.ranks) for variant in variants}
-    times = measure(variants, run.ranks, HostClock(), repetitions=run.repetitions, block=BLOCK)
+    times, errors = run.measure(variants, clock=HostClock(), block=BLOCK)
     records = []
     for variant in variants:
         for column, direction in enumerate(variant.directions):

@@ -15,11 +15,10 @@ import torch
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
 from symmoe.tools.bench.problem import DTYPE, LocalRows, Problem
-from symmoe.tools.bench.records import Record, tflops
+from symmoe.tools.bench.records import Record, case_record, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
-from symmoe.tools.bench.run import Run, case_record
-from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, grouped_wgrad, swiglu, swiglu_grad
-from symmoe.tools.bench.timing import Variant, in_steps
+from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, swiglu
+from symmoe.tools.bench.timing import Run, Variant, in_steps
 
 _SAMPLED_EXPERTS = 3
 _ACTIVATION = Activation()
@@ -54,7 +53,7 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     spans = spans_of(problem.local_rows)
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
-        times, errors = run.measure_kernels([_ours(ours, product, spans), _stock(stock, product, spans)])
+        times, errors = run.measure([_ours(ours, product, spans), _stock(stock, product, spans)], ahead=True)
         flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():
@@ -233,3 +232,21 @@ def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[s
             got, expected = [torch.cat(got)], [torch.cat(expected)]
         errors += [relative_error(*pair) for pair in zip(got, expected, strict=True)]
     return largest(errors)
+
+
+def grouped_wgrad(d_out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[G, O, C]: d_out [N, O] transposed times rows [N, C], by groups."""
+    if rows.device.type == "cuda":
+        return torch._grouped_mm(d_out.t(), rows, offs=ends)
+    cuts = ends.tolist()[:-1]
+    return torch.stack([d.t() @ r for d, r in zip(d_out.tensor_split(cuts), rows.tensor_split(cuts), strict=True)])
+
+
+def swiglu_grad(da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of :func:`swiglu` by h and, in fp32, by the scale, with its result between them."""
+    gate, up = h.chunk(2, dim=1)
+    silu = torch.nn.functional.silu(gate)
+    value, scale = silu * up, scale.to(h.dtype)[:, None]
+    ds = da * scale
+    dh = torch.cat([torch.ops.aten.silu_backward(ds * up, gate), ds * silu], dim=1)
+    return [dh, value * scale, (da * value).sum(dim=1, dtype=torch.float32)]

@@ -5,6 +5,7 @@ A trip is timed with both of its barriers and all that belongs to it: slots and 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -15,15 +16,17 @@ import torch
 from symmoe.combine.trip import Collection, collect_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import send, send_rows
+from symmoe.errors import SymmoeError
 from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench.layer import combine_bytes, dispatch_bytes, wire_bytes
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, gbs, median_ms
-from symmoe.tools.bench.run import Run, case_record
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import Record, case_record, gbs, median_ms
 from symmoe.tools.bench.stock_torch import STOCK, all_to_all, plan_exchange
-from symmoe.tools.bench.timing import DIRECTIONS, Variant, in_steps
-from symmoe.tools.bench.traffic import PeerCopy, combine_bytes, dispatch_bytes, wire_bytes
+from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps
 
 FP8 = Float8Block()
 Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
@@ -34,7 +37,7 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
     capacities = {"exact": None, "static": problem.static_capacity}
     variants = [_plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()]
-    times, errors = run.measure_kernels(variants)
+    times, errors = run.measure(variants, ahead=True)
     return [
         case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name]) for name, taken in times.items()
     ]
@@ -47,17 +50,18 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
     with ExitStack() as stack:
         packed = stack.enter_context(run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")).tensor
         rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
-        variants = [_packed_variant(problem, plan, packed), _expert_major_variant(problem, plan, rows)]
+        buffers = {"packed": packed, "expert-major": rows}
+        variants = [_dispatch_variant(layout, problem, plan, buffer) for layout, buffer in buffers.items()]
         copies = {variant.name: "copy" for variant in variants}
         if hidden % FP8.feature_multiple == 0:
             wire = WireFormat(FP8, hidden)
             sent["copy, float8-block"] = dispatch_bytes(plan, wire.row_bytes)
             variants += [
-                _packed_variant(problem, plan, _words(packed, wire), wire),
-                _expert_major_variant(problem, plan, _words(rows, wire), wire),
+                _dispatch_variant(layout, problem, plan, _words(buffer, wire), wire)
+                for layout, buffer in buffers.items()
             ]
             copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
-        times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, sent, stack)])
+        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], ahead=True)
     moved = {name: sent[copy] for name, copy in copies.items()} | sent
     return _records("dispatch", problem, run, times, errors, moved, copies)
 
@@ -73,7 +77,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
-        times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, sent, stack)])
+        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], ahead=True)
     moved = {f"order={order}": each for order, each in received.items()} | sent
     copies = {f"order={order}": f"copy {order}" for order in received}
     return _records("combine", problem, run, times, errors, moved, copies)
@@ -134,49 +138,32 @@ def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     return buffer.view(-1)[: buffer.shape[0] * wire.row_words].view(-1, wire.row_words)
 
 
-def _packed_variant(problem: Problem, plan: Plan, packed: torch.Tensor, wire: WireFormat | None = None) -> Variant:
+def _dispatch_variant(
+    layout: str, problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None = None
+) -> Variant:
     x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
-        return send(_encoded(x, wire), plan, packed, probs, layout="packed")
+        return send(_encoded(x, wire), plan, rows, probs, layout=layout)
 
     def backward() -> None:
-        send_rows(_encoded(dy, wire), plan, packed, layout="packed")
+        send_rows(_encoded(dy, wire), plan, rows, layout=layout)
+
+    def arriving(packed: torch.Tensor) -> torch.Tensor:
+        index = problem.local_rows.row_to_packed_row.long()
+        return _encoded(packed if layout == "packed" else packed[index], wire)
 
     def verify() -> float:
         local = problem.local_rows
-        packed.fill_(torch.nan)
-        row_probs = forward()
-        wrong = _differing_bits(packed, _encoded(local.packed, wire))
-        wrong += _differing(given("row_probs", row_probs), local.row_probs)
-        packed.fill_(torch.nan)
-        backward()
-        return wrong + _differing_bits(packed, _encoded(local.d_packed, wire))
-
-    return Variant(_name("packed", wire), DIRECTIONS, in_steps(forward, backward), verify)
-
-
-def _expert_major_variant(problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None = None) -> Variant:
-    x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
-
-    def forward() -> torch.Tensor | None:
-        return send(_encoded(x, wire), plan, rows, probs, layout="expert-major")
-
-    def backward() -> None:
-        send_rows(_encoded(dy, wire), plan, rows, layout="expert-major")
-
-    def verify() -> float:
-        local = problem.local_rows
-        index = local.row_to_packed_row.long()
         rows.fill_(torch.nan)
         row_probs = forward()
-        wrong = _differing_bits(rows, _encoded(local.packed[index], wire))
+        wrong = _differing_bits(rows, arriving(local.packed))
         wrong += _differing(given("row_probs", row_probs), local.row_probs)
         rows.fill_(torch.nan)
         backward()
-        return wrong + _differing_bits(rows, _encoded(local.d_packed[index], wire))
+        return wrong + _differing_bits(rows, arriving(local.d_packed))
 
-    return Variant(_name("expert-major", wire), DIRECTIONS, in_steps(forward, backward), verify)
+    return Variant(_name(layout, wire), DIRECTIONS, in_steps(forward, backward), verify)
 
 
 def _name(layout: str, wire: WireFormat | None) -> str:
@@ -270,3 +257,63 @@ def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
 def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Same as _differing, for 16-bit words that need not be numbers."""
     return _differing(got.view(torch.int16), expected.view(torch.int16))
+
+
+class PeerCopy:
+    """A plain copy of as many bytes to each peer, all ranks at once: what the links give. Collective.
+
+    Args:
+        name: the variant's name.
+        sent: int64 [R], bytes to each rank; bytes to this rank are left out.
+
+    Raises:
+        SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
+    """
+
+    def __init__(self, name: str, sent: npt.NDArray[np.int64], heap: SymmetricHeap, ranks: Ranks) -> None:
+        matrix = ranks.gather(sent)
+        np.fill_diagonal(matrix, 0)
+        self._ranks, self._sent = ranks, matrix[ranks.rank]
+        # Where each rank's bytes lie at their destination; leases are of one size everywhere, as peer() needs.
+        self._first = np.cumsum(matrix, axis=0) - matrix
+        self._received = matrix[:, ranks.rank]
+        gc.collect()  # leases of dead objects, or the ranks' arenas may differ
+        self._source = heap.lease((max(1, int(np.max(matrix.sum(1)))),), torch.uint8, name="copy source")
+        self._target = heap.lease((max(1, int(np.max(matrix.sum(0)))),), torch.uint8, name="copy target")
+        places = ranks.gather(np.array([self._target.offset]))
+        if (places != places[0]).any():
+            raise SymmoeError(f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}")
+        self._pairs = self._copies()
+        self.variant = Variant(name, ("forward",), in_steps(self._run), self._verify)
+
+    def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(destination, source), the next rank first, so that not all ranks write to the same one at a time."""
+        rank, pairs, offset = self._ranks.rank, [], 0
+        for step in range(1, self._ranks.num_ranks):
+            peer = (rank + step) % self._ranks.num_ranks
+            first, size = int(self._first[rank, peer]), int(self._sent[peer])
+            pairs.append((self._target.peer(peer)[first : first + size], self._source.tensor[offset : offset + size]))
+            offset += size
+        return pairs
+
+    def _run(self) -> None:
+        for destination, source in self._pairs:
+            destination.copy_(source)
+
+    def _verify(self) -> float:
+        """The error, which must be 0: every rank sends its number plus one."""
+        self._target.tensor.zero_()
+        self._source.tensor.fill_(self._ranks.rank + 1)
+        self._ranks.barrier()
+        self._run()
+        self._ranks.barrier()
+        expected = torch.arange(1, self._ranks.num_ranks + 1, dtype=torch.uint8)
+        expected = expected.repeat_interleave(torch.from_numpy(self._received)).to(self._target.tensor.device)
+        wrong = (self._target.tensor[: len(expected)] != expected).sum()
+        return float(wrong)
+
+    def close(self) -> None:
+        """Releases the leases."""
+        self._pairs = []
+        self._target.release()
+        self._source.release()

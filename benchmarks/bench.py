@@ -1,0 +1,47 @@
+"""All suites: those of `symmoe bench`, choices of the layer, its parts, and grouped modules by themselves.
+
+    torchrun --nproc-per-node=2 benchmarks/bench.py variants dispatch combine --preset qwen3-30b --json out.json
+    python benchmarks/bench.py gemm grouped overhead
+
+docs/benchmarking.md has the suites, the protocol, and what the records mean; benchmarks/compare.py shows records again.
+"""
+
+import argparse
+import sys
+
+from suites.gemm import bench_gemm
+from suites.grouped import bench_grouped
+from suites.overhead import bench_overhead
+from suites.rail import bench_rail
+from suites.trips import bench_combine, bench_dispatch, bench_plan
+from suites.variants import PRECISION, VARIANTS, bench_precision, bench_variants
+
+from symmoe.errors import ArgumentError
+from symmoe.tools.bench import command
+from symmoe.tools.bench.command import Suite
+
+SUITES = {
+    **command.SUITES,
+    "variants": Suite(bench_variants, VARIANTS),
+    "precision": Suite(bench_precision, PRECISION),
+    "plan": Suite(bench_plan),
+    "dispatch": Suite(bench_dispatch),
+    "combine": Suite(bench_combine),
+    "gemm": Suite(bench_gemm),
+    "grouped": Suite(bench_grouped),
+    "overhead": Suite(bench_overhead),
+    "rail": Suite(bench_rail),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_arguments(parser, SUITES)
+    try:
+        return command.run(parser.parse_args(arguments), SUITES)
+    except ArgumentError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Pictures of the docs: one style, and colours that everybody can tell apart (Okabe and Ito, 2008)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+BLACK, ORANGE, SKY, BLUE, PURPLE, GREY = "#000000", "#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999"
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def picture(path: str, *, height_inches: float) -> Iterator[Figure]:
+    """A figure to draw on, written to `path` (PNG) at the end of the context. The same figure gives the same bytes."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8.0, height_inches), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path, format="png", dpi=110, metadata={"Software": None})

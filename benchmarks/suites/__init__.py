@@ -1,0 +1,1 @@
+"""Suites of benchmarks/bench.py: parts of the layer, and modules by themselves."""

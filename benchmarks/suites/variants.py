@@ -1,0 +1,104 @@
+"""The suites "variants" and "precision": the layer's step with every choice, and FP8 steps beside bf16 ones."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from symmoe.dispatch.plan import Plan
+from symmoe.grouped.constant_weights import constant_weights
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.precision.recipes import Float8Block
+from symmoe.tokens import combine_tokens, dispatch_tokens
+from symmoe.tools.bench.layer import LAYER, SERIAL, Choice, Forward, bench_choices
+from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.records import Record
+from symmoe.tools.bench.reference import E4M3_ERROR, MAX_ERROR
+from symmoe.tools.bench.timing import Run
+from symmoe.training.precision_choice import AUTO, choose_precision
+
+
+class PublicParts(Choice):
+    """dispatch_tokens, GroupedMLP and combine_tokens: rows arrive one per slot, in the order of the experts."""
+
+    def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
+        x, probs, _, _ = problem.inputs
+
+        def buffer(plan: Plan, name: str) -> torch.Tensor:
+            return run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
+
+        def forward() -> torch.Tensor:
+            plan = run.plan(problem, problem.static_capacity)
+            received, out, d_out, d_rows = (buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows"))
+            rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
+            y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
+            return combine_tokens(y, plan, grad_out=d_out)
+
+        return forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantWeights(Choice):
+    """Weights are quantised once, before the timed calls, until `blocks` ends."""
+
+    blocks: ExitStack = field(default_factory=ExitStack)
+
+    def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
+        self.blocks.enter_context(constant_weights(experts))
+        return super().forward(problem, run, experts)
+
+
+VARIANTS = {
+    **LAYER,
+    "order=slot": Choice(options={"order": "slot"}),
+    "stash=rows": Choice(options={"stash": "rows"}),
+    "stash=hidden": Choice(options={"stash": "hidden"}),
+    "stash=none": Choice(options={"stash": "none"}),
+    "packed": Choice(options={"layout": "packed"}),
+    "expert-major": Choice(options={"layout": "expert-major"}),
+    "serial packed": Choice(options={"layout": "packed", **SERIAL}),
+    "serial expert-major": Choice(options={"layout": "expert-major", **SERIAL}),
+    "public parts": PublicParts(),
+}
+_FP8 = {"precision": Float8Block(), "max_error": E4M3_ERROR}
+_WIRE = _FP8 | {"options": {"quantized_wire": "both"}}
+PRECISION = {
+    "static": Choice(),
+    "graph": Choice(captured=True),
+    "float8-block": Choice(**_FP8),
+    "float8-block, wire": Choice(**_WIRE),
+    "float8-block, wire, graph": Choice(captured=True, **_WIRE),
+    "float8-block, wire, constant weights": ConstantWeights(**_WIRE),
+    AUTO: Choice(**_WIRE),  # what choose_precision makes of it
+}
+
+
+def bench_variants(problem: Problem, run: Run) -> list[Record]:
+    """The layer's choices, and the public parts with buffers of the caller."""
+    return bench_choices("variants", problem, run, VARIANTS)
+
+
+def bench_precision(problem: Problem, run: Run) -> list[Record]:
+    """FP8 steps and bf16 steps. A graph holds gradients of all experts and their weights in FP8: each is measured after
+    the eager steps, beside the yardsticks, so that large layers fit."""
+    constant = "float8-block, wire, constant weights"
+    with ExitStack() as blocks:
+        own = {AUTO: picked(PRECISION[AUTO], problem), constant: ConstantWeights(**_WIRE, blocks=blocks)}
+        choices = PRECISION | own
+        records = bench_choices("precision", problem, run, {n: c for n, c in choices.items() if not c.captured})
+    for name, choice in choices.items() if problem.device.type == "cuda" else ():
+        if choice.captured:
+            of_graph = bench_choices("precision", problem, run, {name: choice})
+            records += [record for record in of_graph if record["variant"] == name]
+    return records
+
+
+def picked(choice: Choice, problem: Problem) -> Choice:
+    """The choice with the precision that choose_precision decides on."""
+    numbers = {"num_ranks": problem.num_ranks, "num_tokens": problem.case.num_tokens}
+    config = choose_precision(choice.config(problem.case.shape), **numbers, device=problem.device)
+    options = {**choice.options, "quantized_wire": config.quantized_wire}
+    max_error = MAX_ERROR if config.precision is None else choice.max_error
+    return replace(choice, precision=config.precision, options=options, max_error=max_error)

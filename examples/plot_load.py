@@ -1,0 +1,84 @@
+"""Draws how evenly the experts of a run were loaded: `python examples/plot_load.py runs/lm/metrics.jsonl load.png`.
+
+A heat map of each layer (tokens of an expert over the mean of the layer's experts), and below, over all layers, the
+largest expert over the mean, experts without a token, and dropped slots. The log has a line for every step: {"step",
+"expert_load": [layers][experts]} as train_lm.py writes them, or {"step", "layers": records} with what
+`MetricsLogger.step` has returned, as dictionaries. If a step comes twice, after a restart, the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+MAX_LAYERS = 4  # with heat maps of their own: the most uneven ones
+MAX_COLUMNS = 400  # of a heat map: more than its pixels show
+BLUE, VERMILION = "#0072b2", "#d55e00"
+
+
+def read_log(path: Path) -> tuple[list[int], list[str], list[np.ndarray], np.ndarray | None]:
+    """Steps [S], the layers' names, tokens per expert of each layer [S, E], and dropped slots [S] if the log has them.
+
+    A last line that is cut off is left out.
+    """
+    text = path.read_text(encoding="utf-8")
+    found = {line["step"]: line for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())}
+    if not found:
+        raise ValueError(f"{path} holds no whole line")
+    lines = [found[step] for step in sorted(found)]
+    if "expert_load" in lines[0]:
+        layers = [np.array(of_layer) for of_layer in zip(*(line["expert_load"] for line in lines), strict=True)]
+        return sorted(found), [f"layer {i}" for i in range(len(layers))], layers, None
+    records = list(zip(*(line["layers"] for line in lines), strict=True))  # by layer
+    loads = [np.array([record["tokens_per_expert"] for record in of_layer]) for of_layer in records]
+    dropped = sum(np.array([record["num_dropped"] for record in of_layer]) for of_layer in records)
+    return sorted(found), [of_layer[0]["name"] for of_layer in records], loads, dropped
+
+
+def draw(log: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps, names, loads, dropped = read_log(log)
+    over_mean = [load / np.maximum(load.mean(1, keepdims=True), 1e-30) for load in loads]
+    uneven = np.stack([ratio.max(1) for ratio in over_mean])
+    shown = sorted(np.argsort(-uneven.mean(1), kind="stable")[:MAX_LAYERS])
+    ratios = [1.9] * len(shown) + [1.5] * 2
+    figure, axes = plt.subplots(
+        len(ratios), figsize=(8, 0.6 + sum(ratios)), sharex=True, height_ratios=ratios, layout="constrained"
+    )
+    # A balanced model shall not look uneven, nor one hot expert hide the others.
+    brightest = float(np.clip(max(np.quantile(over_mean[i], 0.99) for i in shown), 2, 4))
+    width = -(-len(steps) // MAX_COLUMNS)
+    starts = np.arange(0, len(steps), width)
+    edges = np.array([*(steps[start] for start in starts), steps[-1] + 1]) - 0.5
+    for axis, i in zip(axes, shown, strict=False):
+        means = np.add.reduceat(over_mean[i], starts) / np.diff([*starts, len(steps)])[:, None]
+        experts = np.arange(means.shape[1] + 1) - 0.5
+        mesh = axis.pcolormesh(edges, experts, means.T, cmap="cividis", vmin=0, vmax=brightest)
+        axis.set(ylabel="expert", ylim=(means.shape[1] - 0.5, -0.5))
+        axis.set_title(names[i], loc="left", fontsize=9)
+    figure.colorbar(mesh, ax=list(axes[: len(shown)]), label="tokens of an expert over the mean", extend="max")
+    axes[-2].plot(steps, uneven.max(0), color=VERMILION, label="most uneven layer")
+    axes[-2].plot(steps, uneven.mean(0), color=BLUE, label="mean of layers")
+    axes[-2].set(ylabel="largest expert\nover the mean", ylim=(0.9, None))
+    axes[-1].plot(steps, sum((load == 0).sum(1) for load in loads), color=BLUE, label="experts without a token")
+    if dropped is not None:
+        percent = 100 * dropped / np.maximum(sum(load.sum(1) for load in loads), 1)
+        axes[-1].plot(steps, percent, color=VERMILION, label="dropped slots, %")
+    axes[-1].set(xlabel="step", ylim=(0, None))
+    for axis in axes[-2:]:
+        axis.legend(loc="upper right", ncols=2, fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    draw(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,1 +1,0 @@
-"""`symmoe plot`: pictures of what training has logged and of what `symmoe bench` has measured. See docs/timeline.md."""
