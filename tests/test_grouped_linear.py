@@ -37,6 +37,7 @@ from grouped_cases import (
     run_linear,
     used,
 )
+from torch.nn.utils import parametrize
 
 from symmoe import GroupedLinear
 from symmoe.errors import ArgumentError, StaleRows
@@ -620,6 +621,15 @@ def test_wrong_main_grad(main_grad, parts):
 
 
 # -- delay_wgrad ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad", "accumulate_into_main_grad"])
+def test_gradients_that_would_get_lost_in_a_parametrization(option: str):
+    layer = GroupedLinear(2, 8, 8, bias=False, **{option: True})
+    parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    y = layer(torch.randn(4, 8), [2, 2])
+    with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False: weights of a .* are made of others"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("weights", FORMS)

@@ -263,7 +263,7 @@ class GroupedLinear(nn.Module):
         parameters = tuple(self._parameters.get(name) for name in names)
         if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
             option = "delay_wgrad" if self.delay_wgrad else "accumulate_into_main_grad"
-            raise ArgumentError(f"{option} (True) must be False: weights of {self} are parametrized, or DTensors")
+            raise ArgumentError(f"{option} (True) must be False: weights of a {type(self).__name__} are made of others")
         found = cast("tuple[nn.Parameter, ...]", parameters)
         if not self.delay_wgrad:
             return MainGrads(found, overwrite=overwrite_main_grad)
