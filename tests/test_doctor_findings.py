@@ -549,7 +549,7 @@ def test_a_busy_machine_gets_more_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert told.figures == {"deadline_s": str(180 * times + 1)}
 
 
-def test_nothing_that_ranks_start_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_that_ranks_start_is_left(tmp_path: Path):
     pids = tmp_path / "pids"
     body = (
         "import subprocess\n"
@@ -559,7 +559,6 @@ def test_nothing_that_ranks_start_is_left(tmp_path: Path, monkeypatch: pytest.Mo
         "if not rank: sys.exit(3)\n"
         "time.sleep(3600)\n"
     )
-    monkeypatch.setattr("symmoe.tools.doctor.trial._GRACE_S", 0.3)
     run_trial(2, dict(os.environ), deadline_s=HANG_S, command=fake_rank(tmp_path, body))
     started = [int(pid) for rank in (0, 1) for pid in Path(f"{pids}{rank}").read_text().split()]
     assert len(started) == 4

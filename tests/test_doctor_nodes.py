@@ -398,7 +398,9 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Exchange:
     class FakeNccl(GlooRail):
         def __init__(self, library: str, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            if not connects:
+            if not connects:  # once all of them have come, or a rank would find its connection closed
+                store.set(f"came/{rank}", "")
+                store.wait([f"came/{other}" for other in range(num_ranks)])
                 raise BackendUnavailable("NCCL does not connect the nodes: ncclCommInitRank: remote process exited")
 
         def end(self) -> None:

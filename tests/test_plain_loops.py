@@ -49,7 +49,9 @@ def texts_of(loop: Callable[[], object]) -> list[str]:
             loop()
         except ArgumentError as error:
             found.append(str(error))
-    return [str(each.message) for each in caught if each.category is UserWarning] + found
+    texts = [str(each.message) for each in caught if each.category is UserWarning]
+    # torch's own, of the streams of DDP, on GPUs:
+    return [text for text in texts if not text.startswith("The AccumulateGrad node's stream")] + found
 
 
 Loop = Callable[[symmoe.SymmetricHeap], object]
@@ -237,11 +239,11 @@ def elsewhere(rank: int, num_ranks: int, device: str) -> None:
     with open_heap(device) as heap:
         model = right(heap)
         wanted = loss_of(model, rank)
-        other = "cpu" if device == "cuda" else "meta"
+        other, where = ("cpu", "cuda:1") if device == "cuda" else ("meta", "cpu")
         weight = model.moe.experts.fc2.weight
         if rank == 1:
             model.moe.experts.fc2.weight = nn.Parameter(weight.to(other))
-        with pytest.raises(ArgumentError, match=f"experts.fc2.weight is on {other}; it must be on {heap.device}"):
+        with pytest.raises(ArgumentError, match=f"experts.fc2.weight is on {other}; it must be on {where}"):
             loss_of(model, rank)
         model.moe.experts.fc2.weight = weight
         assert torch.equal(loss_of(model, rank), wanted)

@@ -217,7 +217,8 @@ def test_layer_call_in_a_graph(gpu):
         num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
         counts, starts = int32(num_blocks, num_experts + 3), int32(num_blocks, num_experts)
         gpu.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=1)
-        header = (num_tokens, top_k, num_experts, capacity, num_tokens) + (0,) * (control.HEADER_WORDS - 5)
+        words = {control.HEAD_NUM_TOKENS: num_tokens, control.HEAD_CAPACITY: capacity, control.HEAD_PACKED_CAPACITY: -1}
+        header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
         gpu.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
         slot_start, slot_limit, packed_start, packed_limit = int32(num_experts), int32(num_experts), int32(1), int32(1)
         source_rows, parts = int32(2, num_experts), int32(1, 2, num_experts)
