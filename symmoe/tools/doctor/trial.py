@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -68,7 +69,11 @@ def run_trial(
         try:
             ended = processes.wait(deadline_s, period=_POLL_S)
         finally:
-            processes.close(signal.SIGKILL)  # and whatever they have started
+            groups = processes.pids().values()
+            processes.close(signal.SIGKILL)
+            for group in groups:  # whatever they have started, also those that had ended by themselves
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
         took_s = time.monotonic() - start
         if ended is not None and not ended.is_failed():
             return Trial(num_ranks, took_s, json.loads(Path(folder, "found-0").read_text()))
