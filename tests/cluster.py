@@ -66,6 +66,7 @@ class Cluster:
                     continue
                 ok, value = pipe.recv()
             except (EOFError, ConnectionResetError):
+                self._processes[rank].join(timeout=10)  # its pipe closes before it has an exit code
                 ok, value = False, f"died with exit code {self._processes[rank].exitcode}"
             if ok:
                 results.append(value)

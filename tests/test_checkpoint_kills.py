@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 BROKEN = {
     # The old checkpoint of a step that is saved again goes before the new one is there.
     "kills": (
-        "prepare = folder.prepare\n"
-        "def broken(directory, step, token):\n"
+        "saving = folder.saving\n"
+        "def broken(directory, step):\n"
         "    shutil.rmtree(directory / folder.name_of(step), ignore_errors=True)\n"
-        "    prepare(directory, step, token)\n"
-        "folder.prepare = broken\n",
+        "    return saving(directory, step)\n"
+        "folder.saving = broken\n",
         ["--kills", "12", "--flips", "0"],
     ),
-    "flips": ("folder.check_content = lambda path, sha256: None\n", ["--kills", "0", "--flips", "20"]),
+    "flips": ("folder.verify = lambda *arguments: None\n", ["--kills", "0", "--flips", "20"]),
 }
 
 

@@ -4,7 +4,7 @@ Needs safetensors: pip install 'symmoe[checkpoint]'. How they are used, and what
 """
 
 from symmoe.checkpoint.load import LoadedCheckpoint, load_checkpoint, read_manifest
-from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor
+from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredGroup, StoredOptimizer
 from symmoe.checkpoint.rng import get_rng_state, set_rng_state
 from symmoe.checkpoint.save import save_checkpoint
 from symmoe.checkpoint.tensors import ExpertShard
@@ -14,8 +14,8 @@ __all__ = [
     "LoadedCheckpoint",
     "Manifest",
     "StoredFile",
-    "StoredSlice",
-    "StoredTensor",
+    "StoredGroup",
+    "StoredOptimizer",
     "get_rng_state",
     "load_checkpoint",
     "read_manifest",

@@ -1,50 +1,41 @@
-"""Plain files of a checkpoint. Others who can write to its folder must not make a reader wait, or read other data."""
+"""Plain files and their lock. Others who can write to a folder must not make a reader wait, or read other data."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import io
+import logging
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from symmoe.errors import CheckpointError
 
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer would be waited for
+_LOG = logging.getLogger(__name__)
+_BUFFER_BYTES = 16 << 20
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[io.FileIO]:
-    """The file, opened to read; errors of reading name it, too.
+def read(path: Path) -> bytes:
+    """All of a file.
 
     Raises:
         CheckpointError: it cannot be read, or is no plain file: a link, a pipe, a device.
     """
-    try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path} is no plain file")
-        with open(os.open(path, os.O_RDONLY | _FLAGS), "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # another file has this name now
-                raise CheckpointError(f"{path} is no plain file")
-            yield file
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    with _naming(path, "read"), _open(path, os.O_RDONLY) as file:
+        return file.readall()
 
 
-def read(path: Path, max_bytes: int) -> bytes:
-    """All of a file.
-
-    Raises:
-        CheckpointError: as in :func:`reading`, or it is larger than `max_bytes`.
-    """
-    with reading(path) as file:
-        data = bytearray()
-        while chunk := file.read(max_bytes + 1 - len(data)):
-            data += chunk
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{path} has more than {max_bytes} bytes")
-    return bytes(data)
+def sha256(path: Path) -> str:
+    """That of a file. Raises as :func:`read` does."""
+    digest, buffer = hashlib.sha256(), bytearray(_BUFFER_BYTES)
+    with _naming(path, "read"), _open(path, os.O_RDONLY) as file:
+        while length := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:length])
+    return digest.hexdigest()
 
 
 def write(path: Path, data: bytes) -> None:
@@ -53,15 +44,11 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         CheckpointError: it exists, or cannot be written.
     """
-    with naming(path):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(file, rest) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
+    with _naming(path, "written"), _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:
@@ -70,8 +57,8 @@ def sync(folder: Path) -> None:
     Raises:
         CheckpointError: this failed.
     """
-    with naming(folder):
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _naming(folder, "written"):
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(file)
         finally:
@@ -79,9 +66,49 @@ def sync(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the path to errors of writing, which do not always name it."""
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file until the end of the context, or of the process. Does not wait. The file stays.
+
+    Where the file system has no locks, a warning is logged, and nothing is locked.
+
+    Raises:
+        CheckpointError: another process has it. The text says which.
+    """
+    with contextlib.ExitStack() as held:
+        with _naming(path, "written"):
+            file = held.enter_context(_open(path, os.O_RDWR | os.O_CREAT))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = file.readall().decode(errors="replace") or "a process"
+            raise CheckpointError(
+                f"another job is saving to {path.parent}: {holder} has {path.name}. Every job needs a directory of "
+                "its own"
+            ) from None
+        except OSError as error:
+            _LOG.warning("%s cannot be locked (%s): another job that saves there goes unnoticed", path, error.strerror)
+        with contextlib.suppress(OSError):  # a full disk is not full for this one
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)
+
+
+def _open(path: Path, flags: int) -> io.FileIO:
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a pipe without a writer would be waited for
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return open(file, "r+b", buffering=0)
+    os.close(file)
+    raise CheckpointError(f"{path} is no plain file")
+
+
+@contextlib.contextmanager
+def _naming(path: Path, what: str) -> Iterator[None]:
+    """Adds the path to errors of the system, which do not always name it."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be {what}: {error.strerror}") from error

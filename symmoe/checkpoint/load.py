@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from symmoe.checkpoint import folder
-from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice
-from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, install
+from symmoe.checkpoint.manifest import MANIFEST, Manifest
+from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, groups_of, install
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.tensors import Place, places_of
+from symmoe.checkpoint.tensors import Place, places_of, rows_problem
 from symmoe.errors import CheckpointError
 
 
@@ -68,153 +72,120 @@ def load_checkpoint(
             optimizer are untouched unless a file broke, or a rank was lost, after everything was verified.
     """
     with Peers(group) as peers:
-        path, manifest = _choose(peers, directory, step)
 
-        def match() -> list[Place]:
+        def choose() -> tuple[Path, list[str]]:
+            place = folder.path_of(directory)
+            if peers.rank:
+                return place, []
+            path, _, digest = folder.find(place, step)
+            return place, [path.name, digest]
+
+        def verify() -> Manifest:
+            manifest, own = folder.open_(path)
+            if own != digest:
+                raise CheckpointError(f"{path / MANIFEST} is not the file that rank 0 sees")
+            folder.verify(path, manifest, peers.rank, peers.num_ranks)
+            return manifest
+
+        def match() -> tuple[tuple[HuggingFaceStorageReader, _Rows, State], list[str]]:
+            reader, state = HuggingFaceStorageReader(str(path)), State()
+            stored = _stored(reader, path)
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-            _check_places(path, places, manifest)
+            unknown = stored.keys() - {place.key for place in places}
             if optimizer is not None:
-                check_record(optimizer, places, manifest)
-            return places
+                groups = groups_of(optimizer, places)
+                record = check_record(manifest.optimizer, optimizer, groups)
+                state, of_optimizer = empty_state(optimizer, groups, record, stored)
+                places += of_optimizer
+            rows = _Rows(path, stored, places)
+            return (reader, rows, state), sorted(key for key in unknown if not key.startswith(PREFIX))
 
-        places = peers.together(match)
-        keys = {place.key for place in places}
-        wanted = peers.gather(lambda: bytes(key in keys or key.startswith(PREFIX) for key in manifest.tensors))
-        peers.together(lambda: _check_wanted(path, manifest, wanted))
-
-        def verify() -> None:
-            folder.check_sizes(path, manifest)
-            for name in _verified_by(manifest, peers.rank, peers.num_ranks):
-                folder.check_content(path / name, manifest.files[name].sha256)
-
-        peers.together(verify)
-
-        def allocate() -> tuple[State, list[Place]]:
-            state: State = {}
-            of_optimizer: list[Place] = []
-            if optimizer is not None:
-                state, of_optimizer = empty_state(optimizer, places, manifest)
-            _check_headers(path, manifest, reads := [*places, *of_optimizer])
-            return state, reads
-
-        state, reads = peers.together(allocate)
-        peers.together(lambda: _read(path, manifest, reads))
+        def read() -> None:
+            for key in sorted(set.intersection(*map(set, left_over))):
+                raise CheckpointError(f"{path} has {key}, which the model has not")
+            reader.read_data(rows.plan, rows).wait()
 
         def finish() -> None:
-            if optimizer is not None:
-                install(optimizer, state, manifest)
+            if optimizer is not None and manifest.optimizer is not None:
+                install(optimizer, state, manifest.optimizer)
 
+        place, told = peers.gather(choose)
+        name, digest = told[0]
+        path = place / name
+        manifest = peers.together(verify)
+        (reader, rows, state), left_over = peers.gather(match)
+        peers.together(read)
         peers.together(finish, is_last=True)
     own = manifest.rank_extra[peers.rank] if manifest.num_ranks == peers.num_ranks else None
     return LoadedCheckpoint(step=manifest.step, extra=manifest.extra, rank_extra=own)
 
 
 def read_manifest(directory: str | os.PathLike[str], step: int | None = None) -> Manifest:
-    """What the checkpoint of a step (None: the newest) consists of. Local; reads no tensors.
+    """What a checkpoint holds, without reading tensors. Local.
+
+    Args:
+        directory: the job's directory.
+        step: which checkpoint; None: the newest.
 
     Raises:
         ArgumentError: `directory` is no path.
-        CheckpointError: there is none, or its manifest is not what was written.
+        CheckpointError: there is none, or its manifest is not what was written. Other files are not looked at.
     """
-    return folder.find(folder.path_of(directory), step)[2]
+    return folder.find(folder.path_of(directory), step)[1]
 
 
-def _choose(peers: Peers, directory: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest]:
-    """The checkpoint that rank 0 finds, so that all ranks load the same one."""
-    found: list[Manifest] = []
+class _Rows(DefaultLoadPlanner):
+    """Where this rank's rows are in the files, and the tensors that they fill.
 
-    def look() -> list[str]:
-        path = folder.path_of(directory)
-        if peers.rank:
-            return []
-        path, digest, manifest = folder.find(path, step)
-        found.append(manifest)
-        return [path.name, digest]
+    Raises:
+        CheckpointError: the files have no such tensor, or one of another shape or dtype.
+    """
 
-    name, digest = peers.gather_json(look)[0]
-    path = Path(directory) / name
+    def __init__(self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]) -> None:
+        super().__init__()
+        self._rows: dict[tuple[str, int | None], torch.Tensor] = {}
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for place in places:
+            if place.key not in stored:
+                raise CheckpointError(f"{path} has no {place.key}")
+            there, here = stored[place.key], place.tensor.dtype
+            if (there.properties.dtype, tuple(there.size)) != (here, place.shape):
+                raise CheckpointError(
+                    f"{place.key} is {there.properties.dtype} {list(there.size)} in {path} "
+                    f"and {here} {list(place.shape)} in the model"
+                )
+            own = chunks.setdefault(place.key, [])
+            self._rows[place.key, len(own)] = place.rows
+            own.append(ChunkStorageMetadata(torch.Size(place.offsets), place.rows.shape))
+        self.plan = LoadPlan(
+            [item for key, own in chunks.items() for item in create_read_items_for_chunk_list(key, stored[key], own)]
+        )
 
-    def read() -> Manifest:
-        if found:
-            return found[0]
-        own, manifest = folder.open_(path)
-        if own != digest:
-            raise CheckpointError(f"{path / MANIFEST} is not the file that rank 0 sees")
-        return manifest
-
-    return path, peers.together(read)
-
-
-def _check_places(path: Path, places: Iterable[Place], manifest: Manifest) -> None:
-    """Checks that the checkpoint has every tensor of the model, with its shape and dtype."""
-    for place in places:
-        stored = manifest.tensors.get(place.key)
-        if stored is None:
-            raise CheckpointError(f"{path} has no {place.key}")
-        dtype = NAMES.get(place.tensor.dtype)
-        if (stored.dtype, stored.shape) != (dtype, place.shape):
-            raise CheckpointError(
-                f"{place.key} is {stored.dtype} {list(stored.shape)} in {path} "
-                f"and {dtype} {list(place.shape)} in the model"
-            )
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """See DefaultLoadPlanner."""
+        return self._rows[index.fqn, index.index]
 
 
-def _check_wanted(path: Path, manifest: Manifest, wanted: list[bytes]) -> None:
-    """Checks that every tensor of the checkpoint belongs to the model of some rank."""
-    for key, *flags in zip(manifest.tensors, *wanted, strict=True):
-        if not any(flags):
-            raise CheckpointError(f"{path} has {key}, which the model has not")
+def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint by key, from the headers of its files. Every row is there once.
 
-
-def _verified_by(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """The files that this rank verifies for all ranks: divided by size, the largest first."""
-    shares: list[list[str]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):
-        least = load.index(min(load))
-        shares[least].append(name)
-        load[least] += manifest.files[name].bytes
-    return shares[rank]
-
-
-def _reads(manifest: Manifest, places: Iterable[Place]) -> dict[str, list[tuple[Place, StoredSlice]]]:
-    """For each file, the slices of which this rank needs rows."""
-    reads: dict[str, list[tuple[Place, StoredSlice]]] = {}
-    for place in places:
-        end = place.first + len(place.rows)
-        for piece in manifest.tensors[place.key].slices:
-            if piece.start < end and place.first < piece.start + piece.length:
-                reads.setdefault(piece.file, []).append((place, piece))
-    return reads
-
-
-def _check_headers(path: Path, manifest: Manifest, places: Iterable[Place]) -> None:
-    """Checks that the files hold what the manifest says."""
-    for name, here in _reads(manifest, places).items():
-        with safe_open(path / name, framework="pt") as file:
-            there = set(file.keys())
-            for place, piece in here:
-                stored = manifest.tensors[place.key]
-                own = stored.name_of(place.key, piece)
-                if own not in there:
-                    raise CheckpointError(f"{path / name} has no {own}")
-                header = file.get_slice(own)
-                found = header.get_dtype(), tuple(header.get_shape())
-                if found != (stored.dtype, stored.shape_of(piece)):
-                    raise CheckpointError(
-                        f"{path / name}: {own} is {found}, {MANIFEST} says {stored.dtype} {stored.shape}"
-                    )
-
-
-def _read(path: Path, manifest: Manifest, places: Iterable[Place]) -> None:
-    for name, here in _reads(manifest, places).items():
-        with safe_open(path / name, framework="pt") as file:
-            for place, piece in here:
-                stored, rows = manifest.tensors[place.key], place.rows
-                own = stored.name_of(place.key, piece)
-                low, high = max(place.first, piece.start), min(place.first + len(rows), piece.start + piece.length)
-                if stored.shape:
-                    value = file.get_slice(own)[low - piece.start : high - piece.start]
-                else:
-                    value = file.get_tensor(own).reshape(1)
-                rows[low - place.first : high - place.first].copy_(value)
+    Raises:
+        CheckpointError: it is not.
+    """
+    stored = {}
+    try:
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        for key, tensor in metadata.state_dict_metadata.items():
+            if not isinstance(tensor, TensorStorageMetadata):
+                raise ValueError(f"{key} is no tensor")
+            size, chunks = tensor.size, tensor.chunks
+            runs = [(chunk.offsets[0], chunk.sizes[0]) if size else (0, 1) for chunk in chunks]
+            if any(any(chunk.offsets[1:]) or chunk.sizes[1:] != size[1:] for chunk in chunks):
+                raise ValueError(f"{key} is not cut into rows")
+            if (problem := rows_problem(runs, size[0] if size else 1)) is not None:
+                raise ValueError(f"{key} is not whole: {problem}")
+            stored[key] = tensor
+    except Exception as error:  # whatever headers made in bad faith lead to
+        raise CheckpointError(f"{path}: the headers of its files fit nothing: {error!r}") from error
+    return stored

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,11 +15,10 @@ from symmoe.errors import FAULT_BYTES, CheckpointError, PeerError, PeerLost, Sym
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Result = TypeVar("_Result")
-_HEAD_BYTES = FAULT_BYTES + 8  # an error, or none, and the length of what follows
 
 
 class Peers:
-    """A process group that exchanges JSON and bytes; only this process if there is none. Every method is collective.
+    """A process group that exchanges JSON; only this process if there is none. Every method is collective.
 
     A block `with peers:` is around all of them. If it is left by an exception that the others do not have (an
     interrupt), they learn it in their next exchange: all exchanges begin with the same message.
@@ -33,9 +32,7 @@ class Peers:
     def __enter__(self) -> Peers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or self._is_over:
             return
         with contextlib.suppress(CheckpointError):  # this rank's error comes back, or a peer is lost
@@ -51,49 +48,39 @@ class Peers:
             SymmoeError: the error of a rank; any other exception there becomes a CheckpointError that names it.
             CheckpointError: a rank is gone, or did not come within the process group's timeout. The text names it.
         """
-        return self._together(work, lambda result: b"", is_last=is_last)[0]
+        return self.gather(lambda: (work(), None), is_last=is_last)[0]
 
-    def gather(self, work: Callable[[], bytes]) -> list[bytes]:
-        """What `work` returns on every rank, in rank order. Raises as :meth:`together` does."""
-        return self._together(work, lambda payload: payload)[1]
-
-    def gather_json(self, work: Callable[[], Any]) -> list[Any]:
-        """Same as :meth:`gather`, for values that are fit for JSON."""
-        return [json.loads(payload) for payload in self.gather(lambda: json.dumps(work()).encode())]
-
-    def _together(
-        self, work: Callable[[], _Result], payload_of: Callable[[_Result], bytes], *, is_last: bool = False
-    ) -> tuple[_Result, list[bytes]]:
+    def gather(self, work: Callable[[], tuple[_Result, Any]], *, is_last: bool = False) -> tuple[_Result, list[Any]]:
+        """What `work` returns here, and what it tells on each rank, in JSON. Raises as :meth:`together` does."""
         problem: SymmoeError | None = None
-        payload = b""
+        message = b""
         try:
-            result = work()
-            payload = payload_of(result)
+            result, told = work()
+            message = json.dumps(told).encode()
         except SymmoeError as error:
             problem = error
         except Exception as error:  # noqa: BLE001 - the others wait to hear of any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
-            payloads = self._meet(problem, payload, is_last=is_last)
-            return result, payloads
+            messages = self._meet(problem, message, is_last=is_last)
+            return result, [json.loads(theirs) for theirs in messages]
         finally:
             del problem  # its traceback would keep this frame, and the frame it
 
-    def _meet(self, problem: SymmoeError | None, payload: bytes, *, is_last: bool) -> list[bytes]:
-        """Every rank's payload; or the first rank's problem, on every rank."""
-        head = b"" if problem is None else encode(problem)
-        head = head.ljust(FAULT_BYTES, b"\0") + len(payload).to_bytes(8, "little")
+    def _meet(self, problem: SymmoeError | None, message: bytes, *, is_last: bool) -> list[bytes]:
+        """Every rank's message; or the first rank's problem, on every rank."""
+        mine = (bytes(FAULT_BYTES) if problem is None else encode(problem)) + message
 
         def exchange() -> list[bytes]:
             try:
-                heads = self._bootstrap.all_gather_bytes(head, num_bytes=_HEAD_BYTES)
-                for rank, theirs in enumerate(heads):
+                sizes = self._bootstrap.all_gather_bytes(len(mine).to_bytes(8, "little"), num_bytes=8)
+                lengths = [int.from_bytes(size, "little") for size in sizes]
+                told = self._bootstrap.all_gather_bytes(mine, num_bytes=max(lengths))
+                for rank, theirs in enumerate(told):
                     if theirs[:FAULT_BYTES].strip(b"\0"):
                         raise decode(theirs[:FAULT_BYTES], rank=rank)
-                lengths = [int.from_bytes(theirs[FAULT_BYTES:], "little") for theirs in heads]
-                padded = self._bootstrap.all_gather_bytes(payload, num_bytes=max(lengths)) if any(lengths) else heads
                 self._is_over = is_last
-                return [theirs[:length] for theirs, length in zip(padded, lengths, strict=True)]
+                return [theirs[FAULT_BYTES:length] for theirs, length in zip(told, lengths, strict=True)]
             except PeerError as error:
                 self._is_over = True
                 how = "is gone" if isinstance(error, PeerLost) else "has not come within the process group's timeout"
@@ -111,33 +98,26 @@ def _to_the_end(work: Callable[[], _Result]) -> _Result:
     Python raises KeyboardInterrupt, and what handlers of signals raise, between any two instructions of the main
     thread. An exchange that is interrupted cannot go on, so it runs in another thread.
     """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
-    claim, done = threading.Lock(), threading.Lock()
-    done.acquire()
+    done, claim = Future[_Result](), threading.Lock()
 
-    def run() -> None:
+    def run(done: Future[_Result]) -> None:
         if not claim.acquire(blocking=False):
             return  # the start was interrupted after it had succeeded, and was made again
         try:
-            results.append(work())
+            done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-        done.release()
+            done.set_exception(error)
 
     interrupt: BaseException | None = None
-    while not (results or errors):
+    while not done.done():
         try:
-            threading.Thread(target=run, name="symmoe-checkpoint", daemon=True).start()
-            done.acquire()
+            threading.Thread(target=run, args=(done,), name="symmoe-checkpoint", daemon=True).start()
+            wait([done])
         except BaseException as error:  # noqa: BLE001 - raised below
             interrupt = error
     try:
         if interrupt is not None:
             raise interrupt
-        if errors:
-            raise errors.pop()
-        return results.pop()
+        return done.result()
     finally:
-        del interrupt  # its traceback would keep this frame, and the frame it
-        errors.clear()
+        del interrupt, done  # tracebacks in them would keep this frame, and the frame them

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from symmoe.errors import CheckpointError
 
-_DIGEST_BYTES = 32
 
-
-def digest(tensor: torch.Tensor) -> bytes:
+def digest(tensor: torch.Tensor) -> str:
     """Of the bits of a tensor. Synchronises the host."""
     host = tensor.detach().to("cpu").contiguous()
-    return hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).digest()
+    return hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def check_replicas(parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[bytes]) -> None:
+def check_replicas(parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]) -> None:
     """Raises if the bits of a part differ, the same on every rank.
 
     Args:
-        parts: the key and the ranks of each part that several ranks have, the same on every rank.
-        digests: by rank, those of its parts in this order, one after the other.
+        parts: the key and the ranks of each part, the same on every rank.
+        digests: by rank, those of its parts that others have as well, by key.
 
     Raises:
         CheckpointError: names the key and two ranks.
     """
-    positions = [0] * len(digests)
-    for key, ranks in parts:
-        expected = None
-        for rank in ranks:
-            found = digests[rank][positions[rank] : positions[rank] + _DIGEST_BYTES]
-            positions[rank] += _DIGEST_BYTES
-            expected = expected or found
-            if found != expected:
+    for key, (first, *others) in parts:
+        for rank in others:
+            if digests[rank][key] != digests[first][key]:
                 raise CheckpointError(
-                    f"{key} differs between rank {ranks[0]} and rank {rank}, which must have the same bits (unless it "
+                    f"{key} differs between rank {first} and rank {rank}, which must have the same bits (unless it "
                     "is an expert's: then its module has to say holds_experts = True)"
                 )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
-import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -20,26 +20,15 @@ from torch import nn
 
 import symmoe
 from symmoe.checkpoint import files, folder
-from symmoe.checkpoint.manifest import (
-    DTYPES,
-    MAX_STEP,
-    NAMES,
-    Manifest,
-    StoredFile,
-    StoredSlice,
-    StoredTensor,
-    num_rows,
-    stored_name,
-    tiling_problem,
-)
-from symmoe.checkpoint.optimizer_state import record_of, state_places
+from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredOptimizer
+from symmoe.checkpoint.optimizer_state import groups_of, record_of, state_places
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.replicas import check_replicas, digest
-from symmoe.checkpoint.tensors import Place, places_of
+from symmoe.checkpoint.tensors import Place, places_of, rows_problem
 from symmoe.errors import ArgumentError, CheckpointError
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
-Run = tuple[int, int]  # first row and number of rows
+MAX_STEP = 99_999_999
 
 
 @torch.no_grad()
@@ -81,96 +70,63 @@ def save_checkpoint(
     """
     with contextlib.ExitStack() as held, Peers(group) as peers:
 
-        def collect() -> tuple[Path, dict[str, _Part], dict[str, Any] | None]:
+        def collect() -> tuple[tuple[Path, _Parts, StoredOptimizer | None], dict[str, Any]]:
             _check_arguments(step, keep_last)
-            place = folder.path_of(directory)
+            place, record = folder.path_of(directory), None
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-            if optimizer is None:
-                return place, _parts(places), None
-            return place, _parts([*places, *state_places(optimizer, places)]), record_of(optimizer, places)
+            if optimizer is not None:
+                groups = groups_of(optimizer, places)
+                places += state_places(optimizer, groups)
+                record = record_of(optimizer, groups)
+            settings = None if record is None else dataclasses.asdict(record)
+            common = {"step": step, "keep_last": keep_last, "extra": extra, "a setting of optimizer": settings}
+            parts = _parts(places)
+            return (place, parts, record), {
+                "common": {name: _json(name, value) for name, value in common.items()},
+                "parts": {key: _told(part) for key, part in parts.items()},
+                "rank_extra": _json("rank_extra", rank_extra),
+            }
 
-        place, parts, record = peers.together(collect)
-        tables = peers.gather_json(
-            lambda: _table(parts, rank_extra, step=step, keep_last=keep_last, optimizer=record, extra=extra)
-        )
-        token = tables[0]["token"]
-        plan = peers.together(lambda: _plan(tables))
-        digests = peers.gather(lambda: b"".join(digest(parts[key].to_host()) for key in plan.compared_by(peers.rank)))
-        peers.together(lambda: check_replicas(plan.replicas, digests))
+        def compare() -> tuple[_Holders, dict[str, str]]:
+            holders = _holders(tables)
+            shared = [key for (key, _, _), ranks in holders.items() if len(ranks) > 1 and peers.rank in ranks]
+            return holders, {key: digest(_to_host(parts[key])) for key in shared}
 
-        def prepare() -> None:
-            if peers.rank == 0:  # rank 0 holds the lock until all ranks know the result
-                held.enter_context(folder.saving(place, step, token))
+        def prepare() -> tuple[None, str]:
+            check_replicas(((key, ranks) for (key, _, _), ranks in holders.items()), digests)
+            # Rank 0 holds the lock until all ranks know the result.
+            return None, "" if peers.rank else held.enter_context(folder.saving(place, step)).name
 
-        def write() -> dict[str, Any]:
-            mine = {key: parts[key] for key, _ in plan.writes[peers.rank]}
-            return _write(folder.temporary(place, step, token), mine, peers.rank)
+        def write() -> tuple[None, dict[str, Any]]:
+            mine = _shares(holders, tables)[peers.rank]
+            return None, _write(place / names[0], {key: parts[key] for key in mine}, peers.rank)
 
         def publish() -> None:
-            if peers.rank == 0:
-                manifest = _manifest(plan, written, tables, step=step, optimizer=record, extra=extra)
-                folder.publish(place, step, token, manifest.to_bytes())
-
-        def prune() -> None:
-            if peers.rank == 0 and keep_last is not None:
+            if peers.rank:
+                return
+            manifest = Manifest(
+                step=step,
+                ep_size=max(Counter(key for key, _, _ in holders).values(), default=1),
+                files={name: StoredFile(**file) for theirs in written for name, file in theirs.items()},
+                optimizer=record,
+                extra=extra,
+                rank_extra=[json.loads(table["rank_extra"]) for table in tables],
+                written_by={module.__name__: module.__version__ for module in (symmoe, torch, safetensors)},
+            )
+            folder.publish(place / names[0], step, manifest.to_bytes())
+            if keep_last is not None:
                 folder.prune(place, step, keep_last)
 
-        peers.together(prepare)
-        written = peers.gather_json(write)
-        peers.together(publish)
-        peers.together(prune, is_last=True)
+        (place, parts, record), tables = peers.gather(collect)
+        holders, digests = peers.gather(compare)
+        _, names = peers.gather(prepare)
+        _, written = peers.gather(write)
+        peers.together(publish, is_last=True)
     return place / folder.name_of(step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's rows of one tensor: tensors that follow each other along dimension 0."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype
-    start: int
-    tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def length(self) -> int:
-        return sum(len(tensor) for tensor in self.tensors)
-
-    @property
-    def run(self) -> Run:
-        return self.start, self.length
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
-
-    def to_host(self) -> torch.Tensor:
-        """A copy that shares memory with nothing."""
-        whole = torch.cat([tensor.to("cpu") for tensor in self.tensors]).contiguous()
-        return whole if self.shape else whole[0].clone()
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is saved, and by whom. The same on every rank.
-
-    Attributes:
-        tensors: dtype and shape by key.
-        holders: by (key, run), the ranks that have it, in order.
-        writes: for each rank, what it writes.
-    """
-
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    holders: dict[tuple[str, Run], list[int]]
-    writes: list[list[tuple[str, Run]]]
-
-    @property
-    def replicas(self) -> list[tuple[str, list[int]]]:
-        """Keys of what several ranks have, and the ranks, in order."""
-        return [(key, ranks) for (key, _), ranks in self.holders.items() if len(ranks) > 1]
-
-    def compared_by(self, rank: int) -> list[str]:
-        """Keys of the tensors that a rank has in common with others, in order."""
-        return [key for key, ranks in self.replicas if rank in ranks]
+_Parts = dict[str, list[Place]]  # what this rank has by key: places whose rows follow each other
+_Holders = dict[tuple[str, int, int], list[int]]  # by key, first row and number of rows, the ranks that have them
 
 
 def _check_arguments(step: int, keep_last: int | None) -> None:
@@ -180,145 +136,110 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
         raise ArgumentError(f"keep_last ({keep_last!r}) must be None or an integer of at least 1")
 
 
-def _parts(places: Iterable[Place]) -> dict[str, _Part]:
-    by_key: dict[str, list[Place]] = {}
-    for place in places:
-        by_key.setdefault(place.key, []).append(place)
-    return {key: _part(key, here) for key, here in by_key.items()}
-
-
-def _part(key: str, places: list[Place]) -> _Part:
-    """What this rank has of a key: one tensor, or discrete experts one after the other."""
-    first, *others = sorted(places, key=lambda place: place.first)
-    if first.tensor.dtype not in NAMES:
-        raise ArgumentError(f"{key} is {first.tensor.dtype}; a checkpoint holds {sorted(map(str, NAMES))}")
-    tensors, end = [first.rows], first.first + len(first.rows)
-    for place in others:
-        if (place.tensor.dtype, place.shape) != (first.tensor.dtype, first.shape):
-            raise ArgumentError(f"{key} is {first.tensor.dtype} {first.shape} and {place.tensor.dtype} {place.shape}")
-        if place.start is None and first.start is None:  # e.g. the optimizer's step counts of discrete experts
-            if not torch.equal(place.tensor, first.tensor):
-                raise ArgumentError(
-                    f"{key} has different values for experts of one layer: {first.tensor}, {place.tensor}"
-                )
-            continue
-        if place.first != end:
-            raise ArgumentError(f"{key} has rows up to {end - 1} and from {place.first} on this rank; they must follow")
-        tensors.append(place.rows)
-        end += len(place.rows)
-    return _Part(shape=first.shape, dtype=first.tensor.dtype, start=first.first, tensors=tuple(tensors))
-
-
-def _table(parts: Mapping[str, _Part], rank_extra: Any, **common: Any) -> dict[str, Any]:
-    """What this rank tells the others before anything is written."""
-    return {
-        "token": folder.new_token(),
-        "common": {name: hashlib.sha256(_json(name, value)).hexdigest() for name, value in common.items()},
-        "parts": {key: [NAMES[part.dtype], part.shape, part.start, part.length] for key, part in parts.items()},
-        "rank_extra": json.loads(_json("rank_extra", rank_extra)),
-    }
-
-
-def _json(name: str, value: Any) -> bytes:
+def _json(name: str, value: Any) -> str:
     try:
-        return json.dumps(value, sort_keys=True).encode()
+        return json.dumps(value, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"{name} is not fit for JSON: {error}") from error
 
 
-def _plan(tables: list[dict[str, Any]]) -> _Plan:
-    for name, expected in tables[0]["common"].items():
+def _parts(places: Iterable[Place]) -> _Parts:
+    parts: _Parts = {}
+    for place in sorted(places, key=lambda place: (place.key, place.start or 0)):
+        first, dtype = parts.setdefault(place.key, [place])[0], place.tensor.dtype
+        if not _fits_file(dtype):
+            raise ArgumentError(f"{place.key} is {dtype}, which safetensors does not hold")
+        if (dtype, place.shape) != (first.tensor.dtype, first.shape):
+            raise ArgumentError(f"{place.key} is {first.tensor.dtype} {first.shape} and {dtype} {place.shape}")
+        if place is first:
+            continue
+        last = parts[place.key][-1]
+        if first.start is None:  # e.g. the steps of discrete experts
+            if not torch.equal(place.tensor, first.tensor):
+                raise ArgumentError(f"{place.key} has different values here: {first.tensor}, {place.tensor}")
+        elif place.start != (last.start or 0) + len(last.rows):
+            raise ArgumentError(f"{place.key} has rows from {last.start} and from {place.start}; they must follow")
+        else:
+            parts[place.key].append(place)
+    return parts
+
+
+@functools.cache
+def _fits_file(dtype: torch.dtype) -> bool:
+    try:
+        safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+    except Exception:  # noqa: BLE001 - each package has its own
+        return False
+    return True
+
+
+def _told(part: list[Place]) -> list[Any]:
+    """What others must know of it: dtype, shape of the whole, first row, number of rows, bytes."""
+    first = part[0]
+    length = sum(len(place.rows) for place in part) if first.shape else 1
+    num_bytes = sum(place.tensor.nbytes for place in part)
+    return [str(first.tensor.dtype), first.shape, first.start or 0, length, num_bytes]
+
+
+def _to_host(part: list[Place]) -> torch.Tensor:
+    """A copy that shares memory with nothing."""
+    rows = [place.rows.to("cpu", copy=True, memory_format=torch.contiguous_format) for place in part]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _holders(tables: list[dict[str, Any]]) -> _Holders:
+    """Who has what, if the ranks agree on everything, and every row is there."""
+    for name, text in tables[0]["common"].items():
         for rank, table in enumerate(tables):
-            if table["common"][name] != expected:
+            if table["common"][name] != text:
                 raise CheckpointError(
                     f"{name} differs between rank 0 and rank {rank}; it must be the same on all ranks"
                 )
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    holders: dict[tuple[str, Run], list[int]] = {}
+    tensors: dict[str, list[Any]] = {}
+    holders: _Holders = {}
     for rank, table in enumerate(tables):
-        for key, (dtype, shape, start, length) in table["parts"].items():
-            ours = dtype, tuple(shape)
-            if tensors.setdefault(key, ours) != ours:
-                raise CheckpointError(f"{key} is {ours} on rank {rank} and {tensors[key]} on another")
-            holders.setdefault((key, (start, length)), []).append(rank)
-    holders = dict(sorted(holders.items()))
-    runs: dict[str, list[Run]] = {}
-    for key, run in holders:
-        runs.setdefault(key, []).append(run)
-    for key, there in runs.items():
-        if (problem := tiling_problem(there, num_rows(tensors[key][1]))) is not None:
+        for key, (dtype, shape, start, length, _) in table["parts"].items():
+            if tensors.setdefault(key, [dtype, shape]) != [dtype, shape]:
+                raise CheckpointError(f"{key} is {[dtype, shape]} on rank {rank} and {tensors[key]} on another")
+            if length or 0 in shape[:1]:  # no rows are there only where the whole tensor has none
+                holders.setdefault((key, start, length), []).append(rank)
+    runs: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
+    for key, start, length in holders:
+        runs[key].append((start, length))
+    for key, (_, shape) in tensors.items():
+        if (problem := rows_problem(runs[key], shape[0] if shape else 1)) is not None:
             raise CheckpointError(f"{key} is not whole over the ranks that save together: {problem}")
-    return _Plan(tensors, holders, _share(tensors, holders, len(tables)))
+    return dict(sorted(holders.items()))
 
 
-def _share(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], holders: Mapping[tuple[str, Run], list[int]], num_ranks: int
-) -> list[list[tuple[str, Run]]]:
-    """Which rank writes what: of the ranks that have a part, the one that has least to write so far."""
-    writes: list[list[tuple[str, Run]]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for (key, run), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # parts that one rank has first
-        dtype, shape = tensors[key]
-        writer = min(ranks, key=lambda rank: (load[rank], rank))
-        writes[writer].append((key, run))
-        load[writer] += math.prod((run[1], *shape[1:])) * DTYPES[dtype].itemsize
-    return writes
+def _shares(holders: _Holders, tables: list[dict[str, Any]]) -> list[list[str]]:
+    """What each rank writes: a part is written by that of its ranks that has the least to write so far."""
+    shares: list[list[str]] = [[] for _ in tables]
+    loads = [0] * len(tables)
+    for (key, _, _), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # parts that one rank has first
+        writer = min(ranks, key=loads.__getitem__)
+        shares[writer].append(key)
+        loads[writer] += tables[writer]["parts"][key][-1]
+    return shares
 
 
-def _write(unfinished: Path, parts: Mapping[str, _Part], rank: int) -> dict[str, Any]:
-    """Writes files of at most MAX_FILE_BYTES (a larger tensor has its own file); returns what is in them."""
-    shards: list[dict[str, str]] = []  # for each file, key by name
+def _write(unfinished: Path, parts: _Parts, rank: int) -> dict[str, dict[str, Any]]:
+    """Writes files of at most MAX_FILE_BYTES (a larger tensor has its own file), as torch's HuggingFaceStorageWriter
+    does, so that its HuggingFaceStorageReader reads them. Returns what a manifest says of each."""
+    shards: list[list[str]] = []
     size = 0
     for key, part in parts.items():
-        name = stored_name(key, part.start, part.length, num_rows(part.shape))
-        if not shards or size + part.num_bytes > MAX_FILE_BYTES or name in shards[-1]:
-            shards.append({})
-            size = 0
-        shards[-1][name] = key
-        size += part.num_bytes
+        size += (num_bytes := _told(part)[-1])
+        if not shards or size > MAX_FILE_BYTES:
+            shards.append([])
+            size = num_bytes
+        shards[-1].append(key)
     written = {}
-    for number, shard in enumerate(shards):
-        file = f"rank-{rank:05d}-{number:04d}.safetensors"
-        data = safetensors.torch.save({name: parts[key].to_host() for name, key in shard.items()}, {"format": "pt"})
-        files.write(unfinished / file, data)
-        digest = hashlib.sha256(data).hexdigest()
-        written[file] = {"bytes": len(data), "sha256": digest, "keys": list(shard.values())}
+    for number, keys in enumerate(shards):
+        name = f"rank-{rank:05d}-{number:04d}.safetensors"
+        offsets = {key: {"saved_offsets": parts[key][0].offsets} for key in keys}
+        header = {"DCP_SHARDING_INFO": json.dumps(offsets)}  # one entry: safetensors gives several no order
+        data = safetensors.torch.save({key: _to_host(parts[key]) for key in keys}, header)
+        files.write(unfinished / name, data)
+        written[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     return written
-
-
-def _manifest(
-    plan: _Plan,
-    written: list[dict[str, Any]],
-    tables: list[dict[str, Any]],
-    *,
-    step: int,
-    optimizer: dict[str, Any] | None,
-    extra: Any,
-) -> Manifest:
-    files: dict[str, StoredFile] = {}
-    slices: dict[str, list[StoredSlice]] = {key: [] for key in plan.tensors}
-    for rank, theirs in enumerate(written):
-        runs = dict(plan.writes[rank])
-        for file, content in theirs.items():
-            files[file] = StoredFile(content["bytes"], content["sha256"])
-            for key in content["keys"]:
-                slices[key].append(StoredSlice(*runs[key], file))
-    tensors = {
-        key: StoredTensor(dtype, shape, tuple(sorted(slices[key], key=lambda piece: piece.start)))
-        for key, (dtype, shape) in plan.tensors.items()
-    }
-    return Manifest(
-        step=step,
-        num_ranks=len(tables),
-        ep_size=max([len(stored.slices) for stored in tensors.values()], default=1),
-        files=files,
-        tensors=tensors,
-        optimizer=optimizer,
-        extra=extra,
-        rank_extra=[table["rank_extra"] for table in tables],
-        written_by={
-            "symmoe": symmoe.__version__,
-            "torch": torch.__version__,
-            "safetensors": safetensors.__version__,
-        },
-    )

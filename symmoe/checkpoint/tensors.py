@@ -7,8 +7,8 @@ the rows of the rank's experts; for anything else, all rows. Ranks with the same
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,37 +50,32 @@ class Place:
     is_row: bool = False
 
     @property
+    def rows(self) -> torch.Tensor:
+        """The tensor, detached, with a dimension of rows if it is cut."""
+        own = self.tensor.detach()
+        return own.unsqueeze(0) if self.is_row else own
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        own = tuple(self.tensor.shape)
-        if self.start is None:
-            return own
-        return (self.num_rows, *own) if self.is_row else (self.num_rows, *own[1:])
+        own = tuple(self.rows.shape)
+        return own if self.start is None else (self.num_rows, *own[1:])
 
     @property
-    def rows(self) -> torch.Tensor:
-        """The tensor with its dimension of rows, detached; a scalar is one row."""
-        own = self.tensor.detach()
-        return own.unsqueeze(0) if self.is_row or own.dim() == 0 else own
-
-    @property
-    def first(self) -> int:
-        """The number of its first row in the whole tensor."""
-        return self.start or 0
-
-    def shares_rows_with(self, shape: tuple[int, ...]) -> bool:
-        """Whether a state of an optimizer, whose whole shape is `shape`, is cut like this parameter."""
-        return self.start is not None and len(shape) > 0 and shape[0] == self.num_rows
+    def offsets(self) -> tuple[int, ...]:
+        """Where its first element is in the whole tensor."""
+        return (self.start or 0, *[0] * (self.rows.dim() - 1)) if self.shape else ()
 
     def like(self, key: str, state: torch.Tensor) -> Place:
         """The place of an optimizer's state for this parameter."""
-        if self.is_row:
-            is_cut = state.dim() > 0
-        else:
-            is_cut = self.start is not None and state.dim() > 0 and len(state) == len(self.tensor)
-        if not is_cut:
-            return Place(key=key, tensor=state)
-        return Place(key=key, tensor=state, start=self.start, num_rows=self.num_rows, is_row=self.is_row)
+        is_cut = self.start is not None and state.dim() > 0 and (self.is_row or len(state) == len(self.tensor))
+        return replace(self, key=key, tensor=state) if is_cut else Place(key=key, tensor=state)
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that a state for this parameter has here, if `shape` is that of the whole."""
+        if self.start is None or shape[:1] != (self.num_rows,):
+            return shape
+        return shape[1:] if self.is_row else (len(self.tensor), *shape[1:])
 
 
 def places_of(model: nn.Module | Mapping[str, Any], *, rank: int, num_ranks: int) -> list[Place]:
@@ -93,12 +88,33 @@ def places_of(model: nn.Module | Mapping[str, Any], *, rank: int, num_ranks: int
     Raises:
         ArgumentError: something in it has no place in a checkpoint.
     """
-    return list(_walk("model", model, rank, num_ranks))
+    places = list(_walk("model", model, rank, num_ranks))
+    for place in places:
+        if hasattr(place.tensor, "device_mesh"):
+            raise ArgumentError(
+                f"{place.key} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)"
+            )
+        if place.tensor.layout != torch.strided or place.tensor.is_meta:
+            raise ArgumentError(
+                f"{place.key} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory"
+            )
+    return places
+
+
+def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
+    """What is wrong with (start, length) runs that must cover rows 0 to `num_rows` - 1 once, or None."""
+    covered = 0
+    for start, length in sorted(runs):
+        if start != covered:
+            wrong = "there twice" if start < covered else "missing"
+            return f"rows {min(start, covered)} to {max(start, covered) - 1} are {wrong}"
+        covered += length
+    return None if covered == num_rows else f"rows {covered} to {num_rows - 1} are missing"
 
 
 def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
     if isinstance(node, nn.Module):
-        yield from _module_places(prefix, node, rank, num_ranks)
+        yield from _of_module(prefix, node, rank, num_ranks)
     elif isinstance(node, Mapping):
         for name, child in node.items():
             if not isinstance(name, str) or not name:
@@ -111,67 +127,35 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
                 f"{prefix}: an ExpertShard of shape {list(node.tensor.shape)} that starts at {node.start} "
                 f"is none of {node.num_experts} experts"
             )
-        yield _plain(prefix, Place(key=prefix, tensor=node.tensor, start=node.start, num_rows=node.num_experts))
+        yield Place(key=prefix, tensor=node.tensor, start=node.start, num_rows=node.num_experts)
     elif isinstance(node, torch.Tensor):
-        yield _plain(prefix, Place(key=prefix, tensor=node))
+        yield Place(key=prefix, tensor=node)
     else:
         raise ArgumentError(
             f"{prefix} is of type {type(node).__name__}; it must be a tensor, a module or a dict of them"
         )
 
 
-def _module_places(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:
-    heaps = {path: child.heap for path, child in module.named_modules() if _has_heap(child)}
+def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:
+    heaps = {
+        path: child.heap
+        for path, child in module.named_modules()
+        if isinstance(getattr(child, "heap", None), SymmetricHeap)
+    }
     experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"{prefix}.{name} is of type {type(tensor).__name__}; only tensors have a place")
         key = f"{prefix}.{name}"
         if name not in experts:
-            yield _plain(key, Place(key=key, tensor=tensor))
+            yield from _walk(key, tensor, rank, num_ranks)
             continue
         path, _, leaf = name.rpartition(".")
-        heap = _nearest(heaps, path)
+        around = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]  # from the inside out
+        heap = next((heaps[outer] for outer in [*around, ""] if outer in heaps), None)
         ep_rank, ep_size = (rank, num_ranks) if heap is None else (heap.rank, heap.num_ranks)
         owner, discrete = module.get_submodule(path), _DISCRETE.fullmatch(leaf)
         if discrete and isinstance(owner, GroupedLinear):
-            first = ep_rank * owner.num_groups
-            packed = key.removesuffix(leaf) + "weight"
-            yield _plain(
-                key,
-                Place(
-                    key=packed,
-                    tensor=tensor,
-                    start=first + int(discrete[1]),
-                    num_rows=owner.num_groups * ep_size,
-                    is_row=True,
-                ),
-            )
+            start = ep_rank * owner.num_groups + int(discrete[1])
+            packed, num_rows = key.removesuffix(leaf) + "weight", ep_size * owner.num_groups
+            yield Place(key=packed, tensor=tensor, start=start, num_rows=num_rows, is_row=True)
         else:
-            start, num_rows = ep_rank * len(tensor), ep_size * len(tensor)
-            yield _plain(key, Place(key=key, tensor=tensor, start=start, num_rows=num_rows))
-
-
-def _has_heap(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "heap", None), SymmetricHeap)
-
-
-def _nearest(heaps: Mapping[str, SymmetricHeap], path: str) -> SymmetricHeap | None:
-    while True:
-        if path in heaps:
-            return heaps[path]
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
-
-
-def _plain(name: str, place: Place) -> Place:
-    if hasattr(place.tensor, "device_mesh"):
-        raise ArgumentError(
-            f"{name} is a DTensor; use torch.distributed.checkpoint for models on a mesh (docs/fsdp.md)"
-        )
-    if place.tensor.layout != torch.strided or place.tensor.is_meta:
-        raise ArgumentError(
-            f"{name} is a {place.tensor.layout} tensor on {place.tensor.device}; it has no plain memory"
-        )
-    return place
+            yield Place(key=key, tensor=tensor, start=ep_rank * len(tensor), num_rows=ep_size * len(tensor))

@@ -288,7 +288,10 @@ def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
             record["problems"].append("the next save is not what is loaded")
         if loaded(directory, step=step)[1:] != (extra, found):
             record["problems"].append(f"step {step} has changed with the next save")
-        if not all(name == "latest" or (name.startswith("step-") and len(name) == 13) for name in saved_in(directory)):
+        if not all(
+            name in ("latest", ".lock") or (name.startswith("step-") and len(name) == 13)
+            for name in saved_in(directory)
+        ):
             record["problems"].append(f"the next save has left {saved_in(directory)}")
     except (CheckpointError, AssertionError) as error:
         record["problems"].append(f"{type(error).__name__}: {error}")

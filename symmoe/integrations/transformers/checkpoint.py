@@ -6,6 +6,7 @@ All ranks of a heap's group must see the same folders, as they do on one node.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import shutil
@@ -137,9 +138,9 @@ def save_checkpoint(
 
 def compare(heap: SymmetricHeap, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective as heap.agree is."""
-    mine = together(heap.agree, lambda: b"".join(map(digest, tensors.values())))
-    digests, ranks = heap.gather_bytes(mine), range(heap.num_ranks)
-    check_replicas(((key, ranks) for key in tensors), digests)
+    mine = together(heap.agree, lambda: {key: digest(tensor) for key, tensor in tensors.items()})
+    digests = [json.loads(theirs) for theirs in heap.gather_bytes(json.dumps(mine).encode())]
+    check_replicas(((key, range(heap.num_ranks)) for key in tensors), digests)
 
 
 def together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
