@@ -68,8 +68,8 @@ def watcher(device: torch.device) -> Callable[[], bool]:
     return bool
 
 
-def tape_compiler(device: torch.device) -> Callable[[Tape], Tape]:
-    """A function that makes a tape of kernels for `device` play in less time, if it can."""
+def tape_compiler(device: torch.device) -> Callable[[Tape], Tape | None]:
+    """A function that makes what is played of a tape of kernels for `device`; None where they are not played."""
     if device.type == "cuda":
         from symmoe.kernels.launch.player import compiled_tape
 

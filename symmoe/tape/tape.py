@@ -28,19 +28,12 @@ class Playing:
         stream: the current stream.
     """
 
-    __slots__ = ("_stream", "addresses", "mark", "numbers", "stream", "things")
+    __slots__ = ("addresses", "mark", "numbers", "stream", "things")
 
     def __init__(self, num_slots: int, numbers: Mapping[str, int], stream: int) -> None:
         self.things: list[Any] = [None] * num_slots
         self.addresses = [0] * num_slots
         self.numbers, self.stream, self.mark = numbers, stream, EVEN
-        self._stream: torch.cuda.Stream | None = None
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """The current stream as torch's object."""
-        if self._stream is None:
-            self._stream = torch.cuda.current_stream()
-        return self._stream
 
     def put(self, slot: int, thing: Any) -> None:
         """Fills a slot."""
@@ -232,61 +225,34 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Launch(Entry):
-    """The launch of a compiled kernel.
+    """The launch of a compiled kernel, which kernels/launch/player.py makes.
 
     Attributes:
-        call: the function in C, called with grid, stream, head and then the row, as a list or not.
         row: the arguments.
         addresses: (place in the row, memory) of tensors.
-        maps: (place in the row, number of places, memory, tensor maps by address and shape).
+        maps: (place in the row, number of places, memory) of tensor maps.
         numbers: (place in the row, where the integer comes from).
         stream: None for the current stream.
     """
 
-    call: Callable[..., None]
     kernel: object
     grid: tuple[int, int, int]
-    head: tuple[Any, ...]
-    takes_list: bool
     row: list[Any]
     addresses: tuple[tuple[int, Memory], ...]
-    maps: tuple[tuple[int, int, Memory, Any], ...]
+    maps: tuple[tuple[int, int, Memory], ...]
     numbers: tuple[tuple[int, Any], ...]
     stream: int | None = None
     is_owed: bool = False
-    _slots: tuple[tuple[int, int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        self._slots = tuple(
-            (place, memory.slot, memory.offset_bytes) for place, memory in self.addresses if memory.slot is not None
-        )
-
-    def play(self, playing: Playing) -> None:
-        """Launches the kernel."""
-        row, addresses = self.row.copy(), playing.addresses
-        for place, slot, offset_bytes in self._slots:
-            row[place] = addresses[slot] + offset_bytes
-        for place, count, memory, maps in self.maps:
-            parts = maps.get((memory.address(playing), memory.shape)) or maps.encode(memory.get(playing))
-            row[place : place + count] = parts
-        for place, number in self.numbers:
-            row[place] = number if type(number) is int else number.get(playing)
-        stream = playing.stream if self.stream is None else self.stream
-        if self.takes_list:
-            self.call(*self.grid, stream, *self.head, row)
-        else:
-            self.call(*self.grid, stream, *self.head, *row)
 
     def same(self, other: Any) -> bool:
         """Whether the other one launches the same, up to what changes from call to call."""
         variable = {place for place, _ in (*self.addresses, *self.numbers)}
-        for first, count, *_ in self.maps:
+        for first, count, _ in self.maps:
             variable.update(range(first, first + count))
         return (
             (self.kernel, self.grid, self.stream, self.is_owed)
             == (other.kernel, other.grid, other.stream, other.is_owed)
-            and (self.addresses, self.numbers) == (other.addresses, other.numbers)
-            and [each[:3] for each in self.maps] == [each[:3] for each in other.maps]
+            and (self.addresses, self.maps, self.numbers) == (other.addresses, other.maps, other.numbers)
             and len(self.row) == len(other.row)
             and all(_same(a, b) for n, (a, b) in enumerate(zip(self.row, other.row, strict=True)) if n not in variable)
         )
@@ -344,11 +310,6 @@ class RecordEvent(Entry):
     stream: int | None
     as_recorded: torch.cuda.Stream = field(compare=False)
 
-    def play(self, playing: Playing) -> None:
-        """Records it."""
-        event = playing.things[self.slot] = torch.cuda.Event()
-        event.record(playing.current_stream() if self.stream is None else self.as_recorded)
-
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent(Entry):
@@ -357,12 +318,6 @@ class WaitEvent(Entry):
     slot: int
     stream: int | None
     as_recorded: torch.cuda.Stream = field(compare=False)
-
-    def play(self, playing: Playing) -> None:
-        """Makes it wait."""
-        event = playing.things[self.slot]
-        if event is not None:  # it is missing if playing was interrupted
-            event.wait(playing.current_stream() if self.stream is None else self.as_recorded)
 
 
 @dataclass(eq=False, slots=True)
@@ -470,14 +425,14 @@ class Tape:
         error: BaseException,
     ) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
-        before that. And the stream that the call came on waits for the other one."""
+        before that."""
         if playing.mark == FRAGILE:
             give_up(error)
         owes = playing.mark == OWES
         try:
             for entry in entries:
                 owes &= type(entry) is not Mark
-                if isinstance(entry, (RecordEvent, WaitEvent)) or (owes and entry.is_owed):
+                if owes and entry.is_owed:
                     with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
                         entry.play(playing)
         except Exception as problem:  # noqa: BLE001 - the error that led here is raised

@@ -53,7 +53,7 @@ class Tapes:
         give_up: called with an error that arises while a tape is played where the peers cannot be told of it.
         fail: called with the error of a call that does not do any more what its tape does; raises it on all ranks.
         constants: tensors that functions use and that are the same in every call.
-        compiled: makes a tape that does the same in less time.
+        compiled: makes what is played of a tape, or None.
         audits: whether no call is played, and each is compared with the tape instead.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tapes:
         give_up: Callable[[BaseException], None],
         fail: Callable[[StaleTape], NoReturn],
         constants: Sequence[torch.Tensor],
-        compiled: Callable[[Tape], Tape],
+        compiled: Callable[[Tape], Tape | None],
         *,
         audits: bool = False,
     ) -> None:
@@ -166,6 +166,8 @@ class Tapes:
                 problem = "two calls differ in more than memory"
             else:
                 kind.played = self._compiled(tape)
+                if kind.played is None:
+                    problem, kind.num_failures = "not all of it can be played", _MOST_FAILURES - 1
         kind.problem = problem
         kind.num_failures += bool(problem)
         kind.tape = tape

@@ -1,4 +1,4 @@
-"""Calls that are played from a tape on GPUs, by C and by Python: the bits of calls that are not."""
+"""Calls that are played from a tape on GPUs: the bits of calls that are not."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ pytestmark = pytest.mark.gpu
 LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
 
 
-def check_on_gpu(rank: int, num_ranks: int, options: dict, around: str, in_c: bool) -> tuple[int, int, list[str]]:
-    """check_bits, played by C or by Python."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not in_c:
-            patch.setattr(player, "_player", lambda: None)
-        return check_bits(rank, num_ranks, options, around, "cuda")
+def check_on_gpu(rank: int, num_ranks: int, options: dict, around: str) -> tuple[int, int, list[str]]:
+    return check_bits(rank, num_ranks, options, around, "cuda")
 
 
-def compare(cluster, num_ranks: int, options: dict, around: str, *, in_c: bool) -> None:
-    results = cluster(num_ranks, "cuda").run(check_on_gpu, options, around, in_c)
+def compare(cluster, num_ranks: int, options: dict, around: str) -> None:
+    results = cluster(num_ranks, "cuda").run(check_on_gpu, options, around)
     assert [text for *_, texts in results for text in texts] == []
     for num_played, _, _ in results:
         assert num_played > 30
@@ -33,16 +29,24 @@ def compare(cluster, num_ranks: int, options: dict, around: str, *, in_c: bool) 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("options", [*OPTIONS.values(), LARGE], ids=[*OPTIONS, "large"])
 def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks):
-    compare(cluster, num_ranks, {**LARGE, **options} if options.get("bias") else options, "", in_c=True)
+    compare(cluster, num_ranks, {**LARGE, **options} if options.get("bias") else options, "")
 
 
 @pytest.mark.parametrize("around", AROUND[1:])
 def test_recomputed_and_copied(cluster, around):
-    compare(cluster, 2, LARGE, around, in_c=True)
+    compare(cluster, 2, LARGE, around)
+
+
+def check_without_a_compiler(rank: int, num_ranks: int) -> tuple[int, int, list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(player, "_player", lambda: None)
+        return check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
 
 
 def test_without_a_compiler(cluster):
-    compare(cluster, 2, {**LARGE, "schedule": "always-overlapped"}, "", in_c=False)
+    for num_played, _, texts in cluster(2, "cuda").run(check_without_a_compiler):
+        assert num_played == 0
+        assert all("not all of it can be played" in text for text in texts)
 
 
 def check_that_c_plays(rank: int, num_ranks: int) -> tuple[int, int]:

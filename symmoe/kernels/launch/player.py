@@ -1,8 +1,8 @@
 """Plays the launches of a tape by one function in C: 2 us of the host for each, where Python takes 6.
 
 A launch's parameters are in memory that this file owns, laid out as the driver wants them. The function writes the
-addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be, and for
-launches that it does not know, Python plays the tape entry by entry.
+addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be, and
+with launches that it does not know, calls are not played.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import struct
 import subprocess
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,23 +122,22 @@ class _Unknown(Exception):
     """A launch that this file cannot make."""
 
 
-def compiled_tape(tape: Tape) -> Tape:
-    """A tape that does the same with fewer steps; the tape itself where that cannot be.
+def compiled_tape(tape: Tape) -> Tape | None:
+    """A tape that does the same, with all launches in one step; None where that cannot be.
 
     Memory and leases are taken before the first launch, in the same order, and end after the last one. Memory that a
     branch stream uses comes from the current stream's here, which gets it back only once it has waited for the branch.
     """
-    tape = replace(tape, entries=tuple(sorted(tape.entries, key=lambda entry: isinstance(entry, Free))))
     if _player() is None:
-        return tape
+        return None
     before: list[Entry] = []
     notes: list[Entry] = []  # last, because memory may be missing: a wait that is noted has to be launched
     launches: list[Any] = []
     after: list[Entry] = []
-    for entry in tape.entries:
+    for entry in sorted(tape.entries, key=lambda entry: isinstance(entry, Free)):
         if isinstance(entry, (Launch, RecordEvent, WaitEvent)):
             if any(isinstance(each, Operator) for each in after):
-                return tape  # it may read what the operator writes
+                return None  # it may read what the operator writes
             launches.append(entry)
         elif isinstance(entry, New):
             before.append(entry)
@@ -150,18 +148,18 @@ def compiled_tape(tape: Tape) -> Tape:
                 notes.append(entry)
             elif not has_places(entry.template):
                 if any(isinstance(each, Call) for each in after):
-                    return tape  # a lease may get memory that was given back meanwhile
+                    return None  # a lease may get memory that was given back meanwhile
                 before.append(entry)
             elif entry.slot is None or isinstance(entry, Operator):
                 after.append(entry)  # the end of a lease, or an operator that comes last
             else:
-                return tape
+                return None
         elif not isinstance(entry, Mark):  # nothing can interrupt the function in C
-            return tape
+            return None
     try:
         section = _Section(launches, tape.num_slots)
     except (_Unknown, AttributeError, KeyError, TypeError, ValueError, struct.error):
-        return tape
+        return None
     return Tape(tape.num_slots, (*before, *notes, section, *after), tape.outputs)
 
 
@@ -207,7 +205,7 @@ class _Section(Entry):
         num_warps, num_ctas, shared_bytes, has_attributes = launch_shape(kernel)
         if num_ctas != 1 or has_attributes:
             raise _Unknown
-        memory = (*entry.addresses, *((place, each) for place, _, each, _ in entry.maps))
+        memory = (*entry.addresses, *((place, each) for place, _, each in entry.maps))
         values = {place: (each.slot, each.offset_bytes) for place, each in memory if each.slot is not None}
         values |= {place: self._value(number) for place, number in entry.numbers if type(number) is not int}
         parameters: list[int] = []
