@@ -117,6 +117,7 @@ class Cluster:
 
 
 def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -> None:
+    mp.set_start_method("fork", force=True)  # whose semaphores have no names that stay (tqdm makes some)
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
