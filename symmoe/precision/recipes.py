@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
@@ -385,6 +388,25 @@ class NVFP4(Recipe):
     @property
     def column_signs(self) -> int | None:
         return self.hadamard_signs
+
+
+PRECISIONS: dict[str, Recipe] = {"float8-block": Float8Block(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
+"""Recipes without options, by the names that commands and messages have for them."""
+
+
+def precision_word(recipe: Recipe | None) -> int:
+    """31 bits that are equal for equal recipes: the index in control.PRECISIONS, and a checksum of the recipe's fields
+    if it is not one of PRECISIONS. -1 for None."""
+    if recipe is None:
+        return -1
+    name = next((name for name, known in PRECISIONS.items() if type(known) is type(recipe)), control.PRECISIONS[-1])
+    index = control.PRECISIONS.index(name)
+    if recipe == PRECISIONS.get(name):
+        return index
+    # The text of a class that is not symmoe's may hold an address.
+    text = repr(recipe) if dataclasses.is_dataclass(recipe) else type(recipe).__qualname__
+    checksum = max(1, zlib.crc32(text.encode()) >> (control.PRECISION_BITS + 1))
+    return checksum << control.PRECISION_BITS | index
 
 
 def _amax(

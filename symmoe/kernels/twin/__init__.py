@@ -2,10 +2,19 @@
 
 from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
-from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad, sum_dbias
 from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
-from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
+from symmoe.kernels.twin.gemm import (
+    dact_workspace_numel,
+    grouped_bias_dot,
+    grouped_bias_grad,
+    grouped_gemm,
+    grouped_gemm_act,
+    grouped_gemm_dact,
+    grouped_gemm_dgrad,
+    grouped_gemm_wgrad,
+    sum_dact_partials,
+    sum_dbias,
+)
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
 from symmoe.kernels.twin.pointers import copy_host_to_device, read_addresses
 from symmoe.kernels.twin.quantize import (
@@ -16,8 +25,7 @@ from symmoe.kernels.twin.quantize import (
     quantize_weights,
     weight_amax,
 )
-from symmoe.kernels.twin.route import choose_experts, choose_experts_grad
-from symmoe.kernels.twin.router_products import router_gemm, router_gemm_grads
+from symmoe.kernels.twin.route import choose_experts, choose_experts_grad, router_gemm, router_gemm_grads
 from symmoe.kernels.twin.scale_tiles import swizzle_scales, unswizzle_scales
 from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.twin.splits import splits_to_row_range
