@@ -418,11 +418,7 @@ class Tape:
         return fill_in(self.outputs, playing)  # type: ignore[no-any-return]  # a tuple, as the template is
 
     def _pay(
-        self,
-        entries: Sequence[Entry],
-        playing: Playing,
-        give_up: Callable[[BaseException], None],
-        error: BaseException,
+        self, entries: Sequence[Entry], playing: Playing, give_up: Callable[[BaseException], None], error: BaseException
     ) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
         before that."""

@@ -92,10 +92,7 @@ def min_rows() -> int:
 
 
 def multiply_rows(
-    out: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    addend: torch.Tensor | None = None,
+    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, addend: torch.Tensor | None = None
 ) -> None:
     """out = left @ right + addend, summed in fp32 and rounded to out's dtype."""
     num_rows, least = left.shape[0], min_rows()
