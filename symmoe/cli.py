@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from symmoe import __version__
-from symmoe.checks.choices import CHOICES
+from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
-from symmoe.precision.names import PRECISIONS
+from symmoe.precision.recipes import PRECISIONS
 from symmoe.timeline.command import add_command as add_trace
 from symmoe.tools.bench.command import add_command as add_bench
 from symmoe.tools.doctor.command import add_command as add_doctor

@@ -12,7 +12,7 @@ from interpreter import spare_the_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from symmoe.kernels.triton import router_products as gpu
-from symmoe.kernels.twin import router_products as twin
+from symmoe.kernels.twin import route as twin
 
 SHAPES = [(70, 20, 96), (5, 8, 64), (1, 128, 200), (130, 300, 136), (64, 1, 64)]  # T, E, H
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from symmoe.checks.choices import CHOICES
+from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig

@@ -29,8 +29,8 @@ from symmoe.precision import (
     swizzle_scales,
     unswizzle_scales,
 )
-from symmoe.precision.names import precision_word
 from symmoe.precision.operands import ScatteredWeight, multiply, operand
+from symmoe.precision.recipes import precision_word
 
 RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -220,7 +220,7 @@ def test_ranks_can_compare_recipes():
     assert len(set(words)) == len(words)
     assert all(0 <= word < 1 << 31 for word in words)
     assert precision_word(Coarse()) == words[-1]
-    program = "from symmoe.precision.names import *; print(precision_word(NVFP4(hadamard_signs=None)))"
+    program = "from symmoe.precision.recipes import *; print(precision_word(NVFP4(hadamard_signs=None)))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert int(found) == precision_word(NVFP4(hadamard_signs=None))  # of another process
 

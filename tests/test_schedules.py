@@ -16,7 +16,7 @@ from test_layer import WAYS, H, I, config_for, make_layer, tokens_of
 from worker import Findings, open_heap, poison
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
-from symmoe.checks.choices import CHOICES
+from symmoe.checks.arguments import CHOICES
 from symmoe.combine.trip import Collection
 from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES

@@ -1,5 +1,4 @@
 """Checks of arguments before anything is computed: tensors, buffers for results, sizes, words.
 
-May use the heap and the kernels' constants. Begin with `buffers`; `arguments` is for grouped layers, `choices` for
-arguments that take one of a few words.
+May use the heap and the kernels' constants. Begin with `buffers`; `arguments` is for grouped layers and for words.
 """

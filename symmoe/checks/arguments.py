@@ -1,10 +1,10 @@
-"""Checks of the arguments of grouped layers, before anything is computed."""
+"""Checks of arguments before anything is computed: those of grouped layers, and words, by the names of arguments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 
@@ -13,6 +13,31 @@ from symmoe.checks.buffers import Buffer, buffer_problem, memory_problem, overla
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
+
+Overflow = Literal["raise", "drop"]
+Order = Literal["rank", "slot", "node"]
+Score = Literal["softmax", "sigmoid"]
+Stash = Literal["all", "rows", "hidden", "none"]
+Layout = Literal["auto", "packed", "expert-major"]
+RouterKind = Literal["linear", "none"]
+Schedule = Literal["serial", "overlapped", "always-overlapped"]
+QuantizedWire = Literal["none", "forward", "backward", "both"]
+AuxLoss = Literal["micro_batch", "sequence", "global"]
+DropPolicy = Literal["probs", "position"]
+
+# Words by the name of the argument that takes them. A name means the same everywhere.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "overflow": get_args(Overflow),
+    "order": get_args(Order),
+    "score": get_args(Score),
+    "stash": get_args(Stash),
+    "layout": get_args(Layout),
+    "router": get_args(RouterKind),
+    "schedule": get_args(Schedule),
+    "quantized_wire": get_args(QuantizedWire),
+    "aux_loss": get_args(AuxLoss),
+    "drop_policy": get_args(DropPolicy),
+}
 
 _GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
 
@@ -32,6 +57,20 @@ class Linear(Protocol):
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Parameters, the weights first."""
+
+
+def is_choice(name: str, word: object) -> bool:
+    """Whether `word` is one of the words that argument `name` takes."""
+    # Only strings are compared: an array would compare with each element.
+    return isinstance(word, str) and word in CHOICES[name]
+
+
+def words_problem(**words: object) -> ArgumentError | None:
+    """The error for the first argument whose word it does not take, or None."""
+    for name, word in words.items():
+        if not is_choice(name, word):
+            return ArgumentError(f"{name} ({word!r}) must be one of {CHOICES[name]}")
+    return None
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:
@@ -80,7 +119,7 @@ def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:
         width = getattr(linear, feature)
         if x.is_cuda and width % _GPU_MULTIPLE:
             return ArgumentError(f"{feature} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
-    return e4m3_problem(linear.precision, x.device)
+    return None if linear.precision is None else e4m3_problem(linear.precision, x.device)
 
 
 def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:

@@ -31,12 +31,7 @@ def dtype_problem(
 
 
 def tensor_problem(
-    name: str,
-    tensor: object,
-    *,
-    shape: tuple[int | str, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    name: str, tensor: object, *, shape: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> ArgumentError | StaleLease | None:
     """What keeps `tensor` from being an argument that kernels read, or None. Looks at no device memory.
 

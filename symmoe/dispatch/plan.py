@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 
 from symmoe import kernels
+from symmoe.checks.arguments import is_choice, words_problem
 from symmoe.checks.buffers import tensor_problem
-from symmoe.checks.choices import is_choice, words_problem
 from symmoe.dispatch.crossing import RailCounts, find_rail_rows, keep_first, make_crossing
 from symmoe.dispatch.maps import Plan, PlanIntegers, num_blocks, plan_layout
 from symmoe.dispatch.node_plan import plan_inside
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
-from symmoe.precision.names import precision_word
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.recipes import Recipe, precision_word
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room
 from symmoe.symm_mem.tell_peers import told
@@ -135,7 +134,7 @@ def plan_call(
             control.HEAD_OVERFLOW: _OVERFLOW[overflow],
             control.HEAD_HIDDEN: -1 if hidden is None else hidden,
             control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
-            control.HEAD_PRECISION: precision_word(precision),
+            control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
         topk_idx = topk_idx.detach().contiguous()

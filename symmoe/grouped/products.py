@@ -15,9 +15,8 @@ from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision import products
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
-from symmoe.precision.operands import Operand, multiply
+from symmoe.precision.operands import Operand, multiply, multiply_columns
 from symmoe.precision.products import LowPrecision
 from symmoe.precision.recipes import Recipe
 
@@ -180,4 +179,4 @@ def weight_gradient(
         return
     numbers = LowPrecision(recipe)
     left, right = numbers.gradient_columns(d_out, row_range), numbers.columns(rows, row_range)
-    products.weight_gradient(left, right, row_range, out, accumulate=accumulate)
+    multiply_columns(left, right, row_range, out, accumulate=accumulate)

@@ -26,8 +26,8 @@ from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
-from symmoe.precision.operands import Operand, multiply, operand
-from symmoe.precision.products import LowPrecision, weight_gradient
+from symmoe.precision.operands import Operand, multiply, multiply_columns, operand
+from symmoe.precision.products import LowPrecision
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
@@ -169,7 +169,7 @@ class QuantizedBackward(ExpertsBackward):
             right = self._numbers.columns(x.rows, x.row_range, x.row_index)
         else:
             right = operand(wire.columns(x.rows, x.row_range, self._dtype, x.row_index))
-        weight_gradient(self._gradients.columns(), right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+        multiply_columns(self._gradients.columns(), right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward."""
@@ -180,7 +180,7 @@ class QuantizedBackward(ExpertsBackward):
         else:
             left = operand(wire.columns(self._received_gradients(), x.row_range, self._dtype, x.row_index))
         right = self._gradients.activation_columns()
-        weight_gradient(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+        multiply_columns(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
 
 def _arriving(

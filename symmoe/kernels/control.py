@@ -101,7 +101,7 @@ ACCESS_BYTES = 16
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # The recipes of experts; the header holds the index in its low bits and above them a number for the recipe's options, 0
-# for none (precision/names.py). The last one stands for every other recipe.
+# for none (precision/recipes.py). The last one stands for every other recipe.
 PRECISIONS = ("float8-block", "mxfp8", "nvfp4", "another recipe")
 PRECISION_BITS = 8
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from symmoe.checks import choices
-from symmoe.checks.arguments import size_problem
+from symmoe.checks import arguments
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
@@ -100,17 +99,17 @@ class MoEConfig:
     activation: Activation = SWIGLU
     capacity: int | None = None
     max_room: int | None = None
-    overflow: choices.Overflow = "raise"
+    overflow: arguments.Overflow = "raise"
     max_tokens: int | None = None
     rail_capacity: int | None = None
-    order: choices.Order = "rank"
-    stash: choices.Stash = "all"
-    layout: choices.Layout = "auto"
-    schedule: choices.Schedule = "overlapped"
+    order: arguments.Order = "rank"
+    stash: arguments.Stash = "all"
+    layout: arguments.Layout = "auto"
+    schedule: arguments.Schedule = "overlapped"
     precision: Recipe | None = None
-    quantized_wire: choices.QuantizedWire = "none"
-    router: choices.RouterKind = "linear"
-    score: choices.Score = "softmax"
+    quantized_wire: arguments.QuantizedWire = "none"
+    router: arguments.RouterKind = "linear"
+    score: arguments.Score = "softmax"
     renormalize: bool = True
     num_groups: int = 1
     top_groups: int = 1
@@ -118,9 +117,9 @@ class MoEConfig:
     expert_bias: bool = False
     bias_update_rate: float = 1e-3
     aux_loss_coef: float = 0.0
-    aux_loss: choices.AuxLoss = "micro_batch"
+    aux_loss: arguments.AuxLoss = "micro_batch"
     capacity_factor: float | None = None
-    drop_policy: choices.DropPolicy = "probs"
+    drop_policy: arguments.DropPolicy = "probs"
     z_loss_coef: float = 0.0
 
     @property
@@ -147,12 +146,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
-        raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
+        raise_for(arguments.size_problem(**{name: getattr(self, name) for name in sizes}))
         bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens", "rail_capacity")}
-        raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
+        raise_for(arguments.size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
         if not isinstance(self.activation, Activation):
             raise ArgumentError(f"activation ({self.activation!r}) must be an Activation")
-        raise_for(choices.words_problem(**{name: getattr(self, name) for name in choices.CHOICES}))
+        raise_for(arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")

@@ -19,9 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem
-from symmoe.checks.arguments import kernel_rows, wrapped_problem
+from symmoe.checks.arguments import kernel_rows, words_problem, wrapped_problem
 from symmoe.checks.buffers import memory_problem
-from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, pulls
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
@@ -119,7 +118,9 @@ def expert_parallel_mlp(
             plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), SEND)
         experts = evaluated(experts, x.dtype)
         form, linears = experts.form, experts.linears
-        problem = linears[0].held_problem() or linears[1].held_problem() or e4m3_problem(form.precision, x.device)
+        problem = linears[0].held_problem() or linears[1].held_problem()
+        if form.precision is not None:
+            problem = problem or e4m3_problem(form.precision, x.device)
         plan.heap.fail_for(problem, SEND)
         layout = received_layout(layout, form.ffn, form.precision)
         wire = _wire(form, plan, quantized_wire)

@@ -13,7 +13,6 @@ from symmoe.checks.buffers import tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ownership import has_elsewhere
 from symmoe.moe.router import Choice, RouterOutput, choice_problem, mask_problem, probs_problem
 
 
@@ -44,7 +43,7 @@ def arguments_problem(
 def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
     """The error of a parameter that is on another device than the heap, or has no memory, or None: kernels would read
     whatever is at its address. Not of what is brought in time: parts of DTensors, modules with accelerate's hooks."""
-    if module is None or not has_elsewhere(module, device):
+    if module is None or not _has_elsewhere(module, device):
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
     ignored = {id(parameter) for each in brought for parameter in each.parameters()}
@@ -56,6 +55,17 @@ def device_problem(name: str, module: nn.Module | None, device: torch.device) ->
                 "or give it memory with to_empty and then values"
             )
     return None
+
+
+def _has_elsewhere(module: nn.Module, device: torch.device) -> bool:
+    """Whether a parameter of the module is on another device. In every call: named_parameters takes far longer."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.device != device:
+            return True
+    for child in module._modules.values():
+        if child is not None and _has_elsewhere(child, device):
+            return True
+    return False
 
 
 def inference_problem(layer: nn.Module, **tensors: torch.Tensor | None) -> ArgumentError | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 
@@ -29,17 +28,6 @@ def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tupl
     }
     for name, parameter in model.named_parameters(remove_duplicate=not shared):
         yield name, parameter, id(parameter) in experts
-
-
-def has_elsewhere(module: nn.Module, device: torch.device) -> bool:
-    """Whether a parameter of the module is on another device. In every call: named_parameters takes far longer."""
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.device != device:
-            return True
-    for child in module._modules.values():
-        if child is not None and has_elsewhere(child, device):
-            return True
-    return False
 
 
 def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

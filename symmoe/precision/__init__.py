@@ -2,9 +2,8 @@
 
 from symmoe.precision.block_scaled.hadamard import draw_signs, hadamard, inverse_hadamard
 from symmoe.precision.block_scaled.scale_tiles import swizzle_scales, unswizzle_scales
-from symmoe.precision.names import PRECISIONS
 from symmoe.precision.quantized import Quantized
-from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Recipe
+from symmoe.precision.recipes import MXFP8, NVFP4, PRECISIONS, Float8Block, Recipe
 
 __all__ = [
     "MXFP8",

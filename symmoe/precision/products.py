@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import Operand, gradient_seeds, multiply_columns, operand
+from symmoe.precision.operands import Operand, gradient_seeds, operand
 from symmoe.precision.recipes import Recipe
 
 
@@ -66,16 +66,3 @@ class LowPrecision:
         # Other random words than those that rounded the rows.
         seeds = None if seeds is None else seeds + 1
         return operand(self.recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds))
-
-
-def weight_gradient(
-    d_rows: Operand,
-    rows: Operand,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    accumulate: bool,
-    num_sms: int | None = None,
-) -> None:
-    """out [G, O, C] (+)= d_rows_g^T rows_g, from columns."""
-    multiply_columns(d_rows, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
@@ -74,28 +77,30 @@ class Recipe(ABC):
         row_format = self.row_format
         return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
 
-    def empty_rows(self, num_rows: int, features: int, row_range: torch.Tensor) -> Quantized:
-        """An uninitialised result of quantize, for kernels that fill it. Not for recipes with a global scale."""
+    def empty_rows(
+        self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None = None
+    ) -> Quantized:
+        """An uninitialised result of quantize, for kernels that fill it, but for what a global scale needs."""
         row_format = self.row_format
+        shapes = (num_rows, row_format.data_width(features)), (num_rows, row_format.num_blocks(features))
+        data, scale = _buffers(out, row_format, *shapes, row_range)
         return Quantized(
-            data=row_range.new_empty((num_rows, row_format.data_width(features)), dtype=row_format.data_dtype),
-            scale=row_range.new_empty((num_rows, row_format.num_blocks(features)), dtype=row_format.scale_dtype),
-            block_format=row_format,
-            layout="rows",
-            num_rows=num_rows,
-            row_range=row_range,
+            data=data, scale=scale, block_format=row_format, layout="rows", num_rows=num_rows, row_range=row_range
         )
 
-    def empty_columns(self, num_rows: int, features: int, row_range: torch.Tensor) -> Quantized:
-        """An uninitialised result of quantize_columns. Not for recipes with a global scale."""
-        data, scale = self._column_buffers(num_rows, features, row_range, None)
+    def empty_columns(
+        self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None = None
+    ) -> Quantized:
+        """An uninitialised result of quantize_columns, but for what a global scale needs."""
+        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_range.shape[1])
+        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, row_format.num_blocks(padded))
+        if out is None and row_format.scale_dtype == torch.float32:
+            data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_range)
+            scale = scale.t()
+        else:
+            data, scale = _buffers(out, row_format, data_shape, scale_shape, row_range, check_column_scale)
         return Quantized(
-            data=data,
-            scale=scale,
-            block_format=self.row_format,
-            layout="columns",
-            num_rows=num_rows,
-            row_range=row_range,
+            data=data, scale=scale, block_format=row_format, layout="columns", num_rows=num_rows, row_range=row_range
         )
 
     @torch.no_grad()
@@ -128,9 +133,7 @@ class Recipe(ABC):
         """
         row_range = self._row_range(rows, row_start, seeds, row_index)
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
-        row_format = self.row_format
-        shapes = (num_rows, row_format.data_width(width)), (num_rows, row_format.num_blocks(width))
-        data, scale = _buffers(out, row_format, *shapes, rows)
+        row_format, result = self.row_format, self.empty_rows(num_rows, width, row_range, out)
         ops = kernels.for_device(rows.device)
         amax = _amax(row_format, rows, row_range, row_index=row_index)
         sums = None
@@ -140,18 +143,10 @@ class Recipe(ABC):
                 check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
             sums = empty_row_sums(num_rows, dbias)
         options = {"row_index": row_index, "amax": amax, "seeds": seeds, "bias_sums": sums, "bias_scale": bias_scale}
-        ops.quantize_rows(rows, row_range, data, scale, row_format, **options)
+        ops.quantize_rows(rows, row_range, result.data, result.scale, row_format, **options)
         if dbias is not None and sums is not None:
             ops.sum_dbias(sums, row_range, dbias)
-        return Quantized(
-            data=data,
-            scale=scale,
-            block_format=row_format,
-            layout="rows",
-            num_rows=num_rows,
-            amax=amax,
-            row_range=row_range,
-        )
+        return result if amax is None else dataclasses.replace(result, amax=amax)
 
     @torch.no_grad()
     def quantize_columns(
@@ -174,32 +169,11 @@ class Recipe(ABC):
         row_range = self._row_range(rows, row_start, seeds, row_index)
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
         row_format, signs = self.row_format, self.column_signs
-        data, scale = self._column_buffers(num_rows, width, row_range, out)
+        result = self.empty_columns(num_rows, width, row_range, out)
         amax = _amax(row_format, rows, row_range, row_index=row_index, signs=signs)
-        kernels.for_device(rows.device).quantize_columns(
-            rows, row_range, data, scale, row_format, row_index=row_index, amax=amax, signs=signs, seeds=seeds
-        )
-        return Quantized(
-            data=data,
-            scale=scale,
-            block_format=row_format,
-            layout="columns",
-            num_rows=num_rows,
-            amax=amax,
-            row_range=row_range,
-            signs=signs,
-        )
-
-    def _column_buffers(
-        self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Data and scale of columns, the scale as it lies in memory; the caller's buffers if given."""
-        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_range.shape[1])
-        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, row_format.num_blocks(padded))
-        if out is None and row_format.scale_dtype == torch.float32:
-            data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_range)
-            return data, scale.t()
-        return _buffers(out, row_format, data_shape, scale_shape, row_range, check_column_scale)
+        ops, operands = kernels.for_device(rows.device), (rows, row_range, result.data, result.scale, row_format)
+        ops.quantize_columns(*operands, row_index=row_index, amax=amax, signs=signs, seeds=seeds)
+        return result if amax is None and signs is None else dataclasses.replace(result, amax=amax, signs=signs)
 
     def quantize_weight(self, weight: torch.Tensor | TensorTable, *, out: Buffers | None = None) -> Quantized:
         """Weights for the forward product.
@@ -385,6 +359,25 @@ class NVFP4(Recipe):
     @property
     def column_signs(self) -> int | None:
         return self.hadamard_signs
+
+
+PRECISIONS: dict[str, Recipe] = {"float8-block": Float8Block(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
+"""Recipes without options, by the names that commands and messages have for them."""
+
+
+def precision_word(recipe: Recipe | None) -> int:
+    """31 bits that are equal for equal recipes: the index in control.PRECISIONS, and a checksum of the recipe's fields
+    if it is not one of PRECISIONS. -1 for None."""
+    if recipe is None:
+        return -1
+    name = next((name for name, known in PRECISIONS.items() if type(known) is type(recipe)), control.PRECISIONS[-1])
+    index = control.PRECISIONS.index(name)
+    if recipe == PRECISIONS.get(name):
+        return index
+    # The text of a class that is not symmoe's may hold an address.
+    text = repr(recipe) if dataclasses.is_dataclass(recipe) else type(recipe).__qualname__
+    checksum = max(1, zlib.crc32(text.encode()) >> (control.PRECISION_BITS + 1))
+    return checksum << control.PRECISION_BITS | index
 
 
 def _amax(

@@ -73,11 +73,7 @@ class WireFormat:
         ops.unpack_rows(received.view(torch.uint8), row_range, data, scale, row_index=row_index)
 
     def columns(
-        self,
-        received: torch.Tensor,
-        row_range: torch.Tensor,
-        dtype: torch.dtype,
-        row_index: torch.Tensor | None = None,
+        self, received: torch.Tensor, row_range: torch.Tensor, dtype: torch.dtype, row_index: torch.Tensor | None = None
     ) -> Quantized:
         """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]

@@ -237,7 +237,6 @@ class Recorder(TorchDispatchMode):
         if self.problem is None:
             entry: Launch = bind(grid, args, tensors, memory, numbers)
             entry.stream = self._named_stream(stream)
-            entry.is_owed = self.is_owed
             self.entries.append(entry)
 
     def note_event(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
@@ -251,7 +250,7 @@ class Recorder(TorchDispatchMode):
         if id(event) not in self._things:
             self.give_up("a stream waits for an event of another call")
             return
-        self.entries.append(WaitEvent(self._things[id(event)][0], self._named_stream(stream.cuda_stream), stream))
+        self.entries.append(WaitEvent(self._things[id(event)][0], self._named_stream(stream.cuda_stream)))
 
     def offset(self, offset: int) -> InArena | int:
         """Where an offset in the arena comes from: the newest lease that holds it."""

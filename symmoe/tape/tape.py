@@ -242,7 +242,6 @@ class Launch(Entry):
     maps: tuple[tuple[int, int, Memory], ...]
     numbers: tuple[tuple[int, Any], ...]
     stream: int | None = None
-    is_owed: bool = False
 
     def same(self, other: Any) -> bool:
         """Whether the other one launches the same, up to what changes from call to call."""
@@ -250,8 +249,7 @@ class Launch(Entry):
         for first, count, _ in self.maps:
             variable.update(range(first, first + count))
         return (
-            (self.kernel, self.grid, self.stream, self.is_owed)
-            == (other.kernel, other.grid, other.stream, other.is_owed)
+            (self.kernel, self.grid, self.stream) == (other.kernel, other.grid, other.stream)
             and (self.addresses, self.maps, self.numbers) == (other.addresses, other.maps, other.numbers)
             and len(self.row) == len(other.row)
             and all(_same(a, b) for n, (a, b) in enumerate(zip(self.row, other.row, strict=True)) if n not in variable)
@@ -317,7 +315,6 @@ class WaitEvent(Entry):
 
     slot: int
     stream: int | None
-    as_recorded: torch.cuda.Stream = field(compare=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -418,11 +415,7 @@ class Tape:
         return fill_in(self.outputs, playing)  # type: ignore[no-any-return]  # a tuple, as the template is
 
     def _pay(
-        self,
-        entries: Sequence[Entry],
-        playing: Playing,
-        give_up: Callable[[BaseException], None],
-        error: BaseException,
+        self, entries: Sequence[Entry], playing: Playing, give_up: Callable[[BaseException], None], error: BaseException
     ) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
         before that."""

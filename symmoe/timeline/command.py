@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from symmoe.checks.choices import CHOICES
+from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
-from symmoe.precision.names import PRECISIONS
+from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Timeline
 from symmoe.timeline.recording import Recording, record

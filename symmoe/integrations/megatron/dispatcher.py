@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from symmoe.checks.choices import Order, Overflow
+from symmoe.checks.arguments import Order, Overflow
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.errors import StalePlan

@@ -162,14 +162,7 @@ class RowKernels(Protocol):
         """
 
     def pull_rows(
-        self,
-        source_rank: Tensor,
-        source_row: Tensor,
-        peers: Peers,
-        received: Tensor,
-        out: Tensor,
-        *,
-        column: int,
+        self, source_rank: Tensor, source_row: Tensor, peers: Peers, received: Tensor, out: Tensor, *, column: int
     ) -> None:
         """out[t] = sum over s of row source_row[t, s] of rank source_rank[t, s]: fp32, in order of s.
 

@@ -418,26 +418,13 @@ def launch_act(
     variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
     pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, tuple(variant.items()))
     launch(
-        hopper_act_kernel,
-        grid(pipe, num_rows, num_sms, a.device),
-        constants,
-        rows,
-        weight,
-        row_range,
-        row_scale,
-        h,
-        a,
+        hopper_act_kernel, grid(pipe, num_rows, num_sms, a.device), constants, rows, weight, row_range, row_scale, h, a
     )
 
 
 @functools.cache
 def _act_plan(
-    num_groups: int,
-    ffn: int,
-    in_width: int,
-    dtype: torch.dtype,
-    activation: Activation,
-    variant: tuple[Any, ...],
+    num_groups: int, ffn: int, in_width: int, dtype: torch.dtype, activation: Activation, variant: tuple[Any, ...]
 ) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2

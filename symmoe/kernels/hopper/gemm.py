@@ -101,12 +101,7 @@ def launch_gemm(
 
 @functools.cache
 def _gemm_plan(
-    num_groups: int,
-    out_width: int,
-    in_width: int,
-    dtype: torch.dtype,
-    weight_k_first: bool,
-    options: tuple[Any, ...],
+    num_groups: int, out_width: int, in_width: int, dtype: torch.dtype, weight_k_first: bool, options: tuple[Any, ...]
 ) -> tuple[Pipeline, Constants]:
     pipe = Pipeline(
         num_groups=num_groups,

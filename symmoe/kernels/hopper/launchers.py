@@ -1,5 +1,6 @@
 """The functions of this room that the launchers in `triton` and `low_precision` call."""
 
+# ruff: noqa: F401
 from symmoe.kernels.hopper.act import launch_act, launch_dact, takes_act
 from symmoe.kernels.hopper.gemm import launch_gemm
 from symmoe.kernels.hopper.pipeline import MAX_ROWS
@@ -14,26 +15,3 @@ from symmoe.kernels.low_precision.hopper_dact_quantize import launch_dact_quanti
 from symmoe.kernels.low_precision.hopper_fp8 import launch_fp8_gemm
 from symmoe.kernels.low_precision.hopper_fp8_wgrad import launch_fp8_wgrad
 from symmoe.kernels.low_precision.hopper_weights import launch_quantize_weight_pairs, takes_weight_pairs
-
-__all__ = [
-    "MAX_ROWS",
-    "launch_act",
-    "launch_dact",
-    "launch_dact_quantize",
-    "launch_fan_out",
-    "launch_fp8_gemm",
-    "launch_fp8_wgrad",
-    "launch_gemm",
-    "launch_push",
-    "launch_push_sums",
-    "launch_quantize_columns",
-    "launch_quantize_weight_pairs",
-    "launch_requantize_columns",
-    "launch_sum_home",
-    "launch_wgrad",
-    "takes_act",
-    "takes_columns",
-    "takes_dact_quantize",
-    "takes_rows",
-    "takes_weight_pairs",
-]

@@ -368,12 +368,7 @@ def hopper_fan_out_kernel(
 
 
 def launch_fan_out(
-    rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    *,
-    source: int,
-    num_ctas: int,
+    rows: torch.Tensor, packed_to_row: torch.Tensor, source_to_packed_start: torch.Tensor, *, source: int, num_ctas: int
 ) -> None:
     """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
     row_bytes, top_k = rows.shape[1] * rows.element_size(), packed_to_row.shape[1]

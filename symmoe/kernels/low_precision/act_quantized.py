@@ -430,11 +430,7 @@ def _column_constants(ffn: int, num_groups: int, activation: Activation, block_f
 
 @functools.cache
 def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {
-        "FEATURES": dact_features(activation),
-        "STRIP": max(DACT_STRIP, activation.interleave or 0),
-        "ROWS": ROWS,
-    }
+    tile = {"FEATURES": dact_features(activation), "STRIP": max(DACT_STRIP, activation.interleave or 0), "ROWS": ROWS}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
 
 

@@ -281,19 +281,9 @@ def launch_fp8_gemm(
 
 @functools.cache
 def _plan(
-    num_groups: int,
-    out_width: int,
-    in_width: int,
-    dtype: torch.dtype,
-    is_table: bool,
-    options: tuple[Any, ...],
+    num_groups: int, out_width: int, in_width: int, dtype: torch.dtype, is_table: bool, options: tuple[Any, ...]
 ) -> tuple[Fp8Pipeline, Constants]:
-    pipe = Fp8Pipeline(
-        num_groups=num_groups,
-        columns=out_width,
-        in_width=in_width,
-        **{"group_m": 16, **dict(options)},
-    )
+    pipe = Fp8Pipeline(num_groups=num_groups, columns=out_width, in_width=in_width, **{"group_m": 16, **dict(options)})
     block = [BLOCK_N.value, BLOCK_K.value]
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),

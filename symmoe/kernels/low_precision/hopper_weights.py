@@ -41,10 +41,7 @@ from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import device_num_sms
 
 COPIED = gl.constexpr(copied_layout(4))
-OPTIONS = {
-    "stages": 1,
-    "programs_per_sm": 3,
-}  # as in hopper_columns.py; one stage was 4 % faster than two
+OPTIONS = {"stages": 1, "programs_per_sm": 3}  # as in hopper_columns.py; one stage was 4 % faster than two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -396,12 +396,7 @@ def grouped_gemm_wgrad_scaled(
 
 @functools.cache
 def _gemm_plan(
-    config: TileConfig | None,
-    block_format: BlockFormat,
-    unit: Unit,
-    num_groups: int,
-    out_width: int,
-    line_bytes: int,
+    config: TileConfig | None, block_format: BlockFormat, unit: Unit, num_groups: int, out_width: int, line_bytes: int
 ) -> Plan:
     config = config or _gemm_config(block_format, unit, out_width)
     step, across = _check_tiles(config, block_format)

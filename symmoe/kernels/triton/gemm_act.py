@@ -677,10 +677,7 @@ def _dact_plan(
         "STORE_POLICY": config.store_policy,
         **tile_constants(config),
     }
-    descriptors = {
-        0: describe([config.block_m, config.block_k]),
-        3: describe([1, config.block_k, config.block_n]),
-    }
+    descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, config.block_k, config.block_n])}
     return Plan(config, ceil_div(ffn, config.block_n), Constants(constants, descriptors))
 
 

@@ -53,12 +53,7 @@ STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 PART_ROWS = tl.constexpr(gemm_parts.PART_ROWS)
 
-_VARYING_WORDS = (
-    control.HEAD_NUM_TOKENS,
-    control.HEAD_CAPACITY,
-    control.HEAD_MAX_TOKENS,
-    control.HEAD_PACKED_CAPACITY,
-)
+_VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS, control.HEAD_PACKED_CAPACITY)
 
 COUNT_EXPERTS = 128  # experts that count_slots compares BLOCK_SLOTS slots with at a time
 BLOCK_SLOTS = 256  # slots of a block whose loads are in flight at once

@@ -225,15 +225,7 @@ def choose_experts_grad(
         return
     tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
     choose_experts_grad_kernel[(ceil_div(num_tokens, tokens),)](
-        d_probs,
-        d_scores,
-        topk_idx,
-        scores,
-        d_logits,
-        num_tokens,
-        rule.route_scale,
-        **sizes,
-        num_warps=NUM_WARPS,
+        d_probs, d_scores, topk_idx, scores, d_logits, num_tokens, rule.route_scale, **sizes, num_warps=NUM_WARPS
     )
 
 

@@ -303,12 +303,7 @@ def send_signal_kernel(
 
 def send_signal(peers: Peers, rank: int) -> None:
     send_signal_kernel[(1,)](
-        peers.bases,
-        rank,
-        RANK=peers.rank,
-        COUNTERS=peers.layout.counters,
-        SIGNALS=peers.layout.signals,
-        num_warps=1,
+        peers.bases, rank, RANK=peers.rank, COUNTERS=peers.layout.counters, SIGNALS=peers.layout.signals, num_warps=1
     )
 
 

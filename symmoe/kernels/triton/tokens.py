@@ -552,10 +552,7 @@ def gather_values_kernel(
 
 
 def gather_values(
-    row_values: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    num_packed: torch.Tensor,
-    packed_values: torch.Tensor,
+    row_values: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor, packed_values: torch.Tensor
 ) -> None:
     if packed_to_row.numel() == 0:
         return

@@ -13,8 +13,7 @@ from symmoe.kernels.act_quantized import Buffers, check_act_quantize, check_dact
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
-from symmoe.kernels.twin.bias import grouped_bias_grad
-from symmoe.kernels.twin.gemm import spans_of
+from symmoe.kernels.twin.gemm import grouped_bias_grad, spans_of
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 

@@ -1,4 +1,7 @@
-"""Twins of the grouped GEMMs of contract/gemm.py.
+"""Twins of the grouped GEMMs and gradients of biases of contract/gemm.py, and of GEMMs with an activation.
+
+The latter (contract/activation.py) are compositions of the functions that they fuse: the kernels must give these bits
+or, where they sum in another order, these numbers. The sums of biases are in the order of kernels/bias_sums.py.
 
 MKL does not promise that a row's bits are independent of its place and of parts of rows. It gets operands aligned to
 ALIGNMENT, and never fewer than min_rows() rows.
@@ -10,7 +13,11 @@ from collections.abc import Iterator
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.bias_sums import SLOT_ROWS
+from symmoe.kernels.formats import TILE
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.twin.activation import activation_gradients, scaled_activation, sum_in_blocks
 
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 
@@ -85,10 +92,7 @@ def min_rows() -> int:
 
 
 def multiply_rows(
-    out: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    addend: torch.Tensor | None = None,
+    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, addend: torch.Tensor | None = None
 ) -> None:
     """out = left @ right + addend, summed in fp32 and rounded to out's dtype."""
     num_rows, least = left.shape[0], min_rows()
@@ -186,3 +190,99 @@ def grouped_gemm_wgrad(
                 multiply_into(matrix(out, g), left, right)
         elif not accumulate:
             matrix(out, g).zero_()
+
+
+def grouped_bias_grad(
+    dout: torch.Tensor,
+    row_range: torch.Tensor,
+    dbias: torch.Tensor,
+    *,
+    dout_index: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
+    for g, span in groups(row_range):
+        addends = take_rows(dout, dout_index, span).float()
+        if scale is not None:
+            addends = addends * scale[span, None]
+        dbias[g] = sum_in_blocks(addends.t(), TILE)
+
+
+def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
+    for g, span in groups(row_range):
+        first = span.start // SLOT_ROWS + g
+        num_slots = -(-(span.stop - span.start) // SLOT_ROWS)
+        dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
+
+
+def grouped_bias_dot(
+    dout: torch.Tensor,
+    bias: torch.Tensor,
+    row_range: torch.Tensor,
+    dscale: torch.Tensor,
+    *,
+    dout_index: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    for g, span in groups(row_range):
+        dots = (take_rows(dout, dout_index, span).float() * bias[g].float()).sum(dim=1)
+        dscale[span] = dscale[span] + dots if accumulate else dots
+
+
+def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
+    return num_rows
+
+
+def grouped_gemm_act(
+    rows: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    row_range: torch.Tensor,
+    row_scale: torch.Tensor,
+    h: torch.Tensor,
+    a: torch.Tensor,
+    activation: Activation,
+    *,
+    row_index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    num_sms: int | None = None,
+) -> None:
+    grouped_gemm(rows, weight, row_range, h, row_index=row_index, bias=bias)
+    for span in spans_of(row_range):
+        scaled_activation(h[span], row_scale[span], a[span], activation)
+
+
+def grouped_gemm_dact(
+    dout: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    row_range: torch.Tensor,
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    dh: torch.Tensor,
+    a: torch.Tensor,
+    dscale: torch.Tensor | None,
+    workspace: torch.Tensor,
+    activation: Activation,
+    *,
+    row_index: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
+    num_sms: int | None = None,
+) -> int:
+    da = torch.empty(a.shape, dtype=dout.dtype, device=dout.device)
+    for g, span in filled_groups(row_range):
+        multiply_rows(da[span], take_rows(dout, row_index, span), matrix(weight, g))
+    for span in spans_of(row_range):
+        scale = row_scale[span]
+        value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
+        torch.mul(value, scale[:, None], out=a[span])
+    if dscale is not None:
+        sum_dact_partials(workspace, row_range, dscale, 1)
+    if dbias is not None:
+        grouped_bias_grad(dh, row_range, dbias)
+    return 1
+
+
+def sum_dact_partials(
+    workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
+) -> None:
+    num_rows = int(row_range[1, -1])
+    dscale[:num_rows] = workspace[:num_rows]
+    dscale[num_rows:] = 0

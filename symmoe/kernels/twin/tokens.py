@@ -147,10 +147,7 @@ def push_sums(
 
 
 def gather_values(
-    row_values: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    num_packed: torch.Tensor,
-    packed_values: torch.Tensor,
+    row_values: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor, packed_values: torch.Tensor
 ) -> None:
     used = slice(int(num_packed))
     index = packed_to_row[used]
