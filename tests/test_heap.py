@@ -51,7 +51,7 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
 from symmoe.nodes.place import Place
-from symmoe.symm_mem import address, faults, host_backend, machine_memory, memory, nvshmem_backend
+from symmoe.symm_mem import address, faults, host_backend, memory, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -323,7 +323,7 @@ def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | 
         path = tmp_path / ("" if name.startswith("proc") else "sys/fs/cgroup") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert machine_memory.available_bytes(tmp_path) == want
+    assert host_backend.available_bytes(tmp_path) == want
 
 
 def construct_large(rank: int, num_ranks: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import time
 import warnings
@@ -24,13 +26,15 @@ from symmoe.errors import (
     encode,
 )
 from symmoe.kernels import control
-from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
 from symmoe.tape.tapes import MODES
 from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
 _TAG = 0x5E41  # no message of the user of the group has this tag
+_GLOO_THREAD = "pt_gloo_runloop"
+_LONGEST_S = 5.0  # enough for a thread that has something to drop
+_NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 
 
 class Bootstrap:
@@ -53,7 +57,7 @@ class Bootstrap:
             raise problem
         self._alone = group is None and not dist.is_initialized()
         if not self._alone:
-            wait_for_gloo_at_exit()
+            _wait_for_gloo_at_exit()
         self._group = group
         self._timeout_s = timeout_s
         self._num_exchanges = 0
@@ -255,3 +259,35 @@ def read_tape_mode() -> str:
     if mode not in MODES:
         raise ArgumentError(f"SYMMOE_TAPES ({mode!r}) must be one of {', '.join(map(repr, MODES))}")
     return mode
+
+
+@functools.cache
+def _wait_for_gloo_at_exit() -> None:
+    """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer.
+
+    A thread of gloo says that a collective has ended, and drops its tensors after that, for which it wants Python's
+    lock. If the interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a
+    destructor, which aborts the process: "terminate called without an active exception" (torch 2.13, busy machines).
+    """
+    atexit.register(_wait_for_gloo)
+
+
+def _wait_for_gloo() -> None:
+    deadline, num_looks = time.monotonic() + _LONGEST_S, 0
+    while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
+        num_looks = num_looks + 1 if _is_gloo_asleep() else 0
+        time.sleep(1e-3)  # releases the lock
+
+
+def _is_gloo_asleep() -> bool:
+    """Whether none of gloo's threads runs or could run."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+                _, _, rest = file.read().partition("(")
+        except OSError:
+            continue  # the thread has ended
+        name, _, state = rest.rpartition(") ")
+        if name == _GLOO_THREAD and not state.startswith("S"):
+            return False
+    return True

@@ -34,8 +34,7 @@ from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.place import Place, find_place
 from symmoe.nodes.rail import Messages
-from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
-from symmoe.nodes.topology import find_topology
+from symmoe.nodes.topology import RankMaps, find_topology, make_rank_maps
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, read_tape_mode, warn_if_alone_by_mistake
@@ -43,7 +42,6 @@ from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
-from symmoe.symm_mem.machine_memory import warn_if_too_large
 from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.memory import Memory
 from symmoe.symm_mem.rail_start import start_rail
@@ -53,6 +51,7 @@ from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import recorded, recorded_on_cpus
 from symmoe.tape.tapes import Tapes
+from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 logger = logging.getLogger("symmoe")
 
@@ -766,7 +765,7 @@ class SymmetricHeap:
         if missing:
             raise BackendUnavailable(missing)
         if self.backend == "host" and self.rank == 0:
-            warn_if_too_large(self.num_bytes, self.num_ranks)
+            host_backend.warn_if_too_large(self.num_bytes, self.num_ranks)
 
     def _find_domains(self) -> list[bytes]:
         """Of each rank, what it has in common with those whose memory it can reach. Collective."""
@@ -814,6 +813,42 @@ class SymmetricHeap:
                 shown = [_BACKENDS[v] for v in values] if field == "backend" else list(values)
                 shown = [v or None for v in values] if field == "ranks_per_node" else shown
                 raise ConfigMismatch(f"{field} differs between ranks: {shown}")
+
+
+class told:
+    """A context around the part of a collective call after which the peers wait for this rank once more.
+
+    An exception that leaves it (no memory, a hook of the user, a defect) makes the call fail on every rank, same as a
+    wrong argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank
+    raises the exception unchanged. Errors that all ranks raise anyway pass, and so does KeyboardInterrupt, which is no
+    Exception: a process that has to stop at once does not wait for peers.
+
+    Args:
+        heap: heap of the call.
+        phase: name of the wait, for the heap's records.
+    """
+
+    __slots__ = ("_heap", "_phase")
+
+    def __init__(self, heap: SymmetricHeap, phase: int) -> None:
+        self._heap, self._phase = heap, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not _is_known(error):
+            error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
+            self._heap.tell(error, self._phase)
+
+
+def _is_known(error: Exception) -> bool:
+    """Whether all ranks raise the error already: a barrier has found it, or recomputation ends early."""
+    if getattr(error, "_symmoe_told", False):
+        return True
+    if isinstance(error, SymmoeError):
+        return error.flight is not None
+    return isinstance(error, STOPS_RECOMPUTATION)
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:

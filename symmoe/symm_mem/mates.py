@@ -8,11 +8,14 @@ In turn a rank that misses one of its own node, which is waiting for a mate, let
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -23,17 +26,20 @@ from symmoe.nodes.nccl import NcclError
 from symmoe.nodes.rail import Messages, Payload, RailBroken, Started
 from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.inbox import Fault, Report, counters, mailbox, write_word
-from symmoe.symm_mem.rail_watch import Looks, RailWatch, start_watch
 from symmoe.symm_mem.status_errors import mismatch_error
 from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
-from symmoe.symm_mem.waits import Waits
+from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
+
+logger = logging.getLogger("symmoe")
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
 _OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
+_WATCH_S = 0.02
+_PROBE_S = 0.25  # how often an exchange that takes long is asked whether a connection has closed
+_LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the peers are told
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
-_ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 
 class Mates:
@@ -81,7 +87,7 @@ class Mates:
         Returns:
             None if all go on; the same Fault on all ranks of the rail if not.
         """
-        kind = call & _ALL_BUT_PLAN
+        kind = call & ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
         self._lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
         headers = self._hear()
@@ -280,3 +286,72 @@ def _first_fault(headers: list[Header]) -> Fault | None:
         return None
     first = min(failed, key=lambda header: header.origin)
     return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
+
+
+class Looks(Protocol):
+    """Who looks at the rail."""
+
+    def look_at_rail(self) -> bool:
+        """Whether to look again."""
+
+
+class RailWatch:
+    """Sees exchanges that were begun on the device and do not end: nothing on a device bounds them.
+
+    A thread of the host looks at two numbers in its own memory, and calls nothing of CUDA as long as all is well: a
+    call from a thread that is not capturing would end a capture.
+
+    Args:
+        payload: which moves them.
+        mark: writes where the peers of this node see it whether this rank is on the rail.
+        find_lost: a node whose connection has closed, or None.
+
+    Attributes:
+        waits_since: when the host has begun to wait for other nodes; None: it does not.
+    """
+
+    def __init__(self, payload: Payload, mark: Callable[[bool], None], find_lost: Callable[[], int | None]) -> None:
+        self._payload, self._mark, self._find_lost = payload, mark, find_lost
+        self._number, self._begun, self._probed = 0, 0.0, 0.0
+        self._is_marked = False
+        self.waits_since: float | None = None
+
+    def overdue(self, progress: torch.Tensor) -> tuple[int | None, bool] | None:
+        """None if all is well. Otherwise a node that is lost, None if unknown, and whether a connection has closed."""
+        now, bound_s, host = time.monotonic(), self._payload.bound_s, self.waits_since
+        begun, ended = progress.tolist()
+        if begun != self._number:
+            self._number, self._begun = begun, now
+        is_moving = begun > ended
+        since = min([now, *([self._begun] if is_moving else []), *([] if host is None else [host])])
+        is_long = now - since > min(_LONG_S, bound_s / 8)
+        if is_long != self._is_marked:
+            self._mark(is_long)
+            self._is_marked = is_long
+        if not is_moving:
+            return None
+        if now - self._begun > bound_s:
+            return self._find_lost(), False
+        if is_long and now - self._probed > _PROBE_S:
+            self._probed = now
+            if (lost := self._find_lost()) is not None or self._payload.problem():
+                return lost, True
+        return None
+
+
+def start_watch(who: Looks) -> threading.Event:
+    """Starts a thread that looks until there is nothing more to see, until `who` is gone, or until the event is set."""
+    ended, reference = threading.Event(), weakref.ref(who)
+    threading.Thread(target=_watch, args=(reference, ended), name="symmoe-rail", daemon=True).start()
+    return ended
+
+
+def _watch(reference: weakref.ref[Looks], ended: threading.Event) -> None:
+    try:
+        while not ended.wait(_WATCH_S):
+            who = reference()
+            if who is None or not who.look_at_rail():
+                return
+            del who
+    except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
+        logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)

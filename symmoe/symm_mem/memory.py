@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem import arena_ranges
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena, add_range
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access
 
@@ -115,7 +114,7 @@ class Memory:
         self.statistics = HeapStatistics()
         self._access, self._streams = access, streams
         self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
-        arena_ranges.add(self.base, own.numel())
+        add_range(self.base, own.numel())
         self._start, self._end = peers.layout.num_bytes, own.numel()
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held

@@ -17,7 +17,7 @@ from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
 from symmoe.tape.tape import Number
 
-_ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
+ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 _PLAN = control.pack_call(plan=-1)
 _BARRIER = -1  # stands for all peers
@@ -55,7 +55,7 @@ class FirstTimes:
         if fault:
             first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
         elif phase != control.PHASE_CLOSE:  # ranks close after any call
-            first |= self._goes_on_to((call & _ALL_BUT_PLAN, _BARRIER))
+            first |= self._goes_on_to((call & ALL_BUT_PLAN, _BARRIER))
         if first:
             self._waits.add((epoch, phase, _BARRIER))
         return first
