@@ -134,10 +134,8 @@ def _address_of(device: str) -> str:
             if error.errno != errno.ENODEV:
                 return ""
             known = ", ".join(name for _, name in socket.if_nameindex())
-            text = (
-                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: {known}"
-            )
-            raise BackendUnavailable(text) from error
+            has = f"this machine ({socket.gethostname()}) has no such network device: {known}"
+            raise BackendUnavailable(f"{DEVICE_VARIABLE}={device}: {has}") from error
     return socket.inet_ntoa(found[20:24])
 
 

@@ -64,7 +64,9 @@ class Bootstrap:
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
         # The current GPU of this thread: another thread may call the methods, with another current GPU.
-        needs_gpu = self.rank >= 0 and not (self._alone or self._takes_cpu_tensors())
+        needs_gpu = self.rank >= 0 and not self._alone
+        if needs_gpu:  # a group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU
+            needs_gpu = "cpu" not in dist.get_backend_config(group) and dist.get_backend(group) != "gloo"
         self._device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
 
     @property
@@ -186,10 +188,6 @@ class Bootstrap:
             bound="the process group's timeout" if self._timeout_s is None else "start_timeout_s",
             bound_s=waited_s if self._timeout_s is None else self._timeout_s,
         )
-
-    def _takes_cpu_tensors(self) -> bool:
-        # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
-        return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"
 
 
 class NodeBootstrap(Bootstrap):

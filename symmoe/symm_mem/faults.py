@@ -35,7 +35,7 @@ from symmoe.kernels import control
 from symmoe.nodes.rail import Messages
 from symmoe.symm_mem.inbox import UNKNOWN, Fault, Report, counters, end_waits, read_fault, read_report, send_fault
 from symmoe.symm_mem.mates import Mates
-from symmoe.symm_mem.status_errors import abort_error, mismatch_error, plan_error, plan_record, timeout_error
+from symmoe.symm_mem.status_errors import mismatch_error, peer_error, plan_error, plan_record
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import OneCall
 from symmoe.symm_mem.waits import Waits
@@ -282,9 +282,7 @@ class Faults:
     def _gone(self, report: Report, sender: int | None, first: bool) -> PeerError:
         """The error of a report: of `sender`, or, if that is None, of this rank itself."""
         node = None if self._mates is None or report.missing < 0 else self._mates.topology.node_of(report.missing)
-        if sender is None:
-            return timeout_error(report, *self._waits.bound(first), node=node)
-        return abort_error(report, sender, self._rank, *self._waits.bound(first), node=node)
+        return peer_error(report, sender, self._rank, *self._waits.bound(first), node=node)
 
     @property
     def _rank(self) -> int:

@@ -63,10 +63,8 @@ class FlightRecorder:
     @property
     def is_in_dispatch(self) -> bool:
         """Whether the last call was a dispatch whose rows have not been combined."""
-        return bool(self._calls) and self._calls[-1][2] & 0xFF in (
-            control.PHASE_DISPATCH_READY,
-            control.PHASE_DISPATCH_DONE,
-        )
+        trip = control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
+        return bool(self._calls) and self._calls[-1][2] & 0xFF in trip
 
     def phases_since(self, epoch: int) -> list[int]:
         """Phases launched after the barrier of `epoch`; none if that barrier is no longer in the record."""

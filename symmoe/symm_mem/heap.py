@@ -46,7 +46,7 @@ from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.memory import Memory
 from symmoe.symm_mem.rail_start import start_rail
 from symmoe.symm_mem.room_for_rows import RowHistory
-from symmoe.symm_mem.streams import Branch, capture_id, stream_order
+from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import recorded, recorded_on_cpus
@@ -168,7 +168,7 @@ class SymmetricHeap:
         )
         self._rank_maps = make_rank_maps(self.topology, self.device) if self.spans_nodes else None
         self.count_peers = self._make_count_peers() if self.spans_nodes else self.peers
-        self._streams = stream_order(self.device)
+        self._streams = StreamOrder(self.device) if self.device.type == "cuda" else NoStreams()
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
         self._one_call = OneCall(self._access, self._memory.lock, self._streams)
         self.configurations = Configurations(self._bootstrap)
@@ -471,9 +471,7 @@ class SymmetricHeap:
                 with self._access:
                     raise_for(by())
 
-        def wait() -> None:
-            end(self._faults.end_to_move)
-
+        wait = partial(end, self._faults.end_to_move)
         try:
             yield wait
         except BaseException:
@@ -727,8 +725,9 @@ class SymmetricHeap:
         if getattr(self, "_closed", True):  # or construction has not ended
             return "SymmetricHeap(closed)"
         state = "open" if self._faults.poison is None else f"poisoned: {self._faults.poison}"
+        nodes = f" on {self.topology.num_nodes} nodes" if self.spans_nodes else ""
         return (
-            f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{self._nodes}, {self.backend} backend on "
+            f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{nodes}, {self.backend} backend on "
             f"{self.device}, {self.leased_bytes} of {self._memory.arena.capacity_bytes} bytes leased, {state})"
         )
 
@@ -797,10 +796,6 @@ class SymmetricHeap:
             self._backend.abandon()
             raise
         return Mates(lane, payload, self.topology, self._waits, self._streams)
-
-    @property
-    def _nodes(self) -> str:
-        return f" on {self.topology.num_nodes} nodes" if self.spans_nodes else ""
 
     def _agree_on_configuration(self, timeout_s: float, ranks_per_node: int | None) -> None:
         """Raises on every rank if ranks disagree. Collective."""

@@ -68,7 +68,9 @@ def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
     """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        files.append(_create(num_bytes))
+        files.append(os.memfd_create("symmoe", os.MFD_CLOEXEC))
+        os.fchmod(files[0], 0o600)  # readable and writable only by this user
+        os.ftruncate(files[0], num_bytes)
     except OSError as error:
         raise BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}") from error
     return namespace, _TICKET.pack(os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
@@ -86,18 +88,6 @@ def _map_arenas(
         return [mmap.mmap(file, num_bytes, mmap.MAP_SHARED) for file in in_order]
     except OSError as error:
         raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
-
-
-def _create(num_bytes: int) -> int:
-    """A new anonymous file of `num_bytes`, readable and writable only by this user."""
-    file = os.memfd_create("symmoe", os.MFD_CLOEXEC)
-    try:
-        os.fchmod(file, 0o600)
-        os.ftruncate(file, num_bytes)
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:

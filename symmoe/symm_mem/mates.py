@@ -129,7 +129,7 @@ class Mates:
         except RailBroken as broken:
             return self._missing(broken)
         except NcclError:
-            return self._missing_on_device(None, lost=1)
+            return self._absent(None, lost=1)
         return None
 
     def end(self) -> Report | None:
@@ -167,7 +167,7 @@ class Mates:
         if self._watch is None or self._payload.progress is None:
             return None
         overdue = self._watch.overdue(self._payload.progress)
-        return None if overdue is None else self._missing_on_device(overdue[0], lost=int(overdue[1]))
+        return None if overdue is None else self._absent(overdue[0], lost=int(overdue[1]))
 
     @property
     def num_meetings(self) -> int:
@@ -255,11 +255,9 @@ class Mates:
     def _missing(self, broken: RailBroken) -> Report:
         if not broken.is_late and (said := self._lane.last_words(broken.node)) is not None:
             return replace(Report.unpack(said.message), sender=said.origin)
-        number = self._lane.number
-        rank, first, lost = self.topology.rail[broken.node], int(self._is_first), int(not broken.is_late)
-        return Report("", rank, self._phase, number, number - 1, first, lost=lost)
+        return self._absent(broken.node, lost=int(not broken.is_late))
 
-    def _missing_on_device(self, node: int | None, *, lost: int) -> Report:
+    def _absent(self, node: int | None, *, lost: int) -> Report:
         """Of that node, or of the first other one: NCCL does not say for which it waits."""
         if node is None:
             node = int(self.topology.node == 0)

@@ -51,11 +51,8 @@ class Span:
     __slots__ = ("__weakref__", "_memory", "address", "generation", "name", "offset", "place")
 
     def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
-        self.name = name
-        self.generation = generation
-        self.offset = place[1][0]
+        self.name, self.generation, self.place, self.offset = name, generation, place, place[1][0]
         self.address = memory.base + self.offset
-        self.place = place
         self._memory: Memory | None = memory
 
     @property

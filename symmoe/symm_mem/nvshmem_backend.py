@@ -83,11 +83,7 @@ class NvshmemBackend:
         id_bytes[:] = np.frombuffer(received, dtype=np.uint8)
         with _files_of_this_user():
             core.init(
-                device=device,
-                uid=unique_id,
-                rank=bootstrap.rank,
-                nranks=bootstrap.num_ranks,
-                initializer_method="uid",
+                device=device, uid=unique_id, rank=bootstrap.rank, nranks=bootstrap.num_ranks, initializer_method="uid"
             )
         problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
@@ -133,9 +129,13 @@ class NvshmemBackend:
         uuids, machines = {peer[:_UUID_BYTES] for peer in peers}, {peer[-len(place) :] for peer in peers}
         problem = None
         if len(uuids) < len(peers):
-            text = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
-            problem = BackendUnavailable(text)
-        if _same_view_of_devices(bootstrap) and problem is None:
+            problem = BackendUnavailable(
+                "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
+        # Whether all ranks number the GPUs equally, so that a peer's index means something here.
+        has_same_view = len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
+        if has_same_view and problem is None:
             here = [peer for peer in peers if peer.endswith(place)]
             indices = [int.from_bytes(peer[_UUID_BYTES : _UUID_BYTES + 2], "little") for peer in here]
             blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
@@ -153,9 +153,3 @@ def _files_of_this_user() -> Iterator[None]:
         yield
     finally:
         os.umask(old)
-
-
-def _same_view_of_devices(bootstrap: Bootstrap) -> bool:
-    """Whether all ranks number the GPUs equally, so that a peer's index means something here. Collective."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
-    return len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1

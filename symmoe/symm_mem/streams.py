@@ -214,11 +214,6 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
     return _Mark(stream.cuda_stream, event)
 
 
-def stream_order(device: torch.device) -> StreamOrder | NoStreams:
-    """The order of streams for a heap on `device`."""
-    return StreamOrder(device) if device.type == "cuda" else NoStreams()
-
-
 def capture_id(device: torch.device) -> int:
     """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
