@@ -47,9 +47,7 @@ class NcclRail:
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._turn = threading.Lock()  # of those who use the communicator
-        self._communicator = 0
-        self._num_launched = 0
-        self.bound_s = math.inf
+        self._communicator, self._num_launched, self.bound_s = 0, 0, math.inf
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -70,7 +68,8 @@ class NcclRail:
         """See Payload."""
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
-                self._note_bound(timeout_s)
+                # A longer bound of earlier exchanges holds until they have ended.
+                self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
                 self._count(_BEGUN)
                 try:
                     self._exchange(sends, receives)
@@ -140,10 +139,6 @@ class NcclRail:
             for node, tensor in enumerate(by_node)
             if node != self._node and tensor.numel()
         ]
-
-    def _note_bound(self, timeout_s: float) -> None:
-        """A longer bound of earlier exchanges holds until they have ended."""
-        self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
 
     def _count(self, which: int) -> None:
         capturing = torch.cuda.is_current_stream_capturing()

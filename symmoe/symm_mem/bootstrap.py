@@ -46,6 +46,9 @@ class Bootstrap:
         timeout_s: bound of each wait for a peer; None: the group's timeout. A wait that has failed may break the
             process group, too.
 
+    Attributes:
+        ranks: the ranks in the EP group of those that take part.
+
     Every method raises:
         PeerTimeout: a peer did not come in time. A group without CPU tensors (only NCCL) cannot tell which; the rank is
             then -1.
@@ -58,11 +61,10 @@ class Bootstrap:
         self._alone = group is None and not dist.is_initialized()
         if not self._alone:
             _wait_for_gloo_at_exit()
-        self._group = group
-        self._timeout_s = timeout_s
-        self._num_exchanges = 0
+        self._group, self._timeout_s, self._num_exchanges = group, timeout_s, 0
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
+        self.ranks = tuple(range(self.num_ranks))
         # The current GPU of this thread: another thread may call the methods, with another current GPU.
         needs_gpu = self.rank >= 0 and not self._alone
         if needs_gpu:  # a group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU
@@ -73,11 +75,6 @@ class Bootstrap:
     def global_ranks(self) -> list[int]:
         """The group's ranks in the default group, in rank order. Not collective."""
         return [0] if self._alone else dist.get_process_group_ranks(self._group)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks in the EP group of those that take part. Not collective."""
-        return tuple(range(self.num_ranks))
 
     @property
     def store(self) -> Any:
@@ -200,23 +197,18 @@ class NodeBootstrap(Bootstrap):
     """
 
     def __init__(self, whole: Bootstrap, ranks: tuple[int, ...]) -> None:
-        self._whole, self._ranks = whole, ranks
+        self._whole, self.ranks = whole, ranks
         self.rank, self.num_ranks = ranks.index(whole.rank), len(ranks)
 
     @property
     def global_ranks(self) -> list[int]:
         """See Bootstrap."""
-        return [self._whole.global_ranks[rank] for rank in self._ranks]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """See Bootstrap."""
-        return self._ranks
+        return [self._whole.global_ranks[rank] for rank in self.ranks]
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """See Bootstrap."""
         gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
-        return [gathered[rank] for rank in self._ranks]
+        return [gathered[rank] for rank in self.ranks]
 
     def agree(self, problem: SymmoeError | None) -> None:
         """See Bootstrap."""

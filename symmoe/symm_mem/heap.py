@@ -149,9 +149,8 @@ class SymmetricHeap:
         self._bootstrap.attempt(partial(self._check_arguments, timeout_s, start_timeout_s, ranks_per_node))
         self._agree_on_configuration(timeout_s, ranks_per_node)
         self.topology = find_topology(self._find_domains(), self.rank, ranks_per_node)
-        node, bootstrap = self.topology.ranks, self._bootstrap
-        if self.spans_nodes:
-            bootstrap = NodeBootstrap(self._bootstrap, node)
+        node = self.topology.ranks
+        bootstrap = NodeBootstrap(self._bootstrap, node) if self.spans_nodes else self._bootstrap
         self._layout = ControlLayout(len(node), self.num_ranks)
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
@@ -706,10 +705,7 @@ class SymmetricHeap:
         self.tapes.forget()
         if self._mates is not None:
             self._mates.close()
-        if together:
-            self._backend.close()
-        else:
-            self._backend.abandon()
+        (self._backend.close if together else self._backend.abandon)()
 
     def __enter__(self) -> SymmetricHeap:
         return self

@@ -125,16 +125,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: root of the file system, for tests.
     """
-    machine = _free_of_machine(root)
-    return min([*([] if machine is None else [machine]), *_free_of_control_groups(root)], default=None)
-
-
-def _free_of_machine(root: Path) -> int | None:
-    for line in (_text(root / "proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return None
+    lines = [line.partition(":") for line in (_text(root / "proc/meminfo") or "").splitlines()]
+    machine = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
+    return min([*machine, *_free_of_control_groups(root)], default=None)
 
 
 def _free_of_control_groups(root: Path) -> list[int]:

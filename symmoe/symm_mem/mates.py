@@ -1,9 +1,9 @@
 """What this rank and the ranks of its rail, one of each other node, tell each other: headers, errors, reports.
 
-The heap meets its mates before every exchange between nodes: their hosts do, which on GPUs know nothing yet of what the
-device is about to find. So with every exchange goes word of faults that the device knows of. Waits are bounded as those
-in a node are, and a little longer: a mate that waits for a rank of its own node gives that one up first, and says so.
-In turn a rank that misses one of its own node, which is waiting for a mate, lets that one find out who is missing.
+Hosts meet before every exchange between nodes. On GPUs they know nothing yet of what the device is about to find: so
+with every exchange goes word of faults that it knows of. Waits are a little longer than those in a node: a mate that
+waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses one of its own node,
+which is waiting for a mate, lets that one find out who is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -71,9 +70,7 @@ class Mates:
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             self._told = torch.zeros_like(self._counters[_WORD])
-            self._heard = torch.zeros(
-                (topology.num_nodes, len(self._told)), dtype=torch.int64, device=self._told.device
-            )
+            self._heard = self._told.new_zeros((topology.num_nodes, len(self._told)))
         self.hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
     def meet(self, call: int, sizes: int, num_tokens: int) -> Fault | Report | None:
@@ -93,9 +90,7 @@ class Mates:
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
-        fault = _first_fault(headers)
-        if fault is None:
-            fault = self._difference(headers)
+        fault = _first_fault(headers) or self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
             self.num_tokens = [header.num_tokens for header in headers]
@@ -157,10 +152,10 @@ class Mates:
         """int64 [], not 0 if what mates have sent cannot be used. On the device."""
         return self._counters[_WORD].amax()
 
-    def watch(self, who: Looks) -> None:
-        """Has `who` look at the rail now and then, if nothing else bounds exchanges."""
+    def watch(self, look: Callable[[], bool]) -> None:
+        """Calls `look` now and then, if nothing else bounds exchanges."""
         if self._watch is not None:
-            self._watch_ends = start_watch(who)
+            self._watch_ends = start_watch(look)
 
     def look(self) -> Report | None:
         """Of a mate that does not come to an exchange on the device. From any thread."""
@@ -259,9 +254,7 @@ class Mates:
 
     def _absent(self, node: int | None, *, lost: int) -> Report:
         """Of that node, or of the first other one: NCCL does not say for which it waits."""
-        if node is None:
-            node = int(self.topology.node == 0)
-        number = self._lane.number
+        node, number = int(self.topology.node == 0) if node is None else node, self._lane.number
         return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
 
     def _difference(self, headers: list[Header]) -> Fault | None:
@@ -284,13 +277,6 @@ def _first_fault(headers: list[Header]) -> Fault | None:
         return None
     first = min(failed, key=lambda header: header.origin)
     return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
-
-
-class Looks(Protocol):
-    """Who looks at the rail."""
-
-    def look_at_rail(self) -> bool:
-        """Whether to look again."""
 
 
 class RailWatch:
@@ -337,19 +323,19 @@ class RailWatch:
         return None
 
 
-def start_watch(who: Looks) -> threading.Event:
-    """Starts a thread that looks until there is nothing more to see, until `who` is gone, or until the event is set."""
-    ended, reference = threading.Event(), weakref.ref(who)
+def start_watch(look: Callable[[], bool]) -> threading.Event:
+    """Starts a thread that calls a method until it returns False, until its object is gone, or the event is set."""
+    ended, reference = threading.Event(), weakref.WeakMethod(look)
     threading.Thread(target=_watch, args=(reference, ended), name="symmoe-rail", daemon=True).start()
     return ended
 
 
-def _watch(reference: weakref.ref[Looks], ended: threading.Event) -> None:
+def _watch(reference: weakref.WeakMethod[Callable[[], bool]], ended: threading.Event) -> None:
     try:
         while not ended.wait(_WATCH_S):
-            who = reference()
-            if who is None or not who.look_at_rail():
+            look = reference()
+            if look is None or not look():
                 return
-            del who
+            del look
     except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
         logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)

@@ -210,9 +210,8 @@ class Memory:
     def _collect_garbage(self) -> bool:
         """Collects leases that only cycles of dead objects hold, by Python's collector; whether there may be room now.
 
-        A collection takes a tenth of a second and more, in proportion to the number of objects. So that a loop of
-        leases that do not fit does not only collect, it is skipped if no lease is live, and after a collection in vain
-        for a multiple of its duration as long as the leases are the same.
+        That takes a tenth of a second and more. So that a loop of leases that do not fit does not only collect, it is
+        skipped if no lease is live, and after one in vain for a multiple of its duration, while the leases stay.
         """
         with self.lock:
             leases = tuple(self._live)

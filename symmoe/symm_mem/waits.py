@@ -27,10 +27,9 @@ Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signa
 class FirstTimes:
     """Which waits for peers come after work that happens once, and may take `start_timeout_s` for it.
 
-    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting, and they
-    cannot see why. But all ranks make the same calls in the same order: what one rank does for the first time between
-    two waits, the others do there, too. So a wait is a first one if no wait of its kind has followed one of the last
-    kind yet, or if this process has compiled or imported anything since the last one.
+    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. As all
+    make the same calls in the same order, the others do that between the same two waits. So a wait is a first one if
+    none of its kind has followed one of the last kind, or if this process has compiled or imported anything since then.
 
     Args:
         num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
