@@ -24,7 +24,7 @@ from symmoe.dispatch.trip import send, send_rows
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.tell_peers import told
+from symmoe.symm_mem.heap import told
 
 
 @overload

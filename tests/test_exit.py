@@ -33,7 +33,7 @@ def test_programs_that_forget_everything_end_well(tmp_path: Path, way: str):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python does not end other threads any more")
 def test_without_a_heap_some_do_not(tmp_path: Path):
-    """Else the test above would not see what they are for. What is at fault is in torch (symm_mem/at_exit.py)."""
+    """Else the test above would not see what they are for. What is at fault is in torch (symm_mem/bootstrap.py)."""
     codes, errors = ends(100, "without a heap", tmp_path)
     assert set(codes) <= {0, -6}
     assert -6 in codes

@@ -51,7 +51,7 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
 from symmoe.nodes.place import Place
-from symmoe.symm_mem import address, faults, host_backend, machine_memory, memory, nvshmem_backend
+from symmoe.symm_mem import faults, host_backend, memory, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -323,7 +323,7 @@ def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | 
         path = tmp_path / ("" if name.startswith("proc") else "sys/fs/cgroup") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert machine_memory.available_bytes(tmp_path) == want
+    assert host_backend.available_bytes(tmp_path) == want
 
 
 def construct_large(rank: int, num_ranks: int) -> list[str]:
@@ -1037,11 +1037,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
         ("cuda.core", types.SimpleNamespace(Device=lambda index: device)),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    zeros, ranges = torch.zeros, address.AddressRange
+    zeros, ranges = torch.zeros, nvshmem_backend.AddressRange
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvshmem_backend.torch, "zeros", lambda *shape, device=None: zeros(*shape))
     monkeypatch.setattr(nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: fake.num_machines)
-    monkeypatch.setattr(address, "_DL_CUDA", 1)  # DLPack's number of the CPU
+    monkeypatch.setattr(nvshmem_backend, "_DL_CUDA", 1)  # DLPack's number of the CPU
     cpu = torch.device("cpu", 0)
     monkeypatch.setattr(nvshmem_backend, "AddressRange", lambda start, num_bytes, device: ranges(start, num_bytes, cpu))
     names = nvshmem_backend._ENVIRONMENT | nvshmem_backend._ON_ONE_MACHINE

@@ -28,7 +28,7 @@ from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
 from symmoe.nodes.nccl import NcclError
-from symmoe.nodes.nccl_start import connect_together
+from symmoe.nodes.nccl_rail import connect_together
 from symmoe.nodes.rail import GlooRail
 from symmoe.nodes.reach import Endpoint
 from symmoe.symm_mem import rail_start

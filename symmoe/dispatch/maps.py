@@ -19,6 +19,9 @@ from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.symm_mem.heap import SymmetricHeap
 
+Layout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, number of elements, shape) of each tensor
+_NOTHING_DISPATCHED = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
+
 
 class Region(NamedTuple):
     """Consecutive tokens of a plan that are from one rank, and where they have their packed rows.
@@ -58,34 +61,20 @@ class PlanIntegers:
 
     Attributes:
         storage: the allocation.
-        layout: (first element, number of elements, shape) of each tensor.
+        layout: of its tensors.
     """
 
     storage: torch.Tensor
-    layout: Mapping[str, tuple[int, int, tuple[int, ...]]]
+    layout: Layout
 
-    splits = _Part()
-    row_range = _Part()
-    slot_start = _Part()
-    slot_limit = _Part()
-    slot_to_row = _Part()
-    slot_to_rank = _Part()
-    token_to_primary_row = _Part()
-    token_to_packed_row = _Part()
-    block_tokens = _Part()
-    packed_start = _Part()
-    packed_limit = _Part()
-    source_to_packed_start = _Part()
-    source_to_row_start = _Part()
-    source_to_rows = _Part()
-    expert_load = _Part()
-    report = _Part()
+    splits, row_range, slot_start, slot_limit = _Part(), _Part(), _Part(), _Part()
+    slot_to_row, slot_to_rank, token_to_primary_row, token_to_packed_row = _Part(), _Part(), _Part(), _Part()
+    block_tokens, packed_start, packed_limit, source_to_packed_start = _Part(), _Part(), _Part(), _Part()
+    source_to_row_start, source_to_rows, expert_load, report = _Part(), _Part(), _Part(), _Part()
 
 
 @functools.lru_cache(maxsize=256)
-def plan_layout(
-    num_tokens: int, top_k: int, num_experts: int, num_ranks: int
-) -> tuple[int, dict[str, tuple[int, int, tuple[int, ...]]]]:
+def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> tuple[int, Layout]:
     """Elements of a plan's storage, and its layout."""
     num_local = num_experts // num_ranks
     shapes = {
@@ -186,10 +175,8 @@ class Plan(PlanIntegers):
                 self.heap.synchronize()
             raise self.heap.plan_failure(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
-        self.max_rows, self.max_packed_rows = (
-            max(1, report[control.SUM_MAX_ROWS]),
-            max(1, report[control.SUM_MAX_PACKED]),
-        )
+        self.max_rows = max(1, report[control.SUM_MAX_ROWS])
+        self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
             self.row_capacity = self.expected_rows = self.max_rows
             self.packed_row_capacity = self.max_packed_rows
@@ -245,9 +232,7 @@ class Plan(PlanIntegers):
     @property
     def not_dispatched(self) -> StalePlan | None:
         """The error of combining with this plan now, or None if something has been dispatched with it."""
-        if self.packed_to_row is not None:
-            return None
-        return _nothing_dispatched()
+        return None if self.packed_to_row is not None else StalePlan(_NOTHING_DISPATCHED)
 
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
@@ -256,7 +241,7 @@ class Plan(PlanIntegers):
             StalePlan: nothing has been dispatched with this plan yet.
         """
         if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise _nothing_dispatched()
+            raise StalePlan(_NOTHING_DISPATCHED)
         return self.packed_to_row, self.row_to_packed_row
 
 
@@ -276,10 +261,6 @@ class Across:
     own: Plan
     foreign: Plan
     own_rows: torch.Tensor | None
-
-
-def _nothing_dispatched() -> StalePlan:
-    return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
 
 
 def num_blocks(num_tokens: int) -> int:

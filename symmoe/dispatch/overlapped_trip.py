@@ -20,7 +20,7 @@ import torch
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
-from symmoe.dispatch.trip import agreed_fields, fan_out, legs, place_own_rows, token_to_row
+from symmoe.dispatch.trip import agreed_fields, fan_out, legs, place_own_rows
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
@@ -47,13 +47,7 @@ class Arrival:
 
 @contextmanager
 def arriving(
-    x: torch.Tensor,
-    plan: Plan,
-    buffer: torch.Tensor,
-    probs: torch.Tensor,
-    *,
-    layout: str,
-    division: Division,
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor, *, layout: str, division: Division
 ) -> Iterator[Arrival]:
     """Sends rows, slots and probs of x [T, H] to every rank's `buffer` (on the heap), in forward. Collective.
 
@@ -229,7 +223,7 @@ class _Trip:
     def _push(self, rows: torch.Tensor, plan: Plan, rank: int, num_ctas: int | None) -> None:
         kernels.for_device(rows.device).push_rows(
             rows,
-            token_to_row(plan, self._layout),
+            plan.token_to_packed_row if self._layout == "packed" else plan.token_to_primary_row,
             self.heap.peers,
             self._ready,
             column=READY_ROWS,

@@ -5,7 +5,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,14 +15,13 @@ from symmoe import kernels
 from symmoe.checks.arguments import is_choice, words_problem
 from symmoe.checks.buffers import tensor_problem
 from symmoe.dispatch.crossing import RailCounts, find_rail_rows, keep_first, make_crossing
-from symmoe.dispatch.maps import Plan, PlanIntegers, num_blocks, plan_layout
+from symmoe.dispatch.maps import Layout, Plan, PlanIntegers, num_blocks, plan_layout
 from symmoe.dispatch.node_plan import plan_inside
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.precision.recipes import Recipe, precision_word
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room
-from symmoe.symm_mem.tell_peers import told
 
 __all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
 
@@ -141,7 +140,7 @@ def plan_call(
         if heap.spans_nodes:
             plan = _plan_between_nodes(topk_idx, heap, words, options)
         else:
-            plan = _place_slots(topk_idx, heap, _header(words), options.config)
+            plan = _place_slots(topk_idx, heap, words, options.config)
         if capacity is None and reports is not None:
             reports.append(plan.report)
         elif capacity is None and not heap.spans_nodes:
@@ -171,7 +170,7 @@ def _plan_between_nodes(
         if overflow is not None:
             counts.tell(overflow.num_dropped if drops else overflow.too_many)
 
-    plan = _place_slots(rails.topk_idx, heap, _header(words), options.config, tell, counts.share)
+    plan = _place_slots(rails.topk_idx, heap, words, options.config, tell, counts.share)
     sent: Sequence[int]
     received: Sequence[int]
     if rail_capacity is not None:
@@ -181,10 +180,8 @@ def _plan_between_nodes(
     elif words[control.HEAD_CAPACITY] >= 0:  # there is room for all tokens, and all have the number of a replay
         sent, received = [len(topk_idx)] * heap.topology.num_nodes, counts.num_tokens
     else:
-        plan._read_report, read_sizes = (
-            heap.read_back(plan.report),
-            heap.read_back(torch.stack([rails.num_sent, counts.num_received])),
-        )
+        plan._read_report = heap.read_back(plan.report)
+        read_sizes = heap.read_back(torch.stack([rails.num_sent, counts.num_received]))
         plan.settle()
         sent, received = read_sizes()
     crossing = make_crossing(heap, rails.token_to_rail_row, sent, received)
@@ -192,29 +189,26 @@ def _plan_between_nodes(
     return plan
 
 
-def _header(words: dict[int, int]) -> tuple[int, ...]:
-    return tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
-
-
 def _place_slots(
     topk_idx: torch.Tensor,
     heap: SymmetricHeap,
-    header: tuple[int, ...],
+    words: dict[int, int],
     config: int,
     tell: Callable[[], None] | None = None,
     share: Callable[[int], None] | None = None,
 ) -> Plan:
-    """The plan; `header` has the other arguments of make_plan. Does not wait.
+    """The plan; `words` of the header are the other arguments of make_plan. Does not wait.
 
     config: as in PlanOptions.
     tell, share: complete the count table before and after the barrier, if the group spans nodes.
     """
     num_tokens, top_k = topk_idx.shape
+    header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    numel, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
+    sizes = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
     with heap.one_call():
-        fill = partial(_fill, topk_idx, heap, header, config, numel, layout, tell, share)
+        fill = partial(_fill, topk_idx, heap, header, config, sizes, tell, share)
         is_special = heap.spans_nodes or heap.first_step is not None
         (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
@@ -223,7 +217,7 @@ def _place_slots(
             heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
         storage=storage,
-        layout=layout,
+        layout=sizes[1],
         heap=heap,
         num_rows=None,
         row_capacity=limit,
@@ -241,15 +235,14 @@ def _fill(
     heap: SymmetricHeap,
     header: tuple[int, ...],
     config: int,
-    numel: int,
-    layout: Mapping[str, tuple[int, int, tuple[int, ...]]],
+    sizes: tuple[int, Layout],
     tell: Callable[[], None] | None,
     share: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor]:
     """A new storage of a plan, filled. Collective."""
     num_tokens, num_ranks, num_experts = len(topk_idx), heap.num_ranks, header[control.HEAD_NUM_EXPERTS]
     ops = kernels.for_device(heap.device)
-    integers = PlanIntegers(torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
+    integers = PlanIntegers(torch.empty(sizes[0], dtype=torch.int32, device=heap.device), sizes[1])
     shape = num_blocks(num_tokens), num_experts + num_ranks + 2
     block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
     block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)

@@ -140,8 +140,3 @@ def agreed_fields(
         "schedule": control.SCHEDULES.index(schedule),
         "plan": plan.generation,
     }
-
-
-def token_to_row(plan: Plan, layout: str) -> torch.Tensor:
-    """int32 [T, R]: where a token's row lands on each rank, -1 for nowhere."""
-    return plan.token_to_packed_row if layout == "packed" else plan.token_to_primary_row

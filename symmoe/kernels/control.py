@@ -128,7 +128,7 @@ STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_AB
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
 # call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
-# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/rail_watch.py.
+# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/mates.py.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32

@@ -40,9 +40,8 @@ from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.lease import Lease
-from symmoe.symm_mem.tell_peers import told
 from symmoe.torch_internals import reshaped_result
 
 RECEIVED = "received rows"

@@ -30,8 +30,7 @@ from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
 from symmoe.moe.side_stream import SideCall
 from symmoe.moe.torch_operators import is_traced
-from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.tell_peers import told
+from symmoe.symm_mem.heap import SymmetricHeap, told
 
 
 class MoELayer(ExpertParallelModule):

@@ -22,9 +22,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
 from symmoe.moe.layer_checks import device_problem
 from symmoe.moe.overlap import received_layout
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
-from symmoe.symm_mem.tell_peers import told
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 

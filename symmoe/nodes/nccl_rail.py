@@ -1,7 +1,7 @@
 """Payload between GPUs of several nodes: NCCL's send and recv on the current stream, for which the host does not wait.
 
 The device counts in the host's memory what it has begun and ended, in replays of graphs as well: NCCL itself waits for
-ever, so that somebody has to see who does not come (symm_mem/rail_watch.py).
+ever, so that somebody has to see who does not come (symm_mem/mates.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ import torch.distributed as dist
 
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclError
-from symmoe.nodes.nccl_start import connect_together
 from symmoe.nodes.rail import Messages, Started
 
 _BEGUN, _ENDED = range(2)
 _MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
 _POLL_S = 1e-3
+_ID, _FAILED = "id", "failed"  # keys in the store of a rail
+_CONNECT_POLL_S = 0.05
+_HINT = "; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name its devices"
 
 
 class NcclRail:
@@ -44,9 +47,7 @@ class NcclRail:
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._turn = threading.Lock()  # of those who use the communicator
-        self._communicator = 0
-        self._num_launched = 0
-        self.bound_s = math.inf
+        self._communicator, self._num_launched, self.bound_s = 0, 0, math.inf
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -67,7 +68,8 @@ class NcclRail:
         """See Payload."""
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
-                self._note_bound(timeout_s)
+                # A longer bound of earlier exchanges holds until they have ended.
+                self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
                 self._count(_BEGUN)
                 try:
                     self._exchange(sends, receives)
@@ -138,12 +140,66 @@ class NcclRail:
             if node != self._node and tensor.numel()
         ]
 
-    def _note_bound(self, timeout_s: float) -> None:
-        """A longer bound of earlier exchanges holds until they have ended."""
-        self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
-
     def _count(self, which: int) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
         self._num_launched += int(which == _ENDED and not capturing)
         self._counts[which : which + 1].add_(1)
         self.progress[which : which + 1].copy_(self._counts[which : which + 1], non_blocking=True)
+
+
+def connect_together(
+    make_id: Callable[[], bytes] | None,
+    connect: Callable[[bytes, threading.Event], None],
+    store: Any,
+    *,
+    node: int,
+    timeout_s: float,
+) -> None:
+    """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail.
+
+    NCCL itself has no bound, and does not tell the others when one fails.
+
+    A thread that is given up ends when NCCL lets it; it then has to undo what it has done.
+
+    Args:
+        make_id: of one of the ranks, makes the id by which they find each other; None on the others.
+        store: of torch, for this rail and this attempt.
+        node: this rank's, for the others' error.
+        timeout_s: bound.
+
+    Raises:
+        BackendUnavailable: one of both functions has failed, here or on another rank, or it takes longer.
+    """
+    problems: list[BaseException] = []
+    is_given_up = threading.Event()
+
+    def run() -> None:
+        try:
+            if make_id is not None:
+                store.set(_ID, make_id().hex())
+            # Not store.wait: other threads could not use the store meanwhile.
+            while not store.check([_ID]):
+                if is_given_up.wait(_CONNECT_POLL_S):
+                    return
+            connect(bytes.fromhex(store.get(_ID).decode()), is_given_up)
+        except BaseException as error:  # noqa: BLE001 - of another thread
+            problems.append(error)
+
+    thread = threading.Thread(target=run, name="symmoe-nccl", daemon=True)
+    deadline = time.monotonic() + timeout_s
+    thread.start()
+    try:
+        while True:
+            thread.join(_CONNECT_POLL_S)
+            if problems:
+                text = f"NCCL does not connect node {node} with the others: {problems[0]}{_HINT}"
+                store.set(_FAILED, text)
+                raise BackendUnavailable(text) from problems[0]
+            if not thread.is_alive():
+                return
+            if store.check([_FAILED]):
+                raise BackendUnavailable(store.get(_FAILED).decode())
+            if time.monotonic() > deadline:
+                raise BackendUnavailable(f"NCCL has not connected the nodes within {timeout_s:g} s{_HINT}")
+    finally:
+        is_given_up.set()

@@ -1,7 +1,7 @@
 """What travels between nodes, and by what: headers between hosts always by gloo, tensors by gloo or, on GPUs, by NCCL.
 
-The process group of gloo is made here, on a store that the ranks of the heap's group have in common, and is known to
-nobody else: a rail that breaks, or is aborted, leaves the groups of the trainer as they are.
+The process group of gloo is made here, on a store that the ranks have in common, and nobody else knows it: a rail that
+breaks, or is aborted, leaves the groups of the trainer as they are.
 """
 
 from __future__ import annotations

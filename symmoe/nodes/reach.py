@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
-from types import TracebackType
 
 from symmoe.errors import BackendUnavailable
 
@@ -86,9 +85,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._socket is not None:
             self._socket.close()
 
@@ -109,8 +106,7 @@ def unreachable(others: Mapping[int, Endpoint], timeout_s: float) -> dict[int, s
             else:
                 problems[rank] = os.strerror(code)
                 each.close()
-        deadline = time.monotonic() + timeout_s
-        left_s = timeout_s
+        deadline, left_s = time.monotonic() + timeout_s, timeout_s
         while waiting.get_map() and left_s > 0:
             left_s = deadline - time.monotonic()  # after the deadline once more: what came while nobody looked
             for key, _ in waiting.select(max(0.0, left_s)):
@@ -134,10 +130,8 @@ def _address_of(device: str) -> str:
             if error.errno != errno.ENODEV:
                 return ""
             known = ", ".join(name for _, name in socket.if_nameindex())
-            text = (
-                f"{DEVICE_VARIABLE}={device}: this machine ({socket.gethostname()}) has no such network device: {known}"
-            )
-            raise BackendUnavailable(text) from error
+            has = f"this machine ({socket.gethostname()}) has no such network device: {known}"
+            raise BackendUnavailable(f"{DEVICE_VARIABLE}={device}: {has}") from error
     return socket.inet_ntoa(found[20:24])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import time
 import warnings
@@ -24,13 +26,15 @@ from symmoe.errors import (
     encode,
 )
 from symmoe.kernels import control
-from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
 from symmoe.tape.tapes import MODES
 from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
 _TAG = 0x5E41  # no message of the user of the group has this tag
+_GLOO_THREAD = "pt_gloo_runloop"
+_LONGEST_S = 5.0  # enough for a thread that has something to drop
+_NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 
 
 class Bootstrap:
@@ -41,6 +45,9 @@ class Bootstrap:
     Args:
         timeout_s: bound of each wait for a peer; None: the group's timeout. A wait that has failed may break the
             process group, too.
+
+    Attributes:
+        ranks: the ranks in the EP group of those that take part.
 
     Every method raises:
         PeerTimeout: a peer did not come in time. A group without CPU tensors (only NCCL) cannot tell which; the rank is
@@ -53,25 +60,21 @@ class Bootstrap:
             raise problem
         self._alone = group is None and not dist.is_initialized()
         if not self._alone:
-            wait_for_gloo_at_exit()
-        self._group = group
-        self._timeout_s = timeout_s
-        self._num_exchanges = 0
+            _wait_for_gloo_at_exit()
+        self._group, self._timeout_s, self._num_exchanges = group, timeout_s, 0
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
+        self.ranks = tuple(range(self.num_ranks))
         # The current GPU of this thread: another thread may call the methods, with another current GPU.
-        needs_gpu = self.rank >= 0 and not (self._alone or self._takes_cpu_tensors())
+        needs_gpu = self.rank >= 0 and not self._alone
+        if needs_gpu:  # a group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU
+            needs_gpu = "cpu" not in dist.get_backend_config(group) and dist.get_backend(group) != "gloo"
         self._device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
 
     @property
     def global_ranks(self) -> list[int]:
         """The group's ranks in the default group, in rank order. Not collective."""
         return [0] if self._alone else dist.get_process_group_ranks(self._group)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks in the EP group of those that take part. Not collective."""
-        return tuple(range(self.num_ranks))
 
     @property
     def store(self) -> Any:
@@ -183,10 +186,6 @@ class Bootstrap:
             bound_s=waited_s if self._timeout_s is None else self._timeout_s,
         )
 
-    def _takes_cpu_tensors(self) -> bool:
-        # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
-        return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"
-
 
 class NodeBootstrap(Bootstrap):
     """The ranks of one node of a group, for what has to be built in every node. Its methods are collective over the
@@ -198,23 +197,18 @@ class NodeBootstrap(Bootstrap):
     """
 
     def __init__(self, whole: Bootstrap, ranks: tuple[int, ...]) -> None:
-        self._whole, self._ranks = whole, ranks
+        self._whole, self.ranks = whole, ranks
         self.rank, self.num_ranks = ranks.index(whole.rank), len(ranks)
 
     @property
     def global_ranks(self) -> list[int]:
         """See Bootstrap."""
-        return [self._whole.global_ranks[rank] for rank in self._ranks]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """See Bootstrap."""
-        return self._ranks
+        return [self._whole.global_ranks[rank] for rank in self.ranks]
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """See Bootstrap."""
         gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
-        return [gathered[rank] for rank in self._ranks]
+        return [gathered[rank] for rank in self.ranks]
 
     def agree(self, problem: SymmoeError | None) -> None:
         """See Bootstrap."""
@@ -255,3 +249,35 @@ def read_tape_mode() -> str:
     if mode not in MODES:
         raise ArgumentError(f"SYMMOE_TAPES ({mode!r}) must be one of {', '.join(map(repr, MODES))}")
     return mode
+
+
+@functools.cache
+def _wait_for_gloo_at_exit() -> None:
+    """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer.
+
+    A thread of gloo says that a collective has ended, and drops its tensors after that, for which it wants Python's
+    lock. If the interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a
+    destructor, which aborts the process: "terminate called without an active exception" (torch 2.13, busy machines).
+    """
+    atexit.register(_wait_for_gloo)
+
+
+def _wait_for_gloo() -> None:
+    deadline, num_looks = time.monotonic() + _LONGEST_S, 0
+    while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
+        num_looks = num_looks + 1 if _is_gloo_asleep() else 0
+        time.sleep(1e-3)  # releases the lock
+
+
+def _is_gloo_asleep() -> bool:
+    """Whether none of gloo's threads runs or could run."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+                _, _, rest = file.read().partition("(")
+        except OSError:
+            continue  # the thread has ended
+        name, _, state = rest.rpartition(") ")
+        if name == _GLOO_THREAD and not state.startswith("S"):
+            return False
+    return True

@@ -38,10 +38,8 @@ class Configurations:
     def mismatch(self, first: int, number: int, peer: int, other: int) -> ConfigMismatch:
         """The error of two ranks, `first` and `peer`, whose layers have these numbers; 0: of make_plan."""
         if not (number and other):
-            calls = ["that of a layer" if each else "make_plan" for each in (number, other)]
-            return ConfigMismatch(
-                f"ranks are in different calls: rank {first} in {calls[0]}, rank {peer} in {calls[1]}"
-            )
+            one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
+            return ConfigMismatch(f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}")
         here, there = self._fields(number), self._fields(other)
         name = next((name for name in here if name in there and here[name] != there[name]), None)
         if name is None:

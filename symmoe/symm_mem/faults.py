@@ -1,12 +1,9 @@
 """The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
 
 Each rank finds the error of a call and raises it once: on GPUs when its host next looks. But a rank may have left the
-call before that, by another exception, and go on to the next plan. Its peers may have raised the error already, and
-wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So this rank keeps the error,
-enters the barrier, and publishes that it has an error which it has not raised. If all ranks publish that, all raise
-it. Otherwise some rank has raised it already, and it is over.
-
-A rank knows that it has left a call if it comes to another plan without the barriers that belong between.
+call before that, by another exception, and come to the next plan without the barriers that belong between. Its peers
+may have raised the error already, and wait in that plan's barrier; if only this rank raised it now, they would wait in
+vain. So it keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over.
 Between nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail
 do; so all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
 
@@ -35,7 +32,7 @@ from symmoe.kernels import control
 from symmoe.nodes.rail import Messages
 from symmoe.symm_mem.inbox import UNKNOWN, Fault, Report, counters, end_waits, read_fault, read_report, send_fault
 from symmoe.symm_mem.mates import Mates
-from symmoe.symm_mem.status_errors import abort_error, mismatch_error, plan_error, plan_record, timeout_error
+from symmoe.symm_mem.status_errors import mismatch_error, peer_error, plan_error, plan_record
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import OneCall
 from symmoe.symm_mem.waits import Waits
@@ -72,13 +69,14 @@ class Faults:
         self.unraised: SymmoeError | None = None
         self._waits, self._streams, self._one_call, self._backend = waits, streams, one_call, backend
         self._peers, self._flight = waits.peers, waits.flight
+        self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._words = waits.status.numpy()
         self._counters = counters(waits.peers)
         self.num_errors = 0
         self._num_messages = 0  # messages sent to the peers
         self._rail_report: Report | None = None
         if mates is not None:
-            mates.watch(self)
+            mates.watch(self.look_at_rail)
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -282,14 +280,7 @@ class Faults:
     def _gone(self, report: Report, sender: int | None, first: bool) -> PeerError:
         """The error of a report: of `sender`, or, if that is None, of this rank itself."""
         node = None if self._mates is None or report.missing < 0 else self._mates.topology.node_of(report.missing)
-        if sender is None:
-            return timeout_error(report, *self._waits.bound(first), node=node)
-        return abort_error(report, sender, self._rank, *self._waits.bound(first), node=node)
-
-    @property
-    def _rank(self) -> int:
-        """This rank in the EP group."""
-        return self._peers.in_group(self._peers.rank)
+        return peer_error(report, sender, self._rank, *self._waits.bound(first), node=node)
 
     def of_plan(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: mates

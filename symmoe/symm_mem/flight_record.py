@@ -45,11 +45,10 @@ class FlightRecorder:
     def barrier_launched(self, call: int) -> None:
         """Notes a barrier; `call` as in control.pack_call."""
         self.epoch += 1
-        self._num_launched += 1
-        self._calls.append([self._num_launched, self.epoch, call, -1, time.monotonic_ns(), None])
+        self.wait_launched(call, -1)
 
     def wait_launched(self, phase: int, rank: int) -> None:
-        """Notes a wait for the signal of `rank`."""
+        """Notes a wait for the signal of `rank`; -1: a barrier."""
         self._num_launched += 1
         self._calls.append([self._num_launched, self.epoch, phase, rank, time.monotonic_ns(), None])
 
@@ -63,10 +62,8 @@ class FlightRecorder:
     @property
     def is_in_dispatch(self) -> bool:
         """Whether the last call was a dispatch whose rows have not been combined."""
-        return bool(self._calls) and self._calls[-1][2] & 0xFF in (
-            control.PHASE_DISPATCH_READY,
-            control.PHASE_DISPATCH_DONE,
-        )
+        trip = control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
+        return bool(self._calls) and self._calls[-1][2] & 0xFF in trip
 
     def phases_since(self, epoch: int) -> list[int]:
         """Phases launched after the barrier of `epoch`; none if that barrier is no longer in the record."""
@@ -86,6 +83,7 @@ class FlightRecorder:
             facts: facts of the heap, for the top of the record.
         """
         now_ns, wall_s = time.monotonic_ns(), time.time()
+        plan_epoch = next((call[1] for call in reversed(self._calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
         return {
             "format": FORMAT,
             "rank": peers.in_group(peers.rank),
@@ -95,7 +93,7 @@ class FlightRecorder:
             "written_unix_s": wall_s,
             "error": _describe_error(error),
             "status": _describe_status(status),
-            **_describe_control_block(peers, self._last_plan_epoch()),
+            **_describe_control_block(peers, plan_epoch),
             "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in self._calls],
         }
 
@@ -111,9 +109,6 @@ class FlightRecorder:
         except OSError as problem:
             return f" (no flight record in {self._folder}: {problem.strerror})"
         return f" (flight record: {path})"
-
-    def _last_plan_epoch(self) -> int | None:
-        return next((call[1] for call in reversed(self._calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:
@@ -136,15 +131,11 @@ def _describe_error(error: SymmoeError) -> dict[str, Any]:
 
 
 def _describe_status(words: list[int]) -> dict[str, Any]:
-    kind = words[control.STATUS_KIND]
+    kind, names = words[control.STATUS_KIND], ("peer", "expected", "seen", "epoch", "where")
     return {
         "kind": _STATUS_KINDS[kind] if 0 <= kind < len(_STATUS_KINDS) else kind,
         "phase": control.PHASES[words[control.STATUS_PHASE]],
-        "peer": words[control.STATUS_PEER],
-        "expected": words[control.STATUS_EXPECTED],
-        "seen": words[control.STATUS_SEEN],
-        "epoch": words[control.STATUS_EPOCH],
-        "where": words[control.STATUS_WHERE],
+        **dict(zip(names, words[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
     }
 
 

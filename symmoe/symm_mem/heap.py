@@ -34,8 +34,7 @@ from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.place import Place, find_place
 from symmoe.nodes.rail import Messages
-from symmoe.nodes.rank_maps import RankMaps, make_rank_maps
-from symmoe.nodes.topology import find_topology
+from symmoe.nodes.topology import RankMaps, find_topology, make_rank_maps
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, read_tape_mode, warn_if_alone_by_mistake
@@ -43,16 +42,16 @@ from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
-from symmoe.symm_mem.machine_memory import warn_if_too_large
 from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.memory import Memory
 from symmoe.symm_mem.rail_start import start_rail
 from symmoe.symm_mem.room_for_rows import RowHistory
-from symmoe.symm_mem.streams import Branch, capture_id, stream_order
+from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import recorded, recorded_on_cpus
 from symmoe.tape.tapes import Tapes
+from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 logger = logging.getLogger("symmoe")
 
@@ -150,9 +149,8 @@ class SymmetricHeap:
         self._bootstrap.attempt(partial(self._check_arguments, timeout_s, start_timeout_s, ranks_per_node))
         self._agree_on_configuration(timeout_s, ranks_per_node)
         self.topology = find_topology(self._find_domains(), self.rank, ranks_per_node)
-        node, bootstrap = self.topology.ranks, self._bootstrap
-        if self.spans_nodes:
-            bootstrap = NodeBootstrap(self._bootstrap, node)
+        node = self.topology.ranks
+        bootstrap = NodeBootstrap(self._bootstrap, node) if self.spans_nodes else self._bootstrap
         self._layout = ControlLayout(len(node), self.num_ranks)
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
@@ -169,7 +167,7 @@ class SymmetricHeap:
         )
         self._rank_maps = make_rank_maps(self.topology, self.device) if self.spans_nodes else None
         self.count_peers = self._make_count_peers() if self.spans_nodes else self.peers
-        self._streams = stream_order(self.device)
+        self._streams = StreamOrder(self.device) if self.device.type == "cuda" else NoStreams()
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
         self._one_call = OneCall(self._access, self._memory.lock, self._streams)
         self.configurations = Configurations(self._bootstrap)
@@ -472,9 +470,7 @@ class SymmetricHeap:
                 with self._access:
                     raise_for(by())
 
-        def wait() -> None:
-            end(self._faults.end_to_move)
-
+        wait = partial(end, self._faults.end_to_move)
         try:
             yield wait
         except BaseException:
@@ -709,10 +705,7 @@ class SymmetricHeap:
         self.tapes.forget()
         if self._mates is not None:
             self._mates.close()
-        if together:
-            self._backend.close()
-        else:
-            self._backend.abandon()
+        (self._backend.close if together else self._backend.abandon)()
 
     def __enter__(self) -> SymmetricHeap:
         return self
@@ -728,8 +721,9 @@ class SymmetricHeap:
         if getattr(self, "_closed", True):  # or construction has not ended
             return "SymmetricHeap(closed)"
         state = "open" if self._faults.poison is None else f"poisoned: {self._faults.poison}"
+        nodes = f" on {self.topology.num_nodes} nodes" if self.spans_nodes else ""
         return (
-            f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{self._nodes}, {self.backend} backend on "
+            f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{nodes}, {self.backend} backend on "
             f"{self.device}, {self.leased_bytes} of {self._memory.arena.capacity_bytes} bytes leased, {state})"
         )
 
@@ -766,7 +760,7 @@ class SymmetricHeap:
         if missing:
             raise BackendUnavailable(missing)
         if self.backend == "host" and self.rank == 0:
-            warn_if_too_large(self.num_bytes, self.num_ranks)
+            host_backend.warn_if_too_large(self.num_bytes, self.num_ranks)
 
     def _find_domains(self) -> list[bytes]:
         """Of each rank, what it has in common with those whose memory it can reach. Collective."""
@@ -799,10 +793,6 @@ class SymmetricHeap:
             raise
         return Mates(lane, payload, self.topology, self._waits, self._streams)
 
-    @property
-    def _nodes(self) -> str:
-        return f" on {self.topology.num_nodes} nodes" if self.spans_nodes else ""
-
     def _agree_on_configuration(self, timeout_s: float, ranks_per_node: int | None) -> None:
         """Raises on every rank if ranks disagree. Collective."""
         numbers = _PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), timeout_s, ranks_per_node or 0
@@ -814,6 +804,42 @@ class SymmetricHeap:
                 shown = [_BACKENDS[v] for v in values] if field == "backend" else list(values)
                 shown = [v or None for v in values] if field == "ranks_per_node" else shown
                 raise ConfigMismatch(f"{field} differs between ranks: {shown}")
+
+
+class told:
+    """A context around the part of a collective call after which the peers wait for this rank once more.
+
+    An exception that leaves it (no memory, a hook of the user, a defect) makes the call fail on every rank, same as a
+    wrong argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank
+    raises the exception unchanged. Errors that all ranks raise anyway pass, and so does KeyboardInterrupt, which is no
+    Exception: a process that has to stop at once does not wait for peers.
+
+    Args:
+        heap: heap of the call.
+        phase: name of the wait, for the heap's records.
+    """
+
+    __slots__ = ("_heap", "_phase")
+
+    def __init__(self, heap: SymmetricHeap, phase: int) -> None:
+        self._heap, self._phase = heap, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not _is_known(error):
+            error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
+            self._heap.tell(error, self._phase)
+
+
+def _is_known(error: Exception) -> bool:
+    """Whether all ranks raise the error already: a barrier has found it, or recomputation ends early."""
+    if getattr(error, "_symmoe_told", False):
+        return True
+    if isinstance(error, SymmoeError):
+        return error.flight is not None
+    return isinstance(error, STOPS_RECOMPUTATION)
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:

@@ -1,4 +1,4 @@
-"""The host backend: one anonymous shared-memory file per rank, mapped by every rank of the group.
+"""The host backend: one anonymous shared-memory file per rank, mapped by every rank of the group; room for these.
 
 A memfd has no name, so nothing is left behind however a process ends. A peer opens it through /proc/<pid>/fd, which
 needs the same user and the same pid namespace.
@@ -10,7 +10,9 @@ import mmap
 import os
 import platform
 import struct
+import warnings
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -66,7 +68,9 @@ def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
     """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        files.append(_create(num_bytes))
+        files.append(os.memfd_create("symmoe", os.MFD_CLOEXEC))
+        os.fchmod(files[0], 0o600)  # readable and writable only by this user
+        os.ftruncate(files[0], num_bytes)
     except OSError as error:
         raise BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}") from error
     return namespace, _TICKET.pack(os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
@@ -86,18 +90,6 @@ def _map_arenas(
         raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
 
 
-def _create(num_bytes: int) -> int:
-    """A new anonymous file of `num_bytes`, readable and writable only by this user."""
-    file = os.memfd_create("symmoe", os.MFD_CLOEXEC)
-    try:
-        os.fchmod(file, 0o600)
-        os.ftruncate(file, num_bytes)
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
 def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:
     pid, fd, inode, peer_namespace, user = ticket
     if peer_namespace != namespace or user != os.geteuid():
@@ -113,3 +105,53 @@ def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:
         os.close(opened)
         raise BackendUnavailable(f"process {pid} on this machine is not rank {rank}: are all ranks on one machine?")
     return opened
+
+
+def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
+    """Warns if arenas in shared memory may not fit. Pages are taken at the first write: an arena that is too large is
+    made without an error, and a rank is killed in the middle of training."""
+    free_bytes = available_bytes()
+    if free_bytes is not None and num_bytes * num_ranks > free_bytes:
+        warnings.warn(
+            f"num_bytes ({num_bytes}) times {num_ranks} ranks on this machine is more than the memory that is free for "
+            f"them ({free_bytes} bytes): a rank that fills its arena may be killed",
+            stacklevel=5,
+        )
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that processes of this one's control group can still get; None if unknown.
+
+    Args:
+        root: root of the file system, for tests.
+    """
+    lines = [line.partition(":") for line in (_text(root / "proc/meminfo") or "").splitlines()]
+    machine = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
+    return min([*machine, *_free_of_control_groups(root)], default=None)
+
+
+def _free_of_control_groups(root: Path) -> list[int]:
+    """Free bytes of this process's group and its ancestors (version 2). A container sees its group as the root."""
+    top, found = root / "sys/fs/cgroup", []
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        if line.startswith("0::"):
+            group = top / line[3:].strip().lstrip("/")
+            for folder in (group, *group.parents):
+                limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+                if limit is not None and used is not None:
+                    found.append(max(0, limit - used))
+                if folder == top:
+                    break
+    return found
+
+
+def _number(path: Path) -> int | None:
+    text = (_text(path) or "").strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

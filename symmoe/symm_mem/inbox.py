@@ -1,8 +1,7 @@
 """What ranks tell each other when something has gone wrong: messages in the fault inboxes of the control block.
 
-What a rank writes when it gives up, and what it reads for that, are copies from and to the host's memory. A kernel that
-is launched for the first time has to be loaded, for which CUDA may wait until no kernel runs (lazy loading); and one
-that runs may wait for a rank that is lost, until it hears of what is written here.
+What a rank writes and reads when it gives up are copies from and to the host's memory: to load a new kernel CUDA may
+wait until none runs (lazy loading), and one that runs may wait for a lost rank until it hears of what is written here.
 """
 
 from __future__ import annotations

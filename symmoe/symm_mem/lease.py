@@ -48,12 +48,8 @@ class Lease:
     """
 
     def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.name = span.name
-        self.shape = shape
-        self.dtype = dtype
-        self.offset = span.offset
-        self.num_bytes = dtype.itemsize * math.prod(shape)
-        self.generation = span.generation
+        self.name, self.offset, self.generation = span.name, span.offset, span.generation
+        self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
         self._memory: Memory | None = memory
         self._span = span
         self._tensor: torch.Tensor | None = None

@@ -1,16 +1,18 @@
 """What this rank and the ranks of its rail, one of each other node, tell each other: headers, errors, reports.
 
-The heap meets its mates before every exchange between nodes: their hosts do, which on GPUs know nothing yet of what the
-device is about to find. So with every exchange goes word of faults that the device knows of. Waits are bounded as those
-in a node are, and a little longer: a mate that waits for a rank of its own node gives that one up first, and says so.
-In turn a rank that misses one of its own node, which is waiting for a mate, lets that one find out who is missing.
+Hosts meet before every exchange between nodes. On GPUs they know nothing yet of what the device is about to find: so
+with every exchange goes word of faults that it knows of. Waits are a little longer than those in a node: a mate that
+waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses one of its own node,
+which is waiting for a mate, lets that one find out who is missing.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,17 +25,20 @@ from symmoe.nodes.nccl import NcclError
 from symmoe.nodes.rail import Messages, Payload, RailBroken, Started
 from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.inbox import Fault, Report, counters, mailbox, write_word
-from symmoe.symm_mem.rail_watch import Looks, RailWatch, start_watch
 from symmoe.symm_mem.status_errors import mismatch_error
 from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
-from symmoe.symm_mem.waits import Waits
+from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
+
+logger = logging.getLogger("symmoe")
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
 _OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
+_WATCH_S = 0.02
+_PROBE_S = 0.25  # how often an exchange that takes long is asked whether a connection has closed
+_LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the peers are told
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
-_ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 
 class Mates:
@@ -65,9 +70,7 @@ class Mates:
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             self._told = torch.zeros_like(self._counters[_WORD])
-            self._heard = torch.zeros(
-                (topology.num_nodes, len(self._told)), dtype=torch.int64, device=self._told.device
-            )
+            self._heard = self._told.new_zeros((topology.num_nodes, len(self._told)))
         self.hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
     def meet(self, call: int, sizes: int, num_tokens: int) -> Fault | Report | None:
@@ -81,15 +84,13 @@ class Mates:
         Returns:
             None if all go on; the same Fault on all ranks of the rail if not.
         """
-        kind = call & _ALL_BUT_PLAN
+        kind = call & ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
         self._lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
-        fault = _first_fault(headers)
-        if fault is None:
-            fault = self._difference(headers)
+        fault = _first_fault(headers) or self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
             self.num_tokens = [header.num_tokens for header in headers]
@@ -123,7 +124,7 @@ class Mates:
         except RailBroken as broken:
             return self._missing(broken)
         except NcclError:
-            return self._missing_on_device(None, lost=1)
+            return self._absent(None, lost=1)
         return None
 
     def end(self) -> Report | None:
@@ -151,17 +152,17 @@ class Mates:
         """int64 [], not 0 if what mates have sent cannot be used. On the device."""
         return self._counters[_WORD].amax()
 
-    def watch(self, who: Looks) -> None:
-        """Has `who` look at the rail now and then, if nothing else bounds exchanges."""
+    def watch(self, look: Callable[[], bool]) -> None:
+        """Calls `look` now and then, if nothing else bounds exchanges."""
         if self._watch is not None:
-            self._watch_ends = start_watch(who)
+            self._watch_ends = start_watch(look)
 
     def look(self) -> Report | None:
         """Of a mate that does not come to an exchange on the device. From any thread."""
         if self._watch is None or self._payload.progress is None:
             return None
         overdue = self._watch.overdue(self._payload.progress)
-        return None if overdue is None else self._missing_on_device(overdue[0], lost=int(overdue[1]))
+        return None if overdue is None else self._absent(overdue[0], lost=int(overdue[1]))
 
     @property
     def num_meetings(self) -> int:
@@ -249,15 +250,11 @@ class Mates:
     def _missing(self, broken: RailBroken) -> Report:
         if not broken.is_late and (said := self._lane.last_words(broken.node)) is not None:
             return replace(Report.unpack(said.message), sender=said.origin)
-        number = self._lane.number
-        rank, first, lost = self.topology.rail[broken.node], int(self._is_first), int(not broken.is_late)
-        return Report("", rank, self._phase, number, number - 1, first, lost=lost)
+        return self._absent(broken.node, lost=int(not broken.is_late))
 
-    def _missing_on_device(self, node: int | None, *, lost: int) -> Report:
+    def _absent(self, node: int | None, *, lost: int) -> Report:
         """Of that node, or of the first other one: NCCL does not say for which it waits."""
-        if node is None:
-            node = int(self.topology.node == 0)
-        number = self._lane.number
+        node, number = int(self.topology.node == 0) if node is None else node, self._lane.number
         return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
 
     def _difference(self, headers: list[Header]) -> Fault | None:
@@ -280,3 +277,65 @@ def _first_fault(headers: list[Header]) -> Fault | None:
         return None
     first = min(failed, key=lambda header: header.origin)
     return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
+
+
+class RailWatch:
+    """Sees exchanges that were begun on the device and do not end: nothing on a device bounds them.
+
+    A thread of the host looks at two numbers in its own memory, and calls nothing of CUDA as long as all is well: a
+    call from a thread that is not capturing would end a capture.
+
+    Args:
+        payload: which moves them.
+        mark: writes where the peers of this node see it whether this rank is on the rail.
+        find_lost: a node whose connection has closed, or None.
+
+    Attributes:
+        waits_since: when the host has begun to wait for other nodes; None: it does not.
+    """
+
+    def __init__(self, payload: Payload, mark: Callable[[bool], None], find_lost: Callable[[], int | None]) -> None:
+        self._payload, self._mark, self._find_lost = payload, mark, find_lost
+        self._number, self._begun, self._probed = 0, 0.0, 0.0
+        self._is_marked = False
+        self.waits_since: float | None = None
+
+    def overdue(self, progress: torch.Tensor) -> tuple[int | None, bool] | None:
+        """None if all is well. Otherwise a node that is lost, None if unknown, and whether a connection has closed."""
+        now, bound_s, host = time.monotonic(), self._payload.bound_s, self.waits_since
+        begun, ended = progress.tolist()
+        if begun != self._number:
+            self._number, self._begun = begun, now
+        is_moving = begun > ended
+        since = min([now, *([self._begun] if is_moving else []), *([] if host is None else [host])])
+        is_long = now - since > min(_LONG_S, bound_s / 8)
+        if is_long != self._is_marked:
+            self._mark(is_long)
+            self._is_marked = is_long
+        if not is_moving:
+            return None
+        if now - self._begun > bound_s:
+            return self._find_lost(), False
+        if is_long and now - self._probed > _PROBE_S:
+            self._probed = now
+            if (lost := self._find_lost()) is not None or self._payload.problem():
+                return lost, True
+        return None
+
+
+def start_watch(look: Callable[[], bool]) -> threading.Event:
+    """Starts a thread that calls a method until it returns False, until its object is gone, or the event is set."""
+    ended, reference = threading.Event(), weakref.WeakMethod(look)
+    threading.Thread(target=_watch, args=(reference, ended), name="symmoe-rail", daemon=True).start()
+    return ended
+
+
+def _watch(reference: weakref.WeakMethod[Callable[[], bool]], ended: threading.Event) -> None:
+    try:
+        while not ended.wait(_WATCH_S):
+            look = reference()
+            if look is None or not look():
+                return
+            del look
+    except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
+        logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem import arena_ranges
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena, add_range
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access
 
@@ -52,11 +51,8 @@ class Span:
     __slots__ = ("__weakref__", "_memory", "address", "generation", "name", "offset", "place")
 
     def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
-        self.name = name
-        self.generation = generation
-        self.offset = place[1][0]
+        self.name, self.generation, self.place, self.offset = name, generation, place, place[1][0]
         self.address = memory.base + self.offset
-        self.place = place
         self._memory: Memory | None = memory
 
     @property
@@ -115,7 +111,7 @@ class Memory:
         self.statistics = HeapStatistics()
         self._access, self._streams = access, streams
         self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
-        arena_ranges.add(self.base, own.numel())
+        add_range(self.base, own.numel())
         self._start, self._end = peers.layout.num_bytes, own.numel()
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
@@ -214,9 +210,8 @@ class Memory:
     def _collect_garbage(self) -> bool:
         """Collects leases that only cycles of dead objects hold, by Python's collector; whether there may be room now.
 
-        A collection takes a tenth of a second and more, in proportion to the number of objects. So that a loop of
-        leases that do not fit does not only collect, it is skipped if no lease is live, and after a collection in vain
-        for a multiple of its duration as long as the leases are the same.
+        That takes a tenth of a second and more. So that a loop of leases that do not fit does not only collect, it is
+        skipped if no lease is live, and after one in vain for a multiple of its duration, while the leases stay.
         """
         with self.lock:
             leases = tuple(self._live)

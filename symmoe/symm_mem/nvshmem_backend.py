@@ -6,6 +6,7 @@ ordinary kernels with peer addresses; no NVSHMEM device library is linked.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes.place import find_place
-from symmoe.symm_mem.address import AddressRange
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _UNIQUE_ID_BYTES, _UUID_BYTES = 128, 60
+_DL_CUDA, _DL_UINT = 2, 1
+_CAPSULE_NAME = b"dltensor"
 
 # Plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
 _ENVIRONMENT = {
@@ -83,11 +86,7 @@ class NvshmemBackend:
         id_bytes[:] = np.frombuffer(received, dtype=np.uint8)
         with _files_of_this_user():
             core.init(
-                device=device,
-                uid=unique_id,
-                rank=bootstrap.rank,
-                nranks=bootstrap.num_ranks,
-                initializer_method="uid",
+                device=device, uid=unique_id, rank=bootstrap.rank, nranks=bootstrap.num_ranks, initializer_method="uid"
             )
         problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
@@ -133,9 +132,13 @@ class NvshmemBackend:
         uuids, machines = {peer[:_UUID_BYTES] for peer in peers}, {peer[-len(place) :] for peer in peers}
         problem = None
         if len(uuids) < len(peers):
-            text = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
-            problem = BackendUnavailable(text)
-        if _same_view_of_devices(bootstrap) and problem is None:
+            problem = BackendUnavailable(
+                "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
+        # Whether all ranks number the GPUs equally, so that a peer's index means something here.
+        has_same_view = len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
+        if has_same_view and problem is None:
             here = [peer for peer in peers if peer.endswith(place)]
             indices = [int.from_bytes(peer[_UUID_BYTES : _UUID_BYTES + 2], "little") for peer in here]
             blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
@@ -155,7 +158,51 @@ def _files_of_this_user() -> Iterator[None]:
         os.umask(old)
 
 
-def _same_view_of_devices(bootstrap: Bootstrap) -> bool:
-    """Whether all ranks number the GPUs equally, so that a peer's index means something here. Collective."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
-    return len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
+class _DLDevice(ctypes.Structure):
+    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+class AddressRange:
+    """`num_bytes` of device memory at `address`, from which tensors are made that own nothing and free nothing.
+
+    They are made through DLPack, which lets the maker name the device. (The CUDA array interface would ask the driver
+    where the memory lives, and torch would silently copy a peer's memory here.)
+    """
+
+    def __init__(self, address: int, num_bytes: int, device: torch.device) -> None:
+        self._shape = (ctypes.c_int64 * 1)(num_bytes)
+        self._managed = _DLManagedTensor(
+            _DLTensor(address, _DLDevice(_DL_CUDA, device.index), 1, _DLDataType(_DL_UINT, 8, 1), self._shape, None, 0),
+            None,
+            None,  # no deleter: there is nothing to free
+        )
+        # A tensor reads the deleter field when it dies, maybe after this object: these 100 bytes are never freed.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._managed))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shape))
+
+    def tensor(self) -> torch.Tensor:
+        """A new uint8 tensor over the whole range, with a separate version counter."""
+        new_capsule = ctypes.pythonapi.PyCapsule_New
+        new_capsule.restype = ctypes.py_object
+        new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return from_dlpack(new_capsule(ctypes.addressof(self._managed), _CAPSULE_NAME, None))

@@ -1,8 +1,8 @@
 """How many rows recent calls of a group have needed, and how many the next call gets before its routing is known.
 
 With exact capacity the host would have to wait for the plan before it can make buffers. Instead a call gets room for
-what recent calls have needed, with a margin, and the host looks at the plan when everything is launched. Routing
-changes slowly while a model trains, so it nearly always fits; a call that does not fit on every rank is planned again.
+what recent ones have needed, with a margin, and the host looks at the plan when everything is launched. Routing changes
+slowly, so it nearly always fits; a call that does not fit on every rank is planned again.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class RowHistory:
             return Room(room, min(room, math.ceil(factor * packed_rows)), self._last_rows)
         if not rows or (most_rows is not None and rows > most_rows):
             return Room(-1, -1, self._last_rows)
-        room = _with_margin(rows)
-        if most_rows is not None:
-            room = min(room, most_rows)
+        room = _with_margin(rows) if most_rows is None else min(_with_margin(rows), most_rows)
         return Room(room, min(room, _with_margin(packed_rows)), self._last_rows)
 
 

@@ -19,10 +19,15 @@ CHOICES: dict[str, Sequence[object]] = {
 }
 
 
-def timeout_error(
-    report: Report, bound: str, bound_s: float, *, node: int | None, reported_by: int | None = None
-) -> PeerTimeout:
-    """The error of a peer that did not come, after the bound of that name and value. node: the peer's, or None."""
+def peer_error(
+    report: Report, sender: int | None, rank: int, bound: str, bound_s: float, *, node: int | None
+) -> PeerError:
+    """The error on rank `rank` of a report from `sender`, None: its own; it names the missing rank if the report does.
+
+    bound, bound_s: name and value of the bound after which it was missed. node: the missing rank's, or None.
+    """
+    if sender is not None and report.missing in (-1, rank):  # the missing rank learns who gave it up
+        return PeerAborted(rank=sender, reason=report.reason)
     return PeerTimeout(
         rank=report.missing,
         phase=control.PHASES[report.phase],
@@ -30,19 +35,10 @@ def timeout_error(
         seen=report.seen,
         bound=bound,
         bound_s=bound_s,
-        reported_by=reported_by,
+        reported_by=sender,
         node=node,
         is_lost=bool(report.lost),
     )
-
-
-def abort_error(
-    report: Report, sender: int, rank: int, bound: str, bound_s: float, *, node: int | None = None
-) -> PeerError:
-    """The error on rank `rank` of a report from `sender`; it names the missing rank if the report does. node: its."""
-    if report.missing in (-1, rank):  # the missing rank learns who gave it up
-        return PeerAborted(rank=sender, reason=report.reason)
-    return timeout_error(report, bound, bound_s, node=node, reported_by=sender)
 
 
 def plan_record(report: list[int]) -> list[int]:

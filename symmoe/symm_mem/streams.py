@@ -1,8 +1,7 @@
 """What a heap must know of CUDA streams and graphs: the order of its calls, and when a lease's memory may be reused.
 
-Collective calls on one heap must run one after the other, in the order in which the host makes them, also when they
-come on several streams; and memory that one stream has released may only be taken on another once the first is done
-with it. A heap that is used on one stream pays nothing for this.
+Collective calls on one heap must run in the order in which the host makes them, on whatever streams; and memory that
+one stream has released may only be taken on another once the first is done with it. One stream pays nothing for this.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 class StreamOrder:
     """Orders a CUDA heap's calls and the reuse of its memory over streams.
 
-    Calls in a capture are ordered apart: the capture begins after everything before it, and the user who replays the
-    graph orders replays against other calls.
+    Calls in a capture are ordered apart: it begins after all before it, and who replays it orders that and other calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -212,11 +210,6 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
     event = torch.cuda.Event()
     event.record(stream)
     return _Mark(stream.cuda_stream, event)
-
-
-def stream_order(device: torch.device) -> StreamOrder | NoStreams:
-    """The order of streams for a heap on `device`."""
-    return StreamOrder(device) if device.type == "cuda" else NoStreams()
 
 
 def capture_id(device: torch.device) -> int:

@@ -31,10 +31,7 @@ class Access:
         os.register_at_fork(after_in_child=partial(_take_away, weakref.ref(self)))
 
     def check(self) -> None:
-        """
-        Raises:
-            HeapClosed: this process has not made the heap.
-        """
+        """Raises HeapClosed if this process has not made the heap."""
         if not self.is_given:
             raise HeapClosed(
                 f"the symmetric heap is that of process {self._pid}, of which this process ({os.getpid()}) is a fork: "
@@ -45,8 +42,10 @@ class Access:
         if not self.is_given:
             self.check()
         if not self._turn.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            other = names.get(self._thread, self._thread)
             raise ConcurrentUse(
-                f"thread '{threading.current_thread().name}' calls a heap on which thread '{_name_of(self._thread)}' "
+                f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
                 "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
             )
         self._thread = threading.get_ident()
@@ -86,7 +85,3 @@ def _take_away(reference: weakref.ref[Access]) -> None:
     access = reference()
     if access is not None:
         access.is_given = False
-
-
-def _name_of(ident: int | None) -> str:
-    return next((thread.name for thread in threading.enumerate() if thread.ident == ident), str(ident))

@@ -17,7 +17,7 @@ from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
 from symmoe.tape.tape import Number
 
-_ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
+ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 _PLAN = control.pack_call(plan=-1)
 _BARRIER = -1  # stands for all peers
@@ -27,10 +27,9 @@ Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signa
 class FirstTimes:
     """Which waits for peers come after work that happens once, and may take `start_timeout_s` for it.
 
-    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting, and they
-    cannot see why. But all ranks make the same calls in the same order: what one rank does for the first time between
-    two waits, the others do there, too. So a wait is a first one if no wait of its kind has followed one of the last
-    kind yet, or if this process has compiled or imported anything since the last one.
+    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. As all
+    make the same calls in the same order, the others do that between the same two waits. So a wait is a first one if
+    none of its kind has followed one of the last kind, or if this process has compiled or imported anything since then.
 
     Args:
         num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
@@ -55,7 +54,7 @@ class FirstTimes:
         if fault:
             first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
         elif phase != control.PHASE_CLOSE:  # ranks close after any call
-            first |= self._goes_on_to((call & _ALL_BUT_PLAN, _BARRIER))
+            first |= self._goes_on_to((call & ALL_BUT_PLAN, _BARRIER))
         if first:
             self._waits.add((epoch, phase, _BARRIER))
         return first

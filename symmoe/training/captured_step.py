@@ -13,8 +13,7 @@ from torch import nn
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
-from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.tell_peers import told
+from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from symmoe.symm_mem import host_backend
-from symmoe.symm_mem.machine_memory import available_bytes
 from symmoe.tools.doctor.findings import Finding, Findings
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -56,7 +55,7 @@ def read_system(environment: Mapping[str, str]) -> System:
         python=platform.python_version(),
         host_problem=host_backend.preflight() or _memfd_problem(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        free_bytes=available_bytes(),
+        free_bytes=host_backend.available_bytes(),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,
         max_files=_soft_limit(resource.RLIMIT_NOFILE),
