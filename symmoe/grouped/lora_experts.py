@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -72,17 +72,9 @@ class AdaptedWeights(ExpertWeights):
         ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, part=part)
         self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
 
-    def backward(
-        self,
-        x: ExpertRows,
-        hidden: Hidden,
-        d_out: torch.Tensor,
-        *,
-        parts: Iterable[Part] | None = None,
-        needs_scale: bool = True,
-    ) -> AdaptedBackward:
-        """The backward pass; its first step has run."""
-        return AdaptedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
+        """Same as ExpertWeights.backward."""
+        return AdaptedBackward(x, self, hidden, d_out, **options)
 
 
 class AdaptedBackward(ExpertsBackward):

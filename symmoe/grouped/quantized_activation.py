@@ -6,9 +6,8 @@ give the same bits as the separate kernels, which run for arguments that the for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -51,57 +50,18 @@ def first_layer(
     return numbers.rows(a, row_range)
 
 
-class HiddenGradients(Protocol):
-    """dh [N, W], and the activation a [N, I] again, as operands: computed all at once, or each when it is needed."""
+class HiddenGradients(NamedTuple):
+    """dh [N, W], and the activation a [N, I] again, as operands: computed all at once, or each when it is needed.
 
-    def rows(self) -> Operand:
-        """dh, for dgrad."""
+    Attributes:
+        rows: dh, for dgrad.
+        columns: dh, for wgrad.
+        activation_columns: a, for wgrad.
+    """
 
-    def columns(self) -> Operand:
-        """dh, for wgrad."""
-
-    def activation_columns(self) -> Operand:
-        """a, for wgrad."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    dh_rows: Operand
-    dh_columns: Operand
-    a_columns: Operand
-
-    def rows(self) -> Operand:
-        """See HiddenGradients."""
-        return self.dh_rows
-
-    def columns(self) -> Operand:
-        """See HiddenGradients."""
-        return self.dh_columns
-
-    def activation_columns(self) -> Operand:
-        """See HiddenGradients."""
-        return self.a_columns
-
-
-@dataclass(frozen=True, slots=True)
-class _Full:
-    numbers: LowPrecision
-    row_range: torch.Tensor
-    dh: torch.Tensor
-    a: torch.Tensor
-    dh_rows: Operand | None  # None: not made yet
-
-    def rows(self) -> Operand:
-        """See HiddenGradients."""
-        return self.dh_rows or self.numbers.gradient_rows(self.dh, self.row_range)
-
-    def columns(self) -> Operand:
-        """See HiddenGradients."""
-        return self.numbers.gradient_columns(self.dh, self.row_range)
-
-    def activation_columns(self) -> Operand:
-        """See HiddenGradients."""
-        return self.numbers.columns(self.a, self.row_range)
+    rows: Callable[[], Operand]
+    columns: Callable[[], Operand]
+    activation_columns: Callable[[], Operand]
 
 
 def hidden_gradients(
@@ -130,11 +90,16 @@ def hidden_gradients(
         rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
         results = {"rows": rows, "columns": columns, "a_columns": a_columns}
         ops.dact_quantize(da, h, scale, row_range, d_scale, workspace, activation, row_format, **results, dbias=db1)
-        return _Ready(*map(operand, made))
+        dh_rows, dh_columns, activation_columns = map(operand, made)
+        return HiddenGradients(lambda: dh_rows, lambda: dh_columns, lambda: activation_columns)
     dh, a = torch.empty_like(h), torch.empty_like(da)
     ops.scaled_activation(h, scale, a, activation)
     sums = torch.empty_like(d_scale)
     ops.scaled_activation_grad(da, h, scale, dh, sums, activation)
     ops.sum_dact_partials(sums, row_range, d_scale, 1)  # the same, with zeros in the tail
     dh_rows = None if db1 is None else numbers.gradient_rows(dh, row_range, dbias=db1)
-    return _Full(numbers, row_range, dh, a, dh_rows)
+    return HiddenGradients(
+        lambda: dh_rows or numbers.gradient_rows(dh, row_range),
+        lambda: numbers.gradient_columns(dh, row_range),
+        lambda: numbers.columns(a, row_range),
+    )

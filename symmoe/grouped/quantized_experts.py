@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -108,18 +109,9 @@ class QuantizedWeights(ExpertWeights):
             num_sms=None if part is None else part.num_sms,
         )
 
-    def backward(
-        self,
-        x: ExpertRows,
-        hidden: Hidden,
-        d_out: torch.Tensor,
-        *,
-        parts: Iterable[Part] | None = None,
-        needs_scale: bool = True,
-    ) -> QuantizedBackward:
-        """The backward pass; its first step has run."""
-        x = x.without_tail(hidden.h.shape[0])
-        return QuantizedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
+        """Same as ExpertWeights.backward."""
+        return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
 
 
 class QuantizedBackward(ExpertsBackward):
