@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     from symmoe.symm_mem.lease import Lease
     from symmoe.tokens import combine_tokens, dispatch_tokens
     from symmoe.training.captured_step import CapturedStep, capture_step
-    from symmoe.training.gradients import clip_grad_norm, reduce_gradients
+    from symmoe.training.gradients import broadcast_parameters, clip_grad_norm, reduce_gradients
     from symmoe.training.lora import add_lora, merge_lora, unmerge_lora
     from symmoe.training.memory_plan import MemoryPlan, plan_memory
     from symmoe.training.metrics import LayerRecord, MetricsLogger, tensorboard_sink
     from symmoe.training.precision_choice import choose_precision
     from symmoe.training.replay import balanced_routing, record_routing, replay_routing
-    from symmoe.training.replicas import broadcast_parameters
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
@@ -68,7 +67,7 @@ _HOME = {
     "balance_after": "symmoe.moe.expert_bias",
     "balance_step": "symmoe.moe.expert_bias",
     "balanced_routing": "symmoe.training.replay",
-    "broadcast_parameters": "symmoe.training.replicas",
+    "broadcast_parameters": "symmoe.training.gradients",
     "capture_step": "symmoe.training.captured_step",
     "choose_precision": "symmoe.training.precision_choice",
     "clip_grad_norm": "symmoe.training.gradients",

@@ -90,8 +90,8 @@ def hidden_gradients(
         rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
         results = {"rows": rows, "columns": columns, "a_columns": a_columns}
         ops.dact_quantize(da, h, scale, row_range, d_scale, workspace, activation, row_format, **results, dbias=db1)
-        dh_rows, dh_columns, activation_columns = map(operand, made)
-        return HiddenGradients(lambda: dh_rows, lambda: dh_columns, lambda: activation_columns)
+        for_dgrad, for_wgrad, a_operand = map(operand, made)
+        return HiddenGradients(lambda: for_dgrad, lambda: for_wgrad, lambda: a_operand)
     dh, a = torch.empty_like(h), torch.empty_like(da)
     ops.scaled_activation(h, scale, a, activation)
     sums = torch.empty_like(d_scale)

@@ -28,7 +28,6 @@ from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.metrics import MoEMetrics
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
-from symmoe.moe.side_stream import SideCall
 from symmoe.moe.torch_operators import is_traced
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.tell_peers import told
@@ -157,7 +156,7 @@ class MoELayer(ExpertParallelModule):
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
-        shared = None if self.shared_expert is None else SideCall(self.shared_expert, x, self.heap)
+        shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
         with nullcontext() if is_compiling else told(self.heap, control.PHASE_PLAN):
             if not is_compiling:
                 problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
@@ -286,3 +285,38 @@ class MoELayer(ExpertParallelModule):
             aux_loss=metrics.aux_loss,
         )
         self.listeners.tell(report)
+
+
+class _SideCall:
+    """module(x) at the same time as the work of the current stream: on the heap's side stream from :meth:`start` to
+    :meth:`join`; on CPUs at once.
+
+    Autograd runs the module's backward on that stream too, and orders it with its neighbours'.
+    """
+
+    def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
+        self._module, self._x, self._heap = module, x, heap
+        self._y: torch.Tensor | None = None
+
+    def start(self) -> None:
+        """Enqueues the call, from where the current stream is now."""
+        stream = self._heap.side_stream
+        if stream is None:
+            self._y = self._module(self._x)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._x.device))
+        with torch.cuda.stream(stream):
+            self._y = self._module(self._x)
+        self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
+
+    def join(self) -> torch.Tensor:
+        """The result, for use on the current stream. A call that has not been started runs there, now."""
+        if self._y is None:
+            y: torch.Tensor = self._module(self._x)
+            return y
+        stream = self._heap.side_stream
+        if stream is not None:
+            current = torch.cuda.current_stream(self._y.device)
+            current.wait_stream(stream)
+            self._y.record_stream(current)
+        return self._y

@@ -35,7 +35,7 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
-from symmoe.moe.flops import backward_flops, forward_flops, num_rows
+from symmoe.moe.ep_step import STASHES
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import num_dispatch_modes
 
@@ -277,7 +277,8 @@ def _backward(ctx: _OperatorContext, dy: torch.Tensor, *_: object) -> tuple[Any,
 _moe_forward.register_autograd(_backward, setup_context=_keep)
 
 
-# For torch.utils.flop_counter. Raw: numbers of rows are not in the shapes.
+# For torch.utils.flop_counter, FLOPs of the products on one rank, as its GEMMs do them. Raw: numbers of rows are not in
+# the shapes. H hidden, I ffn, r rank of a layer's adapters, T tokens, K experts per token.
 
 
 @register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
@@ -292,8 +293,8 @@ def _(
     out_val: tuple[torch.Tensor, ...],
 ) -> int:
     eager = BY_NUMBER[step]
-    rows = num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, out_val[1])
-    return rows * forward_flops(eager.meta_experts, adapters)
+    rows = _num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, out_val[1])
+    return rows * _forward_flops(eager.meta_experts, adapters)
 
 
 @register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)
@@ -312,7 +313,47 @@ def _(
 ) -> int:
     eager, kept = BY_NUMBER[step], _kept(state)
     load = None if kept is None else kept.expert_load
-    rows = num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, load)
+    rows = _num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, load)
     needs_x, _ = _trained_inputs(gradients)
     stash = eager.config.stash
-    return rows * backward_flops(eager.meta_experts, adapters, stash, needs_x=needs_x, trains_weights=trains_own)
+    return rows * _backward_flops(eager.meta_experts, adapters, stash, needs_x=needs_x, trains_weights=trains_own)
+
+
+def _num_rows(config: MoEConfig, rank: int, num_ranks: int, probs: torch.Tensor, load: torch.Tensor | None) -> int:
+    """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
+    a mask or a capacity factor has taken away are not in it. Waits for the device.
+
+    A call that is traced without data has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K].
+    """
+    if load is None or hasattr(load, "fake_mode"):
+        return probs.numel()
+    rows = int(load.view(num_ranks, -1)[rank].sum())
+    return rows if config.capacity is None else min(rows, config.capacity)
+
+
+def _forward_flops(experts: GroupedMLP, adapters: Sequence[torch.Tensor]) -> int:
+    """FLOPs of a row in forward: both layers, and what adapters A1 [G, r, H], B1, A2 [G, r, I], B2 add to them."""
+    return 2 * (sum(_features(experts)) + sum(adapter[0].numel() for adapter in adapters))
+
+
+def _backward_flops(
+    experts: GroupedMLP, adapters: Sequence[torch.Tensor], stash: str, *, needs_x: bool, trains_weights: bool
+) -> int:
+    """FLOPs of a row in backward: gradients of its activation, of itself (needs_x), of the weights (trains_weights) and
+    of the adapters; and FC1 again, if `stash` does not keep what it has made."""
+    fc1, fc2 = _features(experts)
+    a1, b1, a2, b2 = (adapter[0].numel() for adapter in adapters) if adapters else (0, 0, 0, 0)
+    products = fc2 + b2 + a2 + b1
+    if needs_x:
+        products += fc1 + a1
+    if trains_weights:
+        products += fc1 + fc2
+    products += a1 + b1 + a2 + b2
+    if not STASHES[stash].keeps_h:
+        products += fc1 + a1 + b1 + a2
+    return 2 * products
+
+
+def _features(experts: GroupedMLP) -> tuple[int, int]:
+    """W * H and I * H: numbers of a weight of each layer."""
+    return experts.fc1.out_features * experts.hidden, experts.hidden * experts.ffn
