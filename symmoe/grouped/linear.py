@@ -35,7 +35,7 @@ from symmoe.checks.arguments import (
 )
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.grouped import products
-from symmoe.grouped.low_rank import low_rank
+from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weight_gradients import Compute, DelayedGradients, MainGrads, NewGradients, Target
 from symmoe.grouped.weights import addresses, lay_side_by_side
@@ -214,9 +214,7 @@ class GroupedLinear(nn.Module):
         )
         x, weights, bias = self.operands(x)
         settings = _LinearSettings(
-            linear=self,
-            overwrite_main_grad=is_first_microbatch,
-            trains_x=torch.is_grad_enabled() and x.requires_grad,
+            linear=self, overwrite_main_grad=is_first_microbatch, trains_x=torch.is_grad_enabled() and x.requires_grad
         )
         row_range = splits_to_row_range(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
         buffers = (out, grad_input_out)
@@ -419,7 +417,7 @@ class _GroupedLinear(Function):
             trains_rows=settings.trains_x,
             held=linear.held_weight,
         )
-        low, t = low_rank(adapters), None
+        low, t = LowRank(*adapters) if adapters else None, None
         if low is not None:
             t = low.new_rows(math.prod(x.shape[:-1]))
             low.down(x.view(-1, linear.in_features), row_range, t)
@@ -444,7 +442,7 @@ class _GroupedLinear(Function):
         d_x = d_scale = None
         d_bias = torch.empty_like(bias) if needs_bias else None
         scale = None if bias_scale is None else bias_scale.view(-1)
-        low = low_rank(adapters)
+        low = LowRank(*adapters) if adapters else None
         d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
             d_t = low.new_rows(rows.shape[0])

@@ -54,23 +54,15 @@ class CallExperts:
     tensors: tuple[torch.Tensor, ...]
     linears: tuple[GroupedLinear, GroupedLinear]
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether the tensors end with adapters."""
-        return bool(self.form.split(self.tensors)[2])
-
 
 def of_tensors(
-    experts: GroupedMLP,
-    biases: Sequence[torch.Tensor | None],
-    weights: Sequence[torch.Tensor],
-    adapters: Sequence[torch.Tensor],
+    experts: GroupedMLP, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
 ) -> CallExperts:
-    """Experts of that form with other tensors: those of local_tensors, or tensors like them."""
+    """Experts of that form with other biases, and weights and adapters: like those of local_tensors."""
     linears = experts.fc1, experts.fc2
     b1, b2 = biases or (None, None)
     form = ExpertForm.of(experts.fc1, experts.activation, experts.fc2)
-    return CallExperts(form, (b1, b2), (*weights, *adapters), linears)
+    return CallExperts(form, (b1, b2), tuple(tensors), linears)
 
 
 def evaluated(experts: GroupedMLP | CallExperts, dtype: torch.dtype) -> CallExperts:
@@ -78,7 +70,8 @@ def evaluated(experts: GroupedMLP | CallExperts, dtype: torch.dtype) -> CallExpe
     may draw random numbers, or save something."""
     if isinstance(experts, CallExperts):
         return experts
-    return of_tensors(experts, *local_tensors(experts, dtype))
+    biases, weights, adapters = local_tensors(experts, dtype)
+    return of_tensors(experts, biases, [*weights, *adapters])
 
 
 def local_tensors(

@@ -140,40 +140,19 @@ def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: floa
 
 
 def imbalance(expert_load: torch.Tensor) -> torch.Tensor:
-    """Largest over mean load: 1 is perfect, E is everything on one expert, 0 is no tokens at all.
-
-    Args:
-        expert_load: [E] integer, slots per expert.
-
-    Returns:
-        [] fp32.
-    """
+    """[] fp32, largest over mean of a load [E]: 1 is perfect, E is everything on one expert, 0 is no tokens at all."""
     load_E = expert_load.float()
     # The smallest mean of a load that is not zero is 1 / E.
     return load_E.max() / load_E.mean().clamp_min(1 / load_E.numel())
 
 
 def max_violation(expert_load: torch.Tensor) -> torch.Tensor:
-    """(largest - mean) / mean load (arXiv:2408.15664): 0 is perfect; 0 also without tokens.
-
-    Args:
-        expert_load: [E] integer, slots per expert.
-
-    Returns:
-        [] fp32.
-    """
+    """[] fp32, (largest - mean) / mean of a load [E] (arXiv:2408.15664): 0 is perfect; 0 also without tokens."""
     load_E = expert_load.float()
     return (load_E.max() - load_E.mean()) / load_E.mean().clamp_min(1 / load_E.numel())
 
 
 def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
-    """Standard deviation (of the population) over mean load: 0 is perfect; 0 also without tokens.
-
-    Args:
-        expert_load: [E] integer, slots per expert.
-
-    Returns:
-        [] fp32.
-    """
+    """[] fp32, standard deviation (of the population) over mean of a load [E]: 0 is perfect; 0 also without tokens."""
     load_E = expert_load.float()
     return load_E.std(correction=0) / load_E.mean().clamp_min(1 / load_E.numel())

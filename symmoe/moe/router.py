@@ -111,7 +111,9 @@ class Router(nn.Module):
             raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
         if not x.is_floating_point():
             raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
-        self._check_choice(x, token_mask, topk_idx)
+        error = memory_problem("x", x) or mask_problem(token_mask, x) or choice_problem(topk_idx, x, config.top_k)
+        if error is not None:
+            raise error
         if token_mask is not None:  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
@@ -137,11 +139,6 @@ class Router(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
-
-    def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
-        error = memory_problem("x", x) or mask_problem(token_mask, x)
-        if (error := error or choice_problem(topk_idx, x, self.config.top_k)) is not None:
-            raise error
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""

@@ -187,7 +187,7 @@ def _moe_forward(
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     num_biases = 2 if experts.fc1.has_bias else 0
     if not trains:
-        called = of_tensors(experts, own[:num_biases], own[num_biases:], adapters)
+        called = of_tensors(experts, own[:num_biases], [*own[num_biases:], *adapters])
         y, expert_load, num_dropped = eager.run(x, probs, topk_idx, called)
         return y, expert_load.clone(), num_dropped.clone(), state
     tensors = [x, probs, *own, *adapters]
@@ -195,7 +195,7 @@ def _moe_forward(
     # Leaves of an autograd graph that only this call has.
     trained = [*_trained_inputs(gradients)] + [trains_own] * len(own) + [True] * len(adapters)
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
-    called = of_tensors(experts, leaves[2 : 2 + num_biases], leaves[2 + num_biases :], ())
+    called = of_tensors(experts, leaves[2 : 2 + num_biases], leaves[2 + num_biases :])
     with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
         y, expert_load, num_dropped = eager.run(leaves[0], leaves[1], topk_idx, called)
     arguments.tensors = ()
@@ -207,9 +207,8 @@ def _moe_forward(
 
 
 @_moe_forward.register_fake
-def _(
-    x: torch.Tensor, probs: object, topk_idx: object, own: object, adapters: object, step: int, *_: object
-) -> tuple[torch.Tensor, ...]:
+def _(x: torch.Tensor, _probs: object, _idx: object, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    _own, _adapters, step, *_ = arguments
     load = torch.empty(BY_NUMBER[step].config.num_experts, dtype=torch.int32, device=x.device)
     num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
     return x.new_empty(x.shape), load, num_dropped, torch.empty(1, dtype=torch.int64, device="cpu")
@@ -239,17 +238,8 @@ def _moe_backward(
 
 
 @_moe_backward.register_fake
-def _(
-    dy: torch.Tensor,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    own: Sequence[torch.Tensor],
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    trains_own: bool,
-    gradients: int,
-) -> list[torch.Tensor]:
+def _(_dy: object, _state: object, *arguments: Any) -> list[torch.Tensor]:
+    x, probs, own, adapters, _step, trains_own, gradients = arguments
     inputs = [*compress((x, probs), _trained_inputs(gradients)), *(own if trains_own else ()), *adapters]
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
@@ -282,44 +272,24 @@ _moe_forward.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
-def _(
-    x: object,
-    probs: torch.Tensor,
-    topk_idx: object,
-    own: object,
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    *_: object,
-    out_val: tuple[torch.Tensor, ...],
-) -> int:
+def _(*arguments: Any, out_val: tuple[torch.Tensor, ...]) -> int:
+    _x, probs, _topk_idx, _own, adapters, step, *_ = arguments
     eager = BY_NUMBER[step]
-    rows = _num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, out_val[1])
-    return rows * _forward_flops(eager.meta_experts, adapters)
+    return _num_rows(eager, probs, out_val[1]) * _forward_flops(eager.meta_experts, adapters)
 
 
 @register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)
-def _(
-    dy: object,
-    state: torch.Tensor,
-    x: object,
-    probs: torch.Tensor,
-    own: object,
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    trains_own: bool,
-    gradients: int,
-    *,
-    out_val: object,
-) -> int:
+def _(*arguments: Any, out_val: object) -> int:
+    _dy, state, _x, probs, _own, adapters, step, trains_own, gradients = arguments
     eager, kept = BY_NUMBER[step], _kept(state)
-    load = None if kept is None else kept.expert_load
-    rows = _num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, load)
     needs_x, _ = _trained_inputs(gradients)
-    stash = eager.config.stash
-    return rows * _backward_flops(eager.meta_experts, adapters, stash, needs_x=needs_x, trains_weights=trains_own)
+    flops = _backward_flops(
+        eager.meta_experts, adapters, eager.config.stash, needs_x=needs_x, trains_weights=trains_own
+    )
+    return _num_rows(eager, probs, None if kept is None else kept.expert_load) * flops
 
 
-def _num_rows(config: MoEConfig, rank: int, num_ranks: int, probs: torch.Tensor, load: torch.Tensor | None) -> int:
+def _num_rows(eager: EagerStep, probs: torch.Tensor, load: torch.Tensor | None) -> int:
     """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
     a mask or a capacity factor has taken away are not in it. Waits for the device.
 
@@ -327,8 +297,9 @@ def _num_rows(config: MoEConfig, rank: int, num_ranks: int, probs: torch.Tensor,
     """
     if load is None or hasattr(load, "fake_mode"):
         return probs.numel()
-    rows = int(load.view(num_ranks, -1)[rank].sum())
-    return rows if config.capacity is None else min(rows, config.capacity)
+    heap, capacity = eager.heap, eager.config.capacity
+    rows = int(load.view(heap.num_ranks, -1)[heap.rank].sum())
+    return rows if capacity is None else min(rows, capacity)
 
 
 def _forward_flops(experts: GroupedMLP, adapters: Sequence[torch.Tensor]) -> int:

@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def reduce_gradients(
-    model: nn.Module,
-    *,
-    group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
 ) -> None:
     """Turns what backward left in `.grad` into the gradient of the mean loss. Collective over both groups.
 
@@ -140,10 +137,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def broadcast_parameters(
-    model: nn.Module,
-    *,
-    group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
 ) -> None:
     """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups.
 

@@ -145,12 +145,7 @@ class LoRAGroupedLinear(GroupedLinear):
 
 
 def add_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    rank_dropout: float = 0.0,
-    dtype: torch.dtype | None = None,
+    model: nn.Module, *, rank: int, alpha: float, rank_dropout: float = 0.0, dtype: torch.dtype | None = None
 ) -> list[nn.Parameter]:
     """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
 
