@@ -17,18 +17,8 @@ from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 
 # Fields that mean nothing without a router.
-_OF_THE_ROUTER = (
-    "score",
-    "renormalize",
-    "num_groups",
-    "top_groups",
-    "route_scale",
-    "expert_bias",
-    "bias_update_rate",
-    "aux_loss_coef",
-    "aux_loss",
-    "z_loss_coef",
-)
+_OF_THE_ROUTER = "score renormalize num_groups top_groups route_scale expert_bias bias_update_rate".split()
+_OF_THE_ROUTER += ["aux_loss_coef", "aux_loss", "z_loss_coef"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,8 @@ the step is one operator of torch (moe/torch_operators.py); otherwise it is not.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -29,24 +28,11 @@ from symmoe.symm_mem.tell_peers import told
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
-@dataclass(frozen=True, eq=False)
-class RoutedExperts:
+class RoutedExperts(torch_operators.EagerStep):
     """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts.
 
     Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
-
-    Attributes:
-        config, heap: the configuration and heap of the layers.
-        meta_experts: of the shape and activation of the layers' experts, without memory.
-        kind: the kind of the layers' experts, see kind_of.
-        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
     """
-
-    config: MoEConfig
-    heap: SymmetricHeap
-    meta_experts: GroupedMLP
-    kind: tuple[object, ...]
-    number: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:

@@ -17,9 +17,10 @@ gone when autograd, the compiled graph or the checkpoint drops that.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol, cast
 
@@ -40,24 +41,28 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import num_dispatch_modes
 
 
-class EagerStep(Protocol):
-    """What the operators run: a RoutedExperts (moe/routed_experts.py); its attributes are described there."""
+@dataclass(frozen=True, eq=False)
+class EagerStep:
+    """What the operators run: a RoutedExperts (moe/routed_experts.py).
 
-    @property
-    def config(self) -> MoEConfig: ...
-    @property
-    def heap(self) -> SymmetricHeap: ...
-    @property
-    def meta_experts(self) -> GroupedMLP: ...
-    @property
-    def kind(self) -> tuple[object, ...]: ...
-    @property
-    def number(self) -> int: ...
+    Attributes:
+        config, heap: the configuration and heap of the layers.
+        meta_experts: of the shape and activation of the layers' experts, without memory.
+        kind: the kind of the layers' experts, see kind_of.
+        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
+    """
+
+    config: MoEConfig
+    heap: SymmetricHeap
+    meta_experts: GroupedMLP
+    kind: tuple[object, ...]
+    number: int = field(default_factory=itertools.count().__next__)
 
     def run(
         self, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: CallExperts
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(y, expert_load, num_dropped); collective, forward and backward."""
+        raise NotImplementedError
 
 
 BY_NUMBER: weakref.WeakValueDictionary[int, EagerStep] = weakref.WeakValueDictionary()

@@ -81,7 +81,8 @@ def reduce_gradients(
     _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
         torch._foreach_div_([p.grad for p in dense + experts if p.grad is not None], num_ranks)
-        _note_reduced(dense + experts)
+        if (noted := next((p.grad for p in dense + experts), None)) is not None:
+            noted._symmoe_versions = _versions(dense + experts)  # type: ignore[attr-defined]
         for layer in layers:
             layer.replicas.are_reduced = True
 
@@ -211,12 +212,6 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
-
-
-def _note_reduced(parameters: list[nn.Parameter]) -> None:
-    """Notes how often each gradient has been written by now: backward writes again, or makes a new tensor."""
-    if parameters and (first := parameters[0].grad) is not None:
-        first._symmoe_versions = _versions(parameters)  # type: ignore[attr-defined]
 
 
 def _are_reduced(parameters: list[nn.Parameter]) -> bool:

@@ -97,21 +97,15 @@ class LoRAGroupedLinear(GroupedLinear):
             a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
         return a, b
 
-    @torch.no_grad()
     def merge(self) -> None:
         """Adds the adapters to the weights, in place; they then cost nothing, and take no gradient."""
         if not self.is_merged:
             self._add_to_weights(1.0)
-            self.is_merged = True
-            self._let_adapters_train(False)
 
-    @torch.no_grad()
     def unmerge(self) -> None:
         """Subtracts the adapters from the weights again, up to the rounding of the weights."""
         if self.is_merged:
             self._add_to_weights(-1.0)
-            self.is_merged = False
-            self._let_adapters_train(True)
 
     def _let_adapters_train(self, may: bool) -> None:
         for adapter in (self.lora_a, self.lora_b):
@@ -119,12 +113,15 @@ class LoRAGroupedLinear(GroupedLinear):
             if not may:
                 adapter.grad = None  # an optimizer's step would change what the weights hold already
 
+    @torch.no_grad()
     def _add_to_weights(self, sign: float) -> None:
         a, b = local_part(self.lora_a), local_part(self.lora_b)
         with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
             delta = torch.bmm(b, a) * self.scaling
         for weight, part in zip(self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True):
             weight.add_(part.to(weight.dtype), alpha=sign)
+        self.is_merged = sign > 0
+        self._let_adapters_train(not self.is_merged)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
