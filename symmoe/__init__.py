@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
     from symmoe.moe.expert_bias import balance_after, balance_step
-    from symmoe.moe.layer import MoELayer
-    from symmoe.moe.metrics import MoEMetrics
+    from symmoe.moe.layer import MoELayer, MoEMetrics
     from symmoe.moe.router import Router
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
@@ -54,7 +53,7 @@ _HOME = {
     "MetricsLogger": "symmoe.training.metrics",
     "MoEConfig": "symmoe.moe.config",
     "MoELayer": "symmoe.moe.layer",
-    "MoEMetrics": "symmoe.moe.metrics",
+    "MoEMetrics": "symmoe.moe.layer",
     "Plan": "symmoe.dispatch.plan",
     "Router": "symmoe.moe.router",
     "ScaledActivation": "symmoe.grouped.activations",

@@ -28,8 +28,7 @@ from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.local_experts import CallExperts, evaluated
-from symmoe.grouped.mlp import ExpertForm, GroupedMLP, Held, expert_weights
+from symmoe.grouped.mlp import CallExperts, ExpertForm, GroupedMLP, Held, evaluated, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.grouped.weight_gradients import Compute, Target
 from symmoe.kernels import control

@@ -13,8 +13,7 @@ from dataclasses import fields, replace
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.local_experts import CallExperts, evaluated, kind_of, without_memory
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
@@ -147,16 +146,6 @@ class RoutedExperts(torch_operators.EagerStep):
         out_shape: torch.Size | None = None,
     ) -> torch.Tensor:
         """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
-        config = self.config
-        return expert_parallel_mlp(
-            tokens,
-            probs,
-            experts,
-            plan,
-            order=config.order,
-            stash=config.stash,
-            layout=config.received_layout,
-            schedule=config.schedule,
-            quantized_wire=config.quantized_wire,
-            out_shape=out_shape,
-        )
+        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
+        layout = self.config.received_layout
+        return expert_parallel_mlp(tokens, probs, experts, plan, layout=layout, out_shape=out_shape, **words)

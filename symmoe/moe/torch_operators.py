@@ -31,8 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 from symmoe.autograd import Context, Unmodified
 from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.local_experts import CallExperts, kind_of, local_tensors, of_tensors
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import CallExperts, GroupedMLP, kind_of, local_tensors, of_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem

@@ -16,8 +16,7 @@ from torch import nn
 from symmoe.dispatch.plan import Plan
 from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.local_experts import kind_of
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.overlap import chance_of_part
