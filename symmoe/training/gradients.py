@@ -1,15 +1,11 @@
 """Gradients of a model whose dense parameters are data-parallel and whose experts are expert-parallel.
 
-Let W ranks each have a loss L_r that is a mean over the rank's own tokens, and let the training loss be
-their mean, L = (1/W) * sum_r L_r.
+Let W ranks each have a loss L_r, a mean over the rank's own tokens, and the training loss be L = (1/W) * sum_r L_r.
 
-* A dense parameter is used on every rank with that rank's tokens, so backward leaves dL_r/dw on rank r and
-  dL/dw = (1/W) * sum_r dL_r/dw: sum over all ranks, divide by W.
-* An expert is used on the one rank of its EP group that owns it, with the tokens of all ranks of that EP
-  group. Combine's backward carries each rank's dL_r to it, so backward leaves sum_{r in EP group} dL_r/dw
-  there already. If the world is one EP group, that is the whole sum: divide by W. Where the world is cut
-  into D EP groups, the expert has D replicas that saw different tokens: sum over the replicas (the
-  `expert_group`), then divide by W, which is not the size of that group.
+* A dense parameter is used on every rank: backward leaves dL_r/dw there. Sum over all ranks, divide by W.
+* An expert is used on one rank of its EP group, with the tokens of all of them: combine's backward carries each rank's
+  dL_r there, so backward leaves their sum over the EP group. Where the world is cut into D EP groups, the expert has D
+  replicas that saw different tokens: sum over these (the `expert_group`). Then divide by W, not by that group's size.
 
 Which kind a parameter is follows from the module that owns it (symmoe.moe.ownership). It is `.grad` that is reduced:
 with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.

@@ -4,9 +4,7 @@ Adapters are grouped low-rank GEMMs (grouped/low_rank.py) in addition to those o
 expert-parallel step with all its schedules, in torch.compile. Neither W + B A nor a gradient of the size of W is made;
 only merging makes B A.
 
-FLOPs of a linear layer per row, where full training has 2 C O forward and 4 C O backward: 2 C O + 2 r (C + O) forward,
-and backward 2 C O for the input gradient, 4 r (C + O) for the adapters' part of it and their gradients. In addition to
-what a step without adapters keeps for backward, it keeps r numbers per row and linear layer.
+In addition to what a step without adapters keeps for backward, it keeps r numbers per row and linear layer.
 
 G groups, C input features, O output features, r rank.
 """

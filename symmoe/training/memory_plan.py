@@ -85,12 +85,8 @@ def plan_memory(
     Raises:
         ArgumentError: a number is out of range.
     """
-    numbers = {
-        "num_ranks": num_ranks,
-        "num_tokens": num_tokens,
-        "num_layers": num_layers,
-        "num_in_flight": num_in_flight,
-    }
+    numbers = {"num_ranks": num_ranks, "num_tokens": num_tokens}
+    numbers |= {"num_layers": num_layers, "num_in_flight": num_in_flight}
     for name, value in numbers.items():
         if value < 1:
             raise ArgumentError(f"{name} ({value}) must be at least 1")
