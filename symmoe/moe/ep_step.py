@@ -94,11 +94,7 @@ def expert_parallel_mlp(
         probs: fp32 [T, K].
         experts: the experts of this rank; their `precision` is that of the step.
         plan: the plan of this call's routing.
-        order: the order of the sums in combine, see MoEConfig.
-        stash: what is kept for backward, see MoEConfig.
-        layout: the layout of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
-        schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
-        quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
+        order, stash, layout, schedule, quantized_wire: see MoEConfig.
         out_shape: [..., H] of the result; None is [T, H].
 
     Returns:
