@@ -27,20 +27,18 @@ if TYPE_CHECKING:
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
     from symmoe.moe.expert_bias import balance_after, balance_step
-    from symmoe.moe.layer import MoELayer
-    from symmoe.moe.metrics import MoEMetrics
+    from symmoe.moe.layer import MoELayer, MoEMetrics
     from symmoe.moe.router import Router
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
     from symmoe.tokens import combine_tokens, dispatch_tokens
     from symmoe.training.captured_step import CapturedStep, capture_step
-    from symmoe.training.gradients import clip_grad_norm, reduce_gradients
+    from symmoe.training.gradients import broadcast_parameters, clip_grad_norm, reduce_gradients
     from symmoe.training.lora import add_lora, merge_lora, unmerge_lora
     from symmoe.training.memory_plan import MemoryPlan, plan_memory
     from symmoe.training.metrics import LayerRecord, MetricsLogger, tensorboard_sink
     from symmoe.training.precision_choice import choose_precision
     from symmoe.training.replay import balanced_routing, record_routing, replay_routing
-    from symmoe.training.replicas import broadcast_parameters
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
@@ -55,7 +53,7 @@ _HOME = {
     "MetricsLogger": "symmoe.training.metrics",
     "MoEConfig": "symmoe.moe.config",
     "MoELayer": "symmoe.moe.layer",
-    "MoEMetrics": "symmoe.moe.metrics",
+    "MoEMetrics": "symmoe.moe.layer",
     "Plan": "symmoe.dispatch.plan",
     "Router": "symmoe.moe.router",
     "ScaledActivation": "symmoe.grouped.activations",
@@ -68,7 +66,7 @@ _HOME = {
     "balance_after": "symmoe.moe.expert_bias",
     "balance_step": "symmoe.moe.expert_bias",
     "balanced_routing": "symmoe.training.replay",
-    "broadcast_parameters": "symmoe.training.replicas",
+    "broadcast_parameters": "symmoe.training.gradients",
     "capture_step": "symmoe.training.captured_step",
     "choose_precision": "symmoe.training.precision_choice",
     "clip_grad_norm": "symmoe.training.gradients",

@@ -9,7 +9,7 @@ import torch
 
 from symmoe import MoEConfig, Router
 from symmoe.errors import ArgumentError
-from symmoe.moe.expert_capacity import drop_over_capacity, expert_capacity
+from symmoe.moe.router import drop_over_capacity, expert_capacity
 
 TOKENS, EXPERTS, TOP_K = 37, 6, 2
 

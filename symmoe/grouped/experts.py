@@ -123,14 +123,7 @@ class ExpertWeights:
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         part = part or Part(x.row_range)
         kernels.for_device(out.device).grouped_gemm(
-            a,
-            self.w2,
-            part.rows,
-            out,
-            bias=self.b2,
-            bias_scale=x.bias_scale,
-            zero_tail=zero_tail,
-            num_sms=part.num_sms,
+            a, self.w2, part.rows, out, bias=self.b2, bias_scale=x.bias_scale, zero_tail=zero_tail, num_sms=part.num_sms
         )
 
     def backward(

@@ -34,8 +34,8 @@ from symmoe.checks.arguments import (
     size_problem,
 )
 from symmoe.errors import ArgumentError, StaleLease, raise_for
-from symmoe.grouped.low_rank import low_rank
-from symmoe.grouped.products import NOTHING, products_of, weight_gradient
+from symmoe.grouped import products
+from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weight_gradients import Compute, DelayedGradients, MainGrads, NewGradients, Target
 from symmoe.grouped.weights import addresses, lay_side_by_side
@@ -214,9 +214,7 @@ class GroupedLinear(nn.Module):
         )
         x, weights, bias = self.operands(x)
         settings = _LinearSettings(
-            linear=self,
-            overwrite_main_grad=is_first_microbatch,
-            trains_x=torch.is_grad_enabled() and x.requires_grad,
+            linear=self, overwrite_main_grad=is_first_microbatch, trains_x=torch.is_grad_enabled() and x.requires_grad
         )
         row_range = splits_to_row_range(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
         buffers = (out, grad_input_out)
@@ -407,21 +405,24 @@ class _GroupedLinear(Function):
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
         y = x.new_empty(shape) if out is None else out
-        products = products_of(linear.precision, weights, trains_rows=settings.trains_x, held=linear.held_weight)
-        products.forward(
+        kept = products.forward(
+            linear.precision,
+            weights,
             x.view(-1, linear.in_features),
             row_range,
             y.view(-1, linear.out_features),
             bias=bias,
             bias_scale=None if bias_scale is None else bias_scale.view(-1),
             zero_tail=out is None,
+            trains_rows=settings.trains_x,
+            held=linear.held_weight,
         )
-        low, t = low_rank(adapters), None
+        low, t = LowRank(*adapters) if adapters else None, None
         if low is not None:
             t = low.new_rows(math.prod(x.shape[:-1]))
             low.down(x.view(-1, linear.in_features), row_range, t)
             low.add_up(t, row_range, y.view(-1, linear.out_features))
-        ctx.save_for_backward(row_range, x, bias, bias_scale, t, *products.kept(), *tensors)
+        ctx.save_for_backward(row_range, x, bias, bias_scale, t, *kept, *tensors)
         ctx.settings, ctx.grad_input_out = settings, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
@@ -433,16 +434,15 @@ class _GroupedLinear(Function):
         row_range, x, bias, bias_scale, t, *rest = ctx.saved_tensors
         settings = ctx.settings
         linear, ops = settings.linear, kernels.for_device(x.device)
-        kept, tensors = tuple(rest[: len(NOTHING)]), rest[len(NOTHING) :]
+        kept, tensors = (rest[0], rest[1], rest[2]), rest[3:]
         weights, adapters = linear.split(tensors)
-        products = products_of(linear.precision, weights, kept)
         _, _, _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
         d_x = d_scale = None
         d_bias = torch.empty_like(bias) if needs_bias else None
         scale = None if bias_scale is None else bias_scale.view(-1)
-        low = low_rank(adapters)
+        low = LowRank(*adapters) if adapters else None
         d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
             d_t = low.new_rows(rows.shape[0])
@@ -451,7 +451,10 @@ class _GroupedLinear(Function):
         if needs_x:
             d_x = gradient_rows(ctx.grad_input_out, x, d_y)
             d_rows, zero_tail = d_x.view(-1, linear.in_features), ctx.grad_input_out.tensor is None
-            products.input_gradient(d_y, row_range, d_rows, dbias=d_bias, bias_scale=scale, zero_tail=zero_tail)
+            options = {"dbias": d_bias, "bias_scale": scale}
+            products.input_gradient(
+                linear.precision, weights, kept, d_y, row_range, d_rows, zero_tail=zero_tail, **options
+            )
             if low is not None:
                 low.add_up_gradient(d_t, row_range, d_x.view(-1, linear.in_features))
             d_x = ctx.grad_input_out.hand_on(d_x)
@@ -465,7 +468,7 @@ class _GroupedLinear(Function):
 
         def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
             inputs.check()
-            weight_gradient(linear.precision, d_y, rows, row_range, out, accumulate=accumulate)
+            products.weight_gradient(linear.precision, d_y, rows, row_range, out, accumulate=accumulate)
 
         d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=settings.overwrite_main_grad)
         ctx.grad_input_out.end_backward()

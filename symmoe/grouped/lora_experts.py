@@ -13,20 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import torch
 
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
-from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.low_rank import Gathered, LowRank
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-
-
-class _Gathered(TypedDict):
-    row_index: torch.Tensor | None
-    num_sms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,7 @@ class AdaptedWeights(ExpertWeights):
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         t1, t2 = self.low1.new_rows(num_rows), self.low2.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
-            gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
             self.low1.down(x.rows, part.rows, t1, **gathered)
             self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
@@ -72,17 +67,9 @@ class AdaptedWeights(ExpertWeights):
         ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, part=part)
         self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
 
-    def backward(
-        self,
-        x: ExpertRows,
-        hidden: Hidden,
-        d_out: torch.Tensor,
-        *,
-        parts: Iterable[Part] | None = None,
-        needs_scale: bool = True,
-    ) -> AdaptedBackward:
-        """The backward pass; its first step has run."""
-        return AdaptedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
+        """Same as ExpertWeights.backward."""
+        return AdaptedBackward(x, self, hidden, d_out, **options)
 
 
 class AdaptedBackward(ExpertsBackward):
@@ -98,7 +85,7 @@ class AdaptedBackward(ExpertsBackward):
         self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
         self._dt2 = low2.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
-            gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
             low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
             low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)

@@ -10,14 +10,24 @@ a second time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from symmoe import kernels
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
+
+
+class Gathered(TypedDict, total=False):
+    """Where a GEMM finds its rows, and on how many SMs it runs."""
+
+    row_index: torch.Tensor | None
+    num_sms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,40 +46,19 @@ class LowRank:
         """[num_rows, r], uninitialised: for t or dt."""
         return self.a.new_empty((num_rows, self.a.shape[1]))
 
-    def down(
-        self,
-        rows: torch.Tensor,
-        row_range: torch.Tensor,
-        t: torch.Tensor,
-        *,
-        row_index: torch.Tensor | None = None,
-        num_sms: int | None = None,
-    ) -> None:
+    def down(self, rows: torch.Tensor, row_range: torch.Tensor, t: torch.Tensor, **gathered: Unpack[Gathered]) -> None:
         """t [N, r] = rows A^T; row i is rows[row_index[i]], or rows[i] without an index."""
-        _ops(t).grouped_gemm(rows, self.a, row_range, t, row_index=row_index, num_sms=num_sms)
+        _ops(t).grouped_gemm(rows, self.a, row_range, t, **gathered)
 
-    def add_up(
-        self,
-        t: torch.Tensor,
-        row_range: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        num_sms: int | None = None,
-    ) -> None:
+    def add_up(self, t: torch.Tensor, row_range: torch.Tensor, y: torch.Tensor, *, num_sms: int | None = None) -> None:
         """y [N, O] += t B^T."""
         _ops(t).grouped_gemm(t, self.b, row_range, y, accumulate=True, num_sms=num_sms)
 
     def down_gradient(
-        self,
-        dy: torch.Tensor,
-        row_range: torch.Tensor,
-        dt: torch.Tensor,
-        *,
-        row_index: torch.Tensor | None = None,
-        num_sms: int | None = None,
+        self, dy: torch.Tensor, row_range: torch.Tensor, dt: torch.Tensor, **gathered: Unpack[Gathered]
     ) -> None:
         """dt [N, r] = dy B, gathered as in :meth:`down`."""
-        _ops(dt).grouped_gemm_dgrad(dy, self.b, row_range, dt, row_index=row_index, num_sms=num_sms)
+        _ops(dt).grouped_gemm_dgrad(dy, self.b, row_range, dt, **gathered)
 
     def add_up_gradient(
         self, dt: torch.Tensor, row_range: torch.Tensor, dx: torch.Tensor, *, num_sms: int | None = None
@@ -95,11 +84,6 @@ class LowRank:
         if d_b is not None:
             _ops(t).grouped_gemm_wgrad(dy, t, row_range, d_b, dout_index=dy_index)
         return d_a, d_b
-
-
-def low_rank(adapters: Sequence[torch.Tensor]) -> LowRank | None:
-    """The adapters of a layer (GroupedLinear.adapters); None for a layer without adapters."""
-    return LowRank(*adapters) if adapters else None
 
 
 def _ops(tensor: torch.Tensor) -> kernels.Kernels:

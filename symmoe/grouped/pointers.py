@@ -67,11 +67,7 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
 
 
 def copy_data_ptrs_to_device(
-    tensors: Sequence[torch.Tensor],
-    device: torch.device | str | int,
-    *,
-    alignment: int = 1,
-    contiguous: bool = False,
+    tensors: Sequence[torch.Tensor], device: torch.device | str | int, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
     """The addresses of any number of tensors, as a new tensor on `device`. Not collective, no host synchronisation.
 

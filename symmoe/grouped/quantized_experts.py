@@ -8,7 +8,9 @@ H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (preci
 
 h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
 GroupedLinear give the same bits. If takes_parts says so, rows that are still arriving are quantised (or taken off the
-wire), multiplied and activated part by part. A recipe that needs all rows of a group to quantise one waits for all.
+wire), multiplied and activated part by part. A recipe that needs all rows of a group to quantise one waits for all. The
+activation and its gradient run in kernels that also quantise their results (kernels/act_quantized.py) where those take
+the arguments; the separate kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
-from symmoe.grouped.quantized_activation import first_layer, hidden_gradients
+from symmoe.kernels import act_quantized
+from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.tensor_table import TensorTable
@@ -80,7 +84,7 @@ class QuantizedWeights(ExpertWeights):
             weight_operands(numbers, weight, transposed=is_needed, held=held)
             for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
         )
-        a = first_layer(numbers, arriving, w1, x.row_range, h, x.scale, self.activation, self.b1)
+        a = _first_layer(numbers, arriving, w1, x.row_range, h, x.scale, self.activation, self.b1)
         return Hidden.with_weights(h, transposed1, transposed2), (a, w2)
 
     def second_layer(
@@ -108,18 +112,9 @@ class QuantizedWeights(ExpertWeights):
             num_sms=None if part is None else part.num_sms,
         )
 
-    def backward(
-        self,
-        x: ExpertRows,
-        hidden: Hidden,
-        d_out: torch.Tensor,
-        *,
-        parts: Iterable[Part] | None = None,
-        needs_scale: bool = True,
-    ) -> QuantizedBackward:
-        """The backward pass; its first step has run."""
-        x = x.without_tail(hidden.h.shape[0])
-        return QuantizedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
+        """Same as ExpertWeights.backward."""
+        return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, **options)
 
 
 class QuantizedBackward(ExpertsBackward):
@@ -137,7 +132,7 @@ class QuantizedBackward(ExpertsBackward):
         dbias = self.db2 if wire is None else None
         for d_out, part in _arriving(quantize, weights, wire, received, x, parts, dbias):
             multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
-        self._gradients = hidden_gradients(
+        self._gradients = _hidden_gradients(
             self._numbers, da, h, x.scale, x.row_range, weights.activation, self.d_scale, self.db1
         )
 
@@ -232,3 +227,89 @@ def _part_by_part(
         yield operand(rows), part
     if dbias is not None and sums is not None:
         ops.sum_dbias(sums, x.row_range, dbias)
+
+
+def _first_layer(
+    numbers: LowPrecision,
+    arriving: Iterable[tuple[Operand, Part]],
+    weight: Operand,
+    row_range: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    activation: Activation,
+    bias: torch.Tensor | None,
+) -> Operand:
+    """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale, rounded to the dtype of h.
+
+    arriving: one part after the other, the rows and the part of them that can be multiplied. A kernel that makes the
+    quantised activation runs for each part when the part has been multiplied.
+    """
+    recipe, ops = numbers.recipe, kernels.for_device(h.device)
+    num_rows, ffn = h.shape[0], h.shape[1] // activation.hidden_width(1)
+    fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
+    quantized = recipe.empty_rows(num_rows, ffn, row_range) if fused else None
+    for rows, part in arriving:
+        multiply(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
+        if quantized is not None:
+            result = quantized.data, quantized.scale
+            ops.act_quantize(h, scale, part.rows, activation, recipe.row_format, rows=result)
+    if quantized is not None:
+        return operand(quantized)
+    a = h.new_empty((num_rows, ffn))
+    ops.scaled_activation(h, scale, a, activation)
+    return numbers.rows(a, row_range)
+
+
+class _HiddenGradients(NamedTuple):
+    """dh [N, W], and the activation a [N, I] again, as operands: computed all at once, or each when it is needed.
+
+    Attributes:
+        rows: dh, for dgrad.
+        columns: dh, for wgrad.
+        activation_columns: a, for wgrad.
+    """
+
+    rows: Callable[[], Operand]
+    columns: Callable[[], Operand]
+    activation_columns: Callable[[], Operand]
+
+
+def _hidden_gradients(
+    numbers: LowPrecision,
+    da: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    row_range: torch.Tensor,
+    activation: Activation,
+    d_scale: torch.Tensor,
+    db1: torch.Tensor | None,
+) -> _HiddenGradients:
+    """The gradients from da [N, I]. Fills d_scale fp32 [N], 0 in the tail, and db1 [G, W] if given, the sum of dh."""
+    ops, row_format = kernels.for_device(h.device), numbers.recipe.row_format
+    num_rows, ffn = da.shape
+    takes = act_quantized.takes_dact_quantize(ffn, activation, row_format)
+    if takes and h.dtype in act_quantized.H:
+        numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, db1)
+        workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
+        recipe = numbers.recipe
+        made = (
+            recipe.empty_rows(num_rows, h.shape[1], row_range),
+            recipe.empty_columns(num_rows, h.shape[1], row_range),
+            recipe.empty_columns(num_rows, ffn, row_range),
+        )
+        rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
+        results = {"rows": rows, "columns": columns, "a_columns": a_columns}
+        ops.dact_quantize(da, h, scale, row_range, d_scale, workspace, activation, row_format, **results, dbias=db1)
+        for_dgrad, for_wgrad, a_operand = map(operand, made)
+        return _HiddenGradients(lambda: for_dgrad, lambda: for_wgrad, lambda: a_operand)
+    dh, a = torch.empty_like(h), torch.empty_like(da)
+    ops.scaled_activation(h, scale, a, activation)
+    sums = torch.empty_like(d_scale)
+    ops.scaled_activation_grad(da, h, scale, dh, sums, activation)
+    ops.sum_dact_partials(sums, row_range, d_scale, 1)  # the same, with zeros in the tail
+    dh_rows = None if db1 is None else numbers.gradient_rows(dh, row_range, dbias=db1)
+    return _HiddenGradients(
+        lambda: dh_rows or numbers.gradient_rows(dh, row_range),
+        lambda: numbers.gradient_columns(dh, row_range),
+        lambda: numbers.columns(a, row_range),
+    )

@@ -11,7 +11,8 @@ that f and P are taken over:
     sequence     f and P over one sequence; the mean over sequences               :func:`sequence_balance_loss`
     global       f over all tokens of the optimizer step so far, P as above       :func:`load_balance_loss`
 
-T tokens on this rank, S tokens in a sequence, K experts per token, E experts in all.
+A loss is [] fp32; without tokens it is 0, still connected to what it is differentiable in. Tokens of False in a mask,
+bool [T], do not count. T tokens on this rank, S tokens in a sequence, K experts per token, E experts in all.
 """
 
 from __future__ import annotations
@@ -43,10 +44,6 @@ def load_balance_loss(
     Args:
         shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.
         expert_load: [E] integer, slots per expert.
-        token_mask: bool [T]; tokens of False do not count.
-
-    Returns:
-        [] fp32. Without tokens it is 0, still connected to `shares`.
     """
     mean_share_E = _mean(shares, token_mask)
     load_E = expert_load.detach().float()
@@ -66,10 +63,6 @@ def sequence_balance_loss(
         shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.
         topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert.
         sequence_length: S; T must be a multiple of it, and S neighbours are a sequence.
-        token_mask: bool [T]; tokens of False do not count.
-
-    Returns:
-        [] fp32. Without tokens it is 0, still connected to `shares`.
     """
     num_tokens, num_experts = shares.shape
     sequences = (num_tokens // max(sequence_length, 1), sequence_length)
@@ -86,10 +79,6 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
 
     Args:
         logits: [T, E] float, differentiable.
-        token_mask: bool [T]; tokens of False do not count.
-
-    Returns:
-        [] fp32. Without tokens it is 0, still connected to `logits`.
     """
     lse_T = logits.float().logsumexp(-1)
     # Not square(), whose backward copies its input for a power of one.
@@ -140,40 +129,19 @@ def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: floa
 
 
 def imbalance(expert_load: torch.Tensor) -> torch.Tensor:
-    """Largest over mean load: 1 is perfect, E is everything on one expert, 0 is no tokens at all.
-
-    Args:
-        expert_load: [E] integer, slots per expert.
-
-    Returns:
-        [] fp32.
-    """
+    """[] fp32, largest over mean of a load [E]: 1 is perfect, E is everything on one expert, 0 is no tokens at all."""
     load_E = expert_load.float()
     # The smallest mean of a load that is not zero is 1 / E.
     return load_E.max() / load_E.mean().clamp_min(1 / load_E.numel())
 
 
 def max_violation(expert_load: torch.Tensor) -> torch.Tensor:
-    """(largest - mean) / mean load (arXiv:2408.15664): 0 is perfect; 0 also without tokens.
-
-    Args:
-        expert_load: [E] integer, slots per expert.
-
-    Returns:
-        [] fp32.
-    """
+    """[] fp32, (largest - mean) / mean of a load [E] (arXiv:2408.15664): 0 is perfect; 0 also without tokens."""
     load_E = expert_load.float()
     return (load_E.max() - load_E.mean()) / load_E.mean().clamp_min(1 / load_E.numel())
 
 
 def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
-    """Standard deviation (of the population) over mean load: 0 is perfect; 0 also without tokens.
-
-    Args:
-        expert_load: [E] integer, slots per expert.
-
-    Returns:
-        [] fp32.
-    """
+    """[] fp32, standard deviation (of the population) over mean of a load [E]: 0 is perfect; 0 also without tokens."""
     load_E = expert_load.float()
     return load_E.std(correction=0) / load_E.mean().clamp_min(1 / load_E.numel())

@@ -16,18 +16,8 @@ from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 
 # Fields that mean nothing without a router.
-_OF_THE_ROUTER = (
-    "score",
-    "renormalize",
-    "num_groups",
-    "top_groups",
-    "route_scale",
-    "expert_bias",
-    "bias_update_rate",
-    "aux_loss_coef",
-    "aux_loss",
-    "z_loss_coef",
-)
+_OF_THE_ROUTER = "score renormalize num_groups top_groups route_scale expert_bias bias_update_rate".split()
+_OF_THE_ROUTER += ["aux_loss_coef", "aux_loss", "z_loss_coef"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,21 +147,15 @@ class MoEConfig:
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
         for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
             _check_factor(name, getattr(self, name))
-        self._check_precision()
-        self._check_router()
-        self._check_groups()
-        self._check_capacity()
-        self._check_capacity_factor()
-
-    def _check_precision(self) -> None:
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
-
-    def _check_router(self) -> None:
         for field in fields(self) if self.router == "none" else ():
             if field.name in _OF_THE_ROUTER and (value := getattr(self, field.name)) != field.default:
                 raise ArgumentError(f"{field.name} ({value!r}) needs a router, but router is 'none'")
+        self._check_groups()
+        self._check_capacity()
+        self._check_capacity_factor()
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)

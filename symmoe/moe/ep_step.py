@@ -27,8 +27,7 @@ from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.local_experts import CallExperts, evaluated
-from symmoe.grouped.mlp import ExpertForm, GroupedMLP, Held, expert_weights
+from symmoe.grouped.mlp import CallExperts, ExpertForm, GroupedMLP, Held, evaluated, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.grouped.weight_gradients import Compute, Target
 from symmoe.kernels import control
@@ -93,11 +92,7 @@ def expert_parallel_mlp(
         probs: fp32 [T, K].
         experts: the experts of this rank; their `precision` is that of the step.
         plan: the plan of this call's routing.
-        order: the order of the sums in combine, see MoEConfig.
-        stash: what is kept for backward, see MoEConfig.
-        layout: the layout of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
-        schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
-        quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
+        order, stash, layout, schedule, quantized_wire: see MoEConfig.
         out_shape: [..., H] of the result; None is [T, H].
 
     Returns:
@@ -243,12 +238,7 @@ class _EPStep:
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
     def weight_gradients(
-        self,
-        target: Target,
-        weights: tuple[torch.Tensor, ...],
-        compute: Callable[..., None],
-        *,
-        while_combining: bool,
+        self, target: Target, weights: tuple[torch.Tensor, ...], compute: Callable[..., None], *, while_combining: bool
     ) -> Sequence[torch.Tensor | None]:
         """The weight gradients of one linear layer, computed `while_combining` unless they are delayed."""
         num_sms = self.schedule.gradient_combine_sms if while_combining and target.computes else None
@@ -281,7 +271,7 @@ def _kind(experts: CallExperts, plan: Plan, schedule: Schedule, order: str, stas
         or plan.heap.spans_nodes
         or plan.num_rows is not None
         or experts.form.precision is not None
-        or experts.has_adapters
+        or experts.form.split(experts.tensors)[2]  # adapters
         or not all(experts.form.are_packed)
     ):
         return None
@@ -333,81 +323,75 @@ def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 class _Half(NamedTuple):
-    """What the first half of a forward pass leaves: the received rows, the probs of the rows, the activation, and what
-    backward will need."""
+    """What the first half of a forward pass leaves: the received rows, the probs of the rows, the activation, what
+    backward will need, and inputs as the kernels take them; None: the second half makes them again."""
 
     received: Lease
     row_probs: torch.Tensor
     a: SecondInput
     hidden: Hidden
+    operands: tuple[ExpertRows, ExpertWeights] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass."""
+    """The two halves of a forward pass. trains, held: as in expert_weights."""
 
-    def __init__(
-        self,
-        step: _EPStep,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        biases: Biases,
-        tensors: tuple[torch.Tensor, ...],
-        *,
-        trains: tuple[bool, bool],
-        held: Held,
-    ) -> None:
-        self._step, self._x, self._probs, self._trains, self._held = step, x, probs, trains, held
-        self._biases, self._tensors = biases, tensors
-        self._operands: tuple[ExpertRows, ExpertWeights] | None = None
+    step: _EPStep
+    x: torch.Tensor
+    probs: torch.Tensor
+    biases: Biases
+    tensors: tuple[torch.Tensor, ...]
+    trains: tuple[bool, bool]
+    held: Held
 
     def first_half(self) -> _Half:
         """Dispatch and FC1."""
-        step, plan = self._step, self._step.plan
+        step, plan = self.step, self.step.plan
         if step.kind is None:
             return self._dispatch_and_first_layer()
-        inputs = (self._x, self._probs, plan.storage, *self._biases, *self._tensors)
-        *index, received, row_probs, a, h = step.run("first half", self._trains, self._on_tape, inputs)
+        inputs = (self.x, self.probs, plan.storage, *self.biases, *self.tensors)
+        *index, received, row_probs, a, h = step.run("first half", self.trains, self._on_tape, inputs)
         plan.packed_to_row, plan.row_to_packed_row = index
         return _Half(received, row_probs, a, Hidden(h))
 
     def _on_tape(self) -> tuple[Any, ...]:
         half = self._dispatch_and_first_layer()
-        return *self._step.plan.received_index(), half.received, half.row_probs, half.a, half.hidden.h
+        return *self.step.plan.received_index(), half.received, half.row_probs, half.a, half.hidden.h
 
     def _dispatch_and_first_layer(self) -> _Half:
-        step = self._step
-        sent = _on_wire(self._x, step.wire.rows)
+        step = self.step
+        sent = _on_wire(self.x, step.wire.rows)
         received = step.receive(sent, name=RECEIVED)
-        with step.schedule.dispatch(sent, step.plan, received.tensor, self._probs) as arrival:
+        with step.schedule.dispatch(sent, step.plan, received.tensor, self.probs) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
-            made = rows, experts = self._make_operands(received.tensor, arrival.row_to_packed_row, row_probs)
+            made = rows, experts = self._operands(received.tensor, arrival.row_to_packed_row, row_probs)
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
-        if step.kind is None:  # the halves of steps on tape know of each other only what is in their inputs
-            self._operands = made
-        return _Half(received, row_probs, a, hidden)
+        # The halves of steps on tape know of each other only what is in their inputs.
+        return _Half(received, row_probs, a, hidden, made if step.kind is None else None)
 
-    def _make_operands(
+    def _operands(
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
     ) -> tuple[ExpertRows, ExpertWeights]:
-        operands = received, row_to_packed_row, row_probs, self._biases, self._tensors
-        return self._step.operands(*operands, trains=self._trains, held=self._held)
+        operands = received, row_to_packed_row, row_probs, self.biases, self.tensors
+        return self.step.operands(*operands, trains=self.trains, held=self.held)
 
     def second_half(self, half: _Half, received: torch.Tensor) -> torch.Tensor:
         """FC2 and combine: y [T, H]. received: the tensor of the lease, which may have been released."""
-        step, plan = self._step, self._step.plan
+        step, plan = self.step, self.step.plan
         function = partial(self._second_layer_and_combine, half, received)
         if step.kind is None:
             return function()[0]
         assert isinstance(half.a, torch.Tensor)  # there is no recipe
-        inputs = (half.a, half.row_probs, plan.storage, *plan.received_index(), *self._biases, *self._tensors)
+        inputs = (half.a, half.row_probs, plan.storage, *plan.received_index(), *self.biases, *self.tensors)
         y: torch.Tensor = step.run("second half", (), function, inputs)[0]
         return y
 
     def _second_layer_and_combine(self, half: _Half, received: torch.Tensor) -> tuple[torch.Tensor]:
-        step, plan = self._step, self._step.plan
-        rows, experts = self._operands or self._make_operands(received, plan.received_index()[1], half.row_probs)
-        shape = plan.row_capacity, self._x.shape[1]
-        with plan.heap.lease(shape, self._x.dtype, name="expert output", phase=COLLECT) as out:
+        step, plan = self.step, self.step.plan
+        rows, experts = half.operands or self._operands(received, plan.received_index()[1], half.row_probs)
+        shape = plan.row_capacity, self.x.shape[1]
+        with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COLLECT) as out:
 
             def compute(part: Part | None) -> None:
                 experts.second_layer(half.a, half.hidden, rows, out.tensor, part=part)
@@ -436,7 +420,7 @@ class _ExpertParallelMLP(Function):
         keeps = any(ctx.needs_input_grad)
         keeps_h = keeps and step.trains and stash.keeps_h
         trains = keeps_h and ctx.needs_input_grad[2], keeps_h
-        forward = _Forward(step, x, probs.contiguous(), (b1, b2), tensors, trains=trains, held=_held(linears))
+        forward = _Forward(step, x, probs.contiguous(), (b1, b2), tensors, trains, _held(linears))
         half = forward.first_half()
         received, row_probs, computed = half.received, half.row_probs, half.hidden
 

@@ -153,8 +153,5 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> int:
 def _are_copies(layer: ExpertParallelModule) -> bool:
     """Whether this rank has several experts, all of them equal."""
     weights = [weight.detach() for weight in layer.experts.fc1.weight_parameters()]
-    if len(weights) == 1:
-        (sums,) = _sums(weights, by_row=True)
-    else:
-        sums = [each for (each,) in _sums(weights)]
+    sums = [each for found in _sums(weights, by_row=len(weights) == 1) for each in found]
     return len(sums) > 1 and len(set(sums)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,12 +26,56 @@ from symmoe.moe.expert_bias import count_in_backward, load_so_far
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.layer_checks import arguments_problem, device_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.metrics import MoEMetrics
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
-from symmoe.moe.side_stream import SideCall
 from symmoe.moe.torch_operators import is_traced
 from symmoe.symm_mem.heap import SymmetricHeap, told
+from symmoe.torch_internals import pytree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEMetrics:
+    """Load, drops and losses of one call of MoELayer. Tensors on the device; only reading them synchronises the host.
+
+    A pytree of its tensors: torch.export and what else flattens a module's output see them.
+
+    Attributes:
+        aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0, or if the
+            call brought probs.
+        expert_load: int32 [E], slots of each expert over the whole EP group, before a static capacity drops any.
+        num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
+        topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
+        num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
+    """
+
+    aux_loss: torch.Tensor
+    expert_load: torch.Tensor
+    num_dropped: torch.Tensor
+    topk_idx: torch.Tensor
+    num_over_capacity: torch.Tensor | None
+
+    @property
+    def imbalance(self) -> torch.Tensor:
+        """fp32 scalar, largest over mean load; computed when it is asked for."""
+        return balance.imbalance(self.expert_load)
+
+    @property
+    def max_violation(self) -> torch.Tensor:
+        """fp32 scalar, (largest - mean) / mean load; computed when it is asked for."""
+        return balance.max_violation(self.expert_load)
+
+    @property
+    def coefficient_of_variation(self) -> torch.Tensor:
+        """fp32 scalar, standard deviation over mean load; computed when it is asked for."""
+        return balance.coefficient_of_variation(self.expert_load)
+
+    @property
+    def num_dead_experts(self) -> torch.Tensor:
+        """int64 scalar, experts that no token of the group went to; computed when it is asked for."""
+        return (self.expert_load == 0).sum()
+
+
+pytree.register_dataclass(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 
 class MoELayer(ExpertParallelModule):
@@ -156,7 +201,7 @@ class MoELayer(ExpertParallelModule):
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
-        shared = None if self.shared_expert is None else SideCall(self.shared_expert, x, self.heap)
+        shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
         with nullcontext() if is_compiling else told(self.heap, control.PHASE_PLAN):
             if not is_compiling:
                 problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
@@ -285,3 +330,38 @@ class MoELayer(ExpertParallelModule):
             aux_loss=metrics.aux_loss,
         )
         self.listeners.tell(report)
+
+
+class _SideCall:
+    """module(x) at the same time as the work of the current stream: on the heap's side stream from :meth:`start` to
+    :meth:`join`; on CPUs at once.
+
+    Autograd runs the module's backward on that stream too, and orders it with its neighbours'.
+    """
+
+    def __init__(self, module: nn.Module, x: torch.Tensor, heap: SymmetricHeap) -> None:
+        self._module, self._x, self._heap = module, x, heap
+        self._y: torch.Tensor | None = None
+
+    def start(self) -> None:
+        """Enqueues the call, from where the current stream is now."""
+        stream = self._heap.side_stream
+        if stream is None:
+            self._y = self._module(self._x)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._x.device))
+        with torch.cuda.stream(stream):
+            self._y = self._module(self._x)
+        self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
+
+    def join(self) -> torch.Tensor:
+        """The result, for use on the current stream. A call that has not been started runs there, now."""
+        if self._y is None:
+            y: torch.Tensor = self._module(self._x)
+            return y
+        stream = self._heap.side_stream
+        if stream is not None:
+            current = torch.cuda.current_stream(self._y.device)
+            current.wait_stream(stream)
+            self._y.record_stream(current)
+        return self._y

@@ -360,10 +360,7 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
         dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
         gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
         combine=combine(),
-        gradient_combine=gpu.best(
-            home_s + gpu.weights_s(sizes),
-            lambda n: max(home_s, gpu.weights_s(sizes, n)),
-        ),
+        gradient_combine=gpu.best(home_s + gpu.weights_s(sizes), lambda n: max(home_s, gpu.weights_s(sizes, n))),
     )
 
 

@@ -7,15 +7,13 @@ the step is one operator of torch (moe/torch_operators.py); otherwise it is not.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.local_experts import CallExperts, evaluated, kind_of, without_memory
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
@@ -28,24 +26,11 @@ from symmoe.symm_mem.room_for_rows import Room, RowHistory
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
-@dataclass(frozen=True, eq=False)
-class RoutedExperts:
+class RoutedExperts(torch_operators.EagerStep):
     """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts.
 
     Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
-
-    Attributes:
-        config, heap: the configuration and heap of the layers.
-        meta_experts: of the shape and activation of the layers' experts, without memory.
-        kind: the kind of the layers' experts, see kind_of.
-        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
     """
-
-    config: MoEConfig
-    heap: SymmetricHeap
-    meta_experts: GroupedMLP
-    kind: tuple[object, ...]
-    number: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
@@ -160,16 +145,6 @@ class RoutedExperts:
         out_shape: torch.Size | None = None,
     ) -> torch.Tensor:
         """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
-        config = self.config
-        return expert_parallel_mlp(
-            tokens,
-            probs,
-            experts,
-            plan,
-            order=config.order,
-            stash=config.stash,
-            layout=config.received_layout,
-            schedule=config.schedule,
-            quantized_wire=config.quantized_wire,
-            out_shape=out_shape,
-        )
+        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
+        layout = self.config.received_layout
+        return expert_parallel_mlp(tokens, probs, experts, plan, layout=layout, out_shape=out_shape, **words)

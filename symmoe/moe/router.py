@@ -17,7 +17,6 @@ from symmoe.checks.buffers import memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.expert_capacity import drop_over_capacity, expert_capacity
 from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -112,7 +111,9 @@ class Router(nn.Module):
             raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
         if not x.is_floating_point():
             raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
-        self._check_choice(x, token_mask, topk_idx)
+        error = memory_problem("x", x) or mask_problem(token_mask, x) or choice_problem(topk_idx, x, config.top_k)
+        if error is not None:
+            raise error
         if token_mask is not None:  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
@@ -138,11 +139,6 @@ class Router(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
-
-    def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
-        error = memory_problem("x", x) or mask_problem(token_mask, x)
-        if (error := error or choice_problem(topk_idx, x, self.config.top_k)) is not None:
-            raise error
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""
@@ -211,3 +207,40 @@ def probs_problem(
         return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
     shape = math.prod(x.shape[:-1]), config.top_k
     return tensor_problem("probs", probs, shape=shape, dtypes=control.DTYPES, device=x.device)
+
+
+def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """ceil(factor * T * K / E), `factor` times what balance would give an expert (GShard, arXiv:2006.16668)."""
+    return math.ceil(num_tokens * top_k / num_experts * factor)
+
+
+def drop_over_capacity(
+    topk_idx: torch.Tensor, probs: torch.Tensor, *, num_experts: int, capacity: int, policy: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Drops slots of the experts that have more than `capacity`. Local; does not synchronise the host.
+
+    The remaining probs stay as they are: what a token loses is not given to its other experts (as in Megatron-Core).
+
+    Args:
+        topk_idx: int [T, K]; -1 is no expert.
+        probs: fp32 [T, K], differentiable.
+        capacity: slots an expert keeps.
+        policy: an expert keeps the slots of the largest probs ("probs"; equal ones in the order of tokens) or those of
+            the first tokens ("position").
+
+    Returns:
+        topk_idx with -1 and probs with 0 where a slot was dropped; and int32 [1], how many were.
+    """
+    # The plan reports ids out of range, on all ranks; here they are no experts.
+    is_none = (topk_idx < 0) | (topk_idx >= num_experts)
+    expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
+    order_N = torch.arange(expert_N.numel(), device=expert_N.device)
+    if policy == "probs":
+        order_N = probs.detach().flatten().argsort(descending=True, stable=True)
+    order_N = order_N[expert_N[order_N].argsort(stable=True)]
+    sorted_N = expert_N[order_N]
+    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
+    place_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - first_E[sorted_N]
+    over_N = (place_N >= capacity) & (sorted_N < num_experts)
+    over = torch.empty_like(over_N).scatter_(0, order_N, over_N).view(topk_idx.shape)
+    return topk_idx.masked_fill(over, -1), probs.masked_fill(over, 0.0), over.sum(dtype=torch.int32).view(1)

@@ -32,6 +32,17 @@ class Routed(NamedTuple):
     topk_idx: torch.Tensor
 
 
+class _Tokens(NamedTuple):
+    """The arguments of :func:`route_tokens`, without the heap."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    given_idx: torch.Tensor | None
+    top_k: int
+    rule: RoutingRule
+
+
 def route_tokens(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -57,42 +68,26 @@ def route_tokens(
     x, weight = x.contiguous(), weight.contiguous()
     given_idx = None if given_idx is None else given_idx.contiguous()
     if torch.compiler.is_compiling():
-        return Routed(*_route(x, weight, bias, given_idx, top_k, *_fields(rule), None if heap is None else heap.number))
-    return Routed(*_Route.apply(x, weight, bias, given_idx, top_k, rule, heap))
-
-
-def _fields(rule: RoutingRule) -> tuple[str, bool, int, int, float]:
-    return rule.score, rule.renormalize, rule.num_groups, rule.top_groups, rule.route_scale
+        fields = rule.score, rule.renormalize, rule.num_groups, rule.top_groups, rule.route_scale
+        return Routed(*_route(x, weight, bias, given_idx, top_k, *fields, None if heap is None else heap.number))
+    return Routed(*_Route.apply(heap, x, weight, bias, given_idx, top_k, rule))
 
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
-def _routed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    top_k: int,
-    rule: RoutingRule,
-    heap: SymmetricHeap | None,
-) -> Routed:
-    function = partial(_compute, x, weight, bias, given_idx, top_k, rule)
+def _routed(tokens: _Tokens, heap: SymmetricHeap | None) -> Routed:
+    function = partial(_compute, tokens)
     if heap is None:
         return function()
+    x, weight, bias, given_idx, top_k, rule = tokens
     inputs = [tensor for tensor in (x, weight, bias, given_idx) if tensor is not None]
     return Routed(*heap.run(("route", top_k, rule, bias is None, given_idx is None), function, inputs))
 
 
-def _compute(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    top_k: int,
-    rule: RoutingRule,
-) -> Routed:
+def _compute(tokens: _Tokens) -> Routed:
+    x, weight, bias, given_idx, top_k, rule = tokens
     ops = kernels.for_device(x.device)
     logits, probs, scores, topk_idx = _empty(x, weight, top_k)
     if _has_kernels(x, weight):
@@ -130,10 +125,7 @@ def _gradients(
 
 
 def _compute_gradients(
-    given: tuple[torch.Tensor | None, ...],
-    kept: tuple[torch.Tensor, ...],
-    rule: RoutingRule,
-    needs: tuple[bool, bool],
+    given: tuple[torch.Tensor | None, ...], kept: tuple[torch.Tensor, ...], rule: RoutingRule, needs: tuple[bool, bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores) = given, kept
     ops, direct = kernels.for_device(x.device), d_logits
@@ -162,21 +154,13 @@ class _RouteContext(Context, Protocol):
 
 class _Route(Function):
     @staticmethod
-    def forward(
-        ctx: _RouteContext,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        given_idx: torch.Tensor | None,
-        top_k: int,
-        rule: RoutingRule,
-        heap: SymmetricHeap | None,
-    ) -> tuple[torch.Tensor, ...]:
-        routed = _routed(x, weight, bias, given_idx, top_k, rule, heap)
+    def forward(ctx: _RouteContext, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        tokens = _Tokens(*arguments)
+        routed = _routed(tokens, heap)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.topk_idx)
-        ctx.save_for_backward(x, weight, routed.topk_idx, routed.scores)
-        ctx.rule, ctx.heap = rule, heap
+        ctx.save_for_backward(tokens.x, tokens.weight, routed.topk_idx, routed.scores)
+        ctx.rule, ctx.heap = tokens.rule, heap
         return tuple(routed)
 
     @staticmethod
@@ -191,9 +175,9 @@ class _Route(Function):
         given = d_logits, d_probs, d_scores
         if all(one is None for one in given):
             return (None,) * 7
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_x, needs_weight = ctx.needs_input_grad[1:3]
         dx, d_weight = _gradients(given, ctx.saved_tensors, ctx.rule, (needs_x, needs_weight), ctx.heap)
-        return dx, d_weight, *[None] * 5
+        return None, dx, d_weight, *[None] * 4
 
 
 # For torch.compile, operators, which take numbers and words in place of a rule.
@@ -221,19 +205,13 @@ def _route(
         score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups, route_scale=route_scale
     )
     with torch.autocast(x.device.type, enabled=False):
-        logits, probs, scores, topk_idx = _routed(x, weight, bias, given_idx, top_k, rule, heap_numbered(heap))
-    return logits, probs, scores, topk_idx
+        routed = _routed(_Tokens(x, weight, bias, given_idx, top_k, rule), heap_numbered(heap))
+    return routed.logits, routed.probs, routed.scores, routed.topk_idx
 
 
 @_route.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    top_k: int,
-    *rule: object,
-) -> tuple[torch.Tensor, ...]:
+def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    x, weight, _bias, _given_idx, top_k, *_ = arguments
     return tuple(_empty(x, weight, top_k))
 
 
@@ -260,14 +238,8 @@ def _route_gradients(
 
 
 @_route_gradients.register_fake
-def _(
-    d_logits: torch.Tensor | None,
-    d_probs: torch.Tensor | None,
-    d_scores: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _d_logits, _d_probs, _d_scores, x, weight, *_ = arguments
     return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -303,13 +275,6 @@ def _(x: Sequence[int], weight: Sequence[int], *_: object, out_shape: object) ->
 
 
 @register_flop_formula(torch.ops.symmoe.route_gradients)
-def _(
-    d_logits: object,
-    d_probs: object,
-    d_scores: object,
-    x: Sequence[int],
-    weight: Sequence[int],
-    *_: object,
-    out_shape: object,
-) -> int:
+def _(*arguments: Any, out_shape: object) -> Any:
+    _d_logits, _d_probs, _d_scores, x, weight, *_ = arguments
     return 2 * 2 * x[0] * weight[0] * weight[1]

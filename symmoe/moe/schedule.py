@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -26,41 +26,13 @@ from symmoe.moe.overlap import Overlap
 ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
 
 
-class Schedule(Protocol):
-    """What moe/ep_step.py asks of a schedule. Equal ones launch the same kernels."""
-
-    @property
-    def gradient_combine_sms(self) -> int | None:
-        """SMs for GEMMs that run while rows travel in :meth:`combine_while`; None: all."""
-
-    def dispatch(
-        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
-    ) -> AbstractContextManager[Arrival]:
-        """Context of an :class:`Arrival`: rows, slots and probs of x go to every rank's buffer."""
-
-    def dispatch_rows(
-        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int
-    ) -> AbstractContextManager[Iterator[Part] | None]:
-        """Context of the parts of an :class:`Arrival`: only rows of x go to every buffer, along a plan in use.
-
-        gradients: one of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
-        """
-
-    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePart) -> torch.Tensor:
-        """Calls `compute` to fill `rows`, and sums them on the ranks of their tokens: [T, H]."""
-
-    def combine_while(
-        self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
-    ) -> AbstractContextManager[Collection]:
-        """Context of a :class:`Collection`, complete after it. The caller may compute other things in it.
-
-        gradients: as in :meth:`dispatch_rows`.
-        """
-
-
 @dataclass(frozen=True)
 class Serial:
-    """One thing after the other."""
+    """One thing after the other.
+
+    Attributes:
+        gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_while`; None: all.
+    """
 
     layout: str
 
@@ -68,19 +40,22 @@ class Serial:
 
     @contextmanager
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor) -> Iterator[Arrival]:
-        """See Schedule."""
+        """Context of an :class:`Arrival`: rows, slots and probs of x go to every rank's buffer."""
         row_probs = send(x, plan, buffer, probs, layout=self.layout)
         _, row_to_packed_row = plan.received_index()
         yield Arrival(None, row_probs, row_to_packed_row)
 
     @contextmanager
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int) -> Iterator[None]:
-        """See Schedule."""
+        """Context of the parts of an :class:`Arrival`: only rows of x go to every buffer, along a plan in use.
+
+        gradients: one of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+        """
         send_rows(x, plan, buffer, layout=self.layout, gradients=gradients)
         yield None
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePart) -> torch.Tensor:
-        """See Schedule."""
+        """Calls `compute` to fill `rows`, and sums them on the ranks of their tokens: [T, H]."""
         compute(None)
         return collect_rows(rows, plan, order=order)
 
@@ -88,7 +63,10 @@ class Serial:
     def combine_while(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> Iterator[Collection]:
-        """See Schedule."""
+        """Context of a :class:`Collection`, complete after it. The caller may compute other things in it.
+
+        gradients: as in :meth:`dispatch_rows`.
+        """
         collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
         yield collection
         with collection:
@@ -112,7 +90,7 @@ class Overlapped:
 
     @property
     def gradient_combine_sms(self) -> int | None:
-        """See Schedule."""
+        """See Serial."""
         division = self.overlap.gradient_combine
         return None if division is None else division.num_sms
 
@@ -123,7 +101,7 @@ class Overlapped:
     def dispatch(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
     ) -> AbstractContextManager[Arrival]:
-        """See Schedule."""
+        """See Serial."""
         division = self.overlap.dispatch
         if division is None:
             return self._serial.dispatch(x, plan, buffer, probs)
@@ -132,14 +110,14 @@ class Overlapped:
     def dispatch_rows(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int
     ) -> AbstractContextManager[Iterator[Part] | None]:
-        """See Schedule."""
+        """See Serial."""
         division = self.overlap.gradient_dispatch
         if division is None:
             return self._serial.dispatch_rows(x, plan, buffer, gradients=gradients)
         return rows_arriving(x, plan, buffer, layout=self.layout, division=division, gradients=gradients)
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePart) -> torch.Tensor:
-        """See Schedule."""
+        """See Serial."""
         division = self.overlap.combine
         if division is None:
             return self._serial.combine(rows, plan, order, compute)
@@ -184,7 +162,7 @@ class Overlapped:
     def combine_while(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
-        """See Schedule."""
+        """See Serial."""
         if self.overlap.gradient_combine is None:
             return self._serial.combine_while(rows, plan, order, row_values, gradients=gradients)
         collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
@@ -201,3 +179,7 @@ class Overlapped:
                     collection.collect(num_ctas=num_ctas)
             finally:
                 branch.join()
+
+
+# What moe/ep_step.py asks for: equal ones launch the same kernels.
+Schedule = Serial | Overlapped

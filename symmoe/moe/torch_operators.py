@@ -9,9 +9,10 @@ backward is another:
 RoutedExperts calls them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
 operator around it. Results have the same bits.
 
-Operators take tensors and numbers only. The heap and the configuration go in as the number of a RoutedExperts, found in
-a table that holds nothing alive. What backward needs of forward (plan, leases, h) hangs on the memory of a small tensor
-that forward returns, `state`, and is gone when autograd, the compiled graph or the checkpoint drops that.
+Operators take tensors and numbers only. `own` are the biases of both layers, if they have any, and their weights. The
+heap and the configuration go in as the number of a RoutedExperts, found in a table that holds nothing alive. What
+backward needs of forward (plan, leases, h) hangs on the memory of a small tensor that forward returns, `state`, and is
+gone when autograd, the compiled graph or the checkpoint drops that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,34 +31,37 @@ from torch.utils.flop_counter import register_flop_formula
 from symmoe.autograd import Context, Unmodified
 from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.local_experts import CallExperts, kind_of, local_tensors, of_tensors
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import CallExperts, GroupedMLP, kind_of, local_tensors, of_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
-from symmoe.moe.flops import backward_flops, forward_flops, num_rows
+from symmoe.moe.ep_step import STASHES
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import num_dispatch_modes
 
 
-class EagerStep(Protocol):
-    """What the operators run: a RoutedExperts (moe/routed_experts.py); its attributes are described there."""
+@dataclass(frozen=True, eq=False)
+class EagerStep:
+    """What the operators run: a RoutedExperts (moe/routed_experts.py).
 
-    @property
-    def config(self) -> MoEConfig: ...
-    @property
-    def heap(self) -> SymmetricHeap: ...
-    @property
-    def meta_experts(self) -> GroupedMLP: ...
-    @property
-    def kind(self) -> tuple[object, ...]: ...
-    @property
-    def number(self) -> int: ...
+    Attributes:
+        config, heap: the configuration and heap of the layers.
+        meta_experts: of the shape and activation of the layers' experts, without memory.
+        kind: the kind of the layers' experts, see kind_of.
+        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
+    """
+
+    config: MoEConfig
+    heap: SymmetricHeap
+    meta_experts: GroupedMLP
+    kind: tuple[object, ...]
+    number: int = field(default_factory=itertools.count().__next__)
 
     def run(
         self, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: CallExperts
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(y, expert_load, num_dropped); collective, forward and backward."""
+        raise NotImplementedError
 
 
 BY_NUMBER: weakref.WeakValueDictionary[int, EagerStep] = weakref.WeakValueDictionary()
@@ -90,15 +95,15 @@ def run_as_operator(
         raise problem
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
-    maybe_biases, weights, adapters = local_tensors(experts, tokens.dtype)
-    biases = [bias for bias in maybe_biases if bias is not None]
-    if any(tensor.device != step.heap.device for tensor in (*biases, *weights, *adapters)):
+    biases, weights, adapters = local_tensors(experts, tokens.dtype)
+    own = [*(bias for bias in biases if bias is not None), *weights]
+    if any(tensor.device != step.heap.device for tensor in (*own, *adapters)):
         raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
     trains = torch.is_grad_enabled()
-    trains_weights = trains and any(tensor.requires_grad for tensor in (*biases, *weights))
+    trains_own = trains and any(tensor.requires_grad for tensor in own)
     gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
     y, expert_load, num_dropped, _ = _moe_forward(
-        tokens, probs, topk_idx, biases, weights, adapters, step.number, trains, trains_weights, gradients
+        tokens, probs, topk_idx, own, adapters, step.number, trains, trains_own, gradients
     )
     return y, expert_load, num_dropped
 
@@ -171,12 +176,11 @@ def _moe_forward(
     x: torch.Tensor,
     probs: torch.Tensor,
     topk_idx: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
     step: int,
     trains: bool,
-    trains_weights: bool,
+    trains_own: bool,
     gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     eager = BY_NUMBER[step]
@@ -185,18 +189,17 @@ def _moe_forward(
     problem = ddp_problem() or width_problem(experts.fc1, x) or width_problem(experts.fc2, x)
     eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
-    tensors = [x, probs, *biases, *weights, *adapters]
+    num_biases = 2 if experts.fc1.has_bias else 0
     if not trains:
-        called = of_tensors(experts, biases, weights, adapters)
+        called = of_tensors(experts, own[:num_biases], [*own[num_biases:], *adapters])
         y, expert_load, num_dropped = eager.run(x, probs, topk_idx, called)
         return y, expert_load.clone(), num_dropped.clone(), state
+    tensors = [x, probs, *own, *adapters]
     arguments = _Arguments(tensors)
     # Leaves of an autograd graph that only this call has.
-    first_weight, first_adapter = 2 + len(biases), 2 + len(biases) + len(weights)
-    trained = [*_trained_inputs(gradients)] + [trains_weights] * (first_adapter - 2) + [True] * len(adapters)
+    trained = [*_trained_inputs(gradients)] + [trains_own] * len(own) + [True] * len(adapters)
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
-    parts = leaves[2:first_weight], leaves[first_weight:first_adapter], leaves[first_adapter:]
-    called = of_tensors(experts, *parts)
+    called = of_tensors(experts, leaves[2 : 2 + num_biases], leaves[2 + num_biases :])
     with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
         y, expert_load, num_dropped = eager.run(leaves[0], leaves[1], topk_idx, called)
     arguments.tensors = ()
@@ -208,18 +211,8 @@ def _moe_forward(
 
 
 @_moe_forward.register_fake
-def _(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    topk_idx: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    trains: bool,
-    trains_weights: bool,
-    gradients: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, _probs: object, _idx: object, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    _own, _adapters, step, *_ = arguments
     load = torch.empty(BY_NUMBER[step].config.num_experts, dtype=torch.int32, device=x.device)
     num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
     return x.new_empty(x.shape), load, num_dropped, torch.empty(1, dtype=torch.int64, device="cpu")
@@ -231,17 +224,16 @@ def _moe_backward(
     state: torch.Tensor,
     x: torch.Tensor,
     probs: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
     step: int,
-    trains_weights: bool,
+    trains_own: bool,
     gradients: int,
 ) -> list[torch.Tensor]:
     kept = _kept(state)
     if kept is None:
         raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
-    kept.arguments.tensors = [x, probs, *biases, *weights, *adapters]
+    kept.arguments.tensors = [x, probs, *own, *adapters]
     try:
         outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation has no list of either
         return list(torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=True))
@@ -250,92 +242,93 @@ def _moe_backward(
 
 
 @_moe_backward.register_fake
-def _(
-    dy: torch.Tensor,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    trains_weights: bool,
-    gradients: int,
-) -> list[torch.Tensor]:
-    inputs = [tensor for tensor, is_trained in zip((x, probs), _trained_inputs(gradients), strict=True) if is_trained]
-    inputs += [*(biases if trains_weights else ()), *(weights if trains_weights else ()), *adapters]
+def _(_dy: object, _state: object, *arguments: Any) -> list[torch.Tensor]:
+    x, probs, own, adapters, _step, trains_own, gradients = arguments
+    inputs = [*compress((x, probs), _trained_inputs(gradients)), *(own if trains_own else ()), *adapters]
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 
 class _OperatorContext(Context, Protocol):
-    num_biases: int
-    num_weights: int
+    num_own: int
     options: tuple[int, bool, int]
 
 
 def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, probs, _topk_idx, biases, weights, adapters, step, _trains, *options = inputs
-    ctx.options = step, *options
-    ctx.num_biases, ctx.num_weights = len(biases), len(weights)
-    ctx.save_for_backward(output[3], x, probs, *biases, *weights, *adapters)
+    x, probs, _topk_idx, own, adapters, step, _trains, *options = inputs
+    ctx.num_own, ctx.options = len(own), (step, *options)
+    ctx.save_for_backward(output[3], x, probs, *own, *adapters)
 
 
 def _backward(ctx: _OperatorContext, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     state, x, probs, *rest = ctx.saved_tensors
-    first_adapter = ctx.num_biases + ctx.num_weights
-    biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases : first_adapter]
-    adapters = rest[first_adapter:]
-    trains_weights, gradients = ctx.options[1:]
-    d_rest: list[torch.Tensor | None]
-    d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, *ctx.options)
-    dx, d_probs = (d_rest.pop(0) if is_trained else None for is_trained in _trained_inputs(gradients))
-    if not trains_weights:
-        d_rest = [*itertools.repeat(None, first_adapter), *d_rest]
-    d_parts = d_rest[: ctx.num_biases], d_rest[ctx.num_biases : first_adapter], d_rest[first_adapter:]
-    return dx, d_probs, None, *d_parts, None, None, None, None
+    num_own, (trains_own, gradients) = ctx.num_own, ctx.options[1:]
+    found = iter(_moe_backward(dy, state, x, probs, rest[:num_own], rest[num_own:], *ctx.options))
+    dx, d_probs = (next(found) if is_trained else None for is_trained in _trained_inputs(gradients))
+    d_own = [next(found) if trains_own else None for _ in range(num_own)]
+    return dx, d_probs, None, d_own, [*found], None, None, None, None
 
 
 _moe_forward.register_autograd(_backward, setup_context=_keep)
 
 
-# For torch.utils.flop_counter. Raw: numbers of rows are not in the shapes.
+# For torch.utils.flop_counter, FLOPs of the products on one rank, as its GEMMs do them. Raw: numbers of rows are not in
+# the shapes. H hidden, I ffn, r rank of a layer's adapters, T tokens, K experts per token.
 
 
 @register_flop_formula(torch.ops.symmoe.moe_forward, get_raw=True)
-def _(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    topk_idx: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    *_: object,
-    out_val: tuple[torch.Tensor, ...],
-) -> int:
+def _(*arguments: Any, out_val: tuple[torch.Tensor, ...]) -> int:
+    _x, probs, _topk_idx, _own, adapters, step, *_ = arguments
     eager = BY_NUMBER[step]
-    rows = num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, out_val[1])
-    return rows * forward_flops(eager.meta_experts, adapters)
+    return _num_rows(eager, probs, out_val[1]) * _forward_flops(eager.meta_experts, adapters)
 
 
 @register_flop_formula(torch.ops.symmoe.moe_backward, get_raw=True)
-def _(
-    dy: torch.Tensor,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    adapters: Sequence[torch.Tensor],
-    step: int,
-    trains_weights: bool,
-    gradients: int,
-    *,
-    out_val: object,
-) -> int:
+def _(*arguments: Any, out_val: object) -> int:
+    _dy, state, _x, probs, _own, adapters, step, trains_own, gradients = arguments
     eager, kept = BY_NUMBER[step], _kept(state)
-    load = None if kept is None else kept.expert_load
-    rows = num_rows(eager.config, eager.heap.rank, eager.heap.num_ranks, probs, load)
     needs_x, _ = _trained_inputs(gradients)
-    stash = eager.config.stash
-    return rows * backward_flops(eager.meta_experts, adapters, stash, needs_x=needs_x, trains_weights=trains_weights)
+    flops = _backward_flops(
+        eager.meta_experts, adapters, eager.config.stash, needs_x=needs_x, trains_weights=trains_own
+    )
+    return _num_rows(eager, probs, None if kept is None else kept.expert_load) * flops
+
+
+def _num_rows(eager: EagerStep, probs: torch.Tensor, load: torch.Tensor | None) -> int:
+    """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
+    a mask or a capacity factor has taken away are not in it. Waits for the device.
+
+    A call that is traced without data has no load. For it, T * K: the slots of the rank's own tokens, probs [T, K].
+    """
+    if load is None or hasattr(load, "fake_mode"):
+        return probs.numel()
+    heap, capacity = eager.heap, eager.config.capacity
+    rows = int(load.view(heap.num_ranks, -1)[heap.rank].sum())
+    return rows if capacity is None else min(rows, capacity)
+
+
+def _forward_flops(experts: GroupedMLP, adapters: Sequence[torch.Tensor]) -> int:
+    """FLOPs of a row in forward: both layers, and what adapters A1 [G, r, H], B1, A2 [G, r, I], B2 add to them."""
+    return 2 * (sum(_features(experts)) + sum(adapter[0].numel() for adapter in adapters))
+
+
+def _backward_flops(
+    experts: GroupedMLP, adapters: Sequence[torch.Tensor], stash: str, *, needs_x: bool, trains_weights: bool
+) -> int:
+    """FLOPs of a row in backward: gradients of its activation, of itself (needs_x), of the weights (trains_weights) and
+    of the adapters; and FC1 again, if `stash` does not keep what it has made."""
+    fc1, fc2 = _features(experts)
+    a1, b1, a2, b2 = (adapter[0].numel() for adapter in adapters) if adapters else (0, 0, 0, 0)
+    products = fc2 + b2 + a2 + b1
+    if needs_x:
+        products += fc1 + a1
+    if trains_weights:
+        products += fc1 + fc2
+    products += a1 + b1 + a2 + b2
+    if not STASHES[stash].keeps_h:
+        products += fc1 + a1 + b1 + a2
+    return 2 * products
+
+
+def _features(experts: GroupedMLP) -> tuple[int, int]:
+    """W * H and I * H: numbers of a weight of each layer."""
+    return experts.fc1.out_features * experts.hidden, experts.hidden * experts.ffn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
@@ -98,16 +98,6 @@ def _problem(modules: Modules) -> ArgumentError | None:
     return None
 
 
-class Graph(Protocol):
-    """A step that has been captured."""
-
-    def replay(self) -> None:
-        """Runs it again, on the memory that it was captured with. Does not wait for it."""
-
-    def end(self) -> None:
-        """Gives its memory back."""
-
-
 class CudaGraph:
     """`function` as a CUDA graph on the heaps; it has not run when this is made."""
 
@@ -123,11 +113,11 @@ class CudaGraph:
             raise
 
     def replay(self) -> None:
-        """See Graph."""
+        """Runs it again, on the memory that it was captured with. Does not wait for it."""
         self._graph.replay()
 
     def end(self) -> None:
-        """See Graph."""
+        """Gives its memory back."""
         self._graph.reset()
         self._release()
 
@@ -208,7 +198,7 @@ class CapturedStep(Generic[R]):
             self._signature = inspect.signature(step)
         except (TypeError, ValueError):  # of a builtin
             self._signature = inspect.signature(lambda *args, **kwargs: None)
-        self.make_graph: Callable[[Callable[[], None], list[SymmetricHeap]], Graph] | None = (
+        self.make_graph: Callable[[Callable[[], None], list[SymmetricHeap]], CudaGraph] | None = (
             CudaGraph if self.device.type == "cuda" else None
         )
         self._replays: dict[Hashable, _Replay] = {}

@@ -1,15 +1,11 @@
 """Gradients of a model whose dense parameters are data-parallel and whose experts are expert-parallel.
 
-Let W ranks each have a loss L_r that is a mean over the rank's own tokens, and let the training loss be
-their mean, L = (1/W) * sum_r L_r.
+Let W ranks each have a loss L_r, a mean over the rank's own tokens, and the training loss be L = (1/W) * sum_r L_r.
 
-* A dense parameter is used on every rank with that rank's tokens, so backward leaves dL_r/dw on rank r and
-  dL/dw = (1/W) * sum_r dL_r/dw: sum over all ranks, divide by W.
-* An expert is used on the one rank of its EP group that owns it, with the tokens of all ranks of that EP
-  group. Combine's backward carries each rank's dL_r to it, so backward leaves sum_{r in EP group} dL_r/dw
-  there already. If the world is one EP group, that is the whole sum: divide by W. Where the world is cut
-  into D EP groups, the expert has D replicas that saw different tokens: sum over the replicas (the
-  `expert_group`), then divide by W, which is not the size of that group.
+* A dense parameter is used on every rank: backward leaves dL_r/dw there. Sum over all ranks, divide by W.
+* An expert is used on one rank of its EP group, with the tokens of all of them: combine's backward carries each rank's
+  dL_r there, so backward leaves their sum over the EP group. Where the world is cut into D EP groups, the expert has D
+  replicas that saw different tokens: sum over these (the `expert_group`). Then divide by W, not by that group's size.
 
 Which kind a parameter is follows from the module that owns it (symmoe.moe.ownership). It is `.grad` that is reduced:
 with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
@@ -37,10 +33,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def reduce_gradients(
-    model: nn.Module,
-    *,
-    group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
 ) -> None:
     """Turns what backward left in `.grad` into the gradient of the mean loss. Collective over both groups.
 
@@ -84,7 +77,8 @@ def reduce_gradients(
     _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
         torch._foreach_div_([p.grad for p in dense + experts if p.grad is not None], num_ranks)
-        _note_reduced(dense + experts)
+        if (noted := next((p.grad for p in dense + experts), None)) is not None:
+            noted._symmoe_versions = _versions(dense + experts)  # type: ignore[attr-defined]
         for layer in layers:
             layer.replicas.are_reduced = True
 
@@ -138,6 +132,42 @@ def clip_grad_norm(
     return total_norm
 
 
+@torch.no_grad()
+def broadcast_parameters(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, expert_group: dist.ProcessGroup | None = None
+) -> None:
+    """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups.
+
+    Experts stay as they are, with all that their modules hold. For loops that call `reduce_gradients`: DDP does the
+    same by itself, and FSDP's parts are of one model.
+
+    Args:
+        model: the same modules on every rank of `group`.
+        group: all ranks that train together. None is the default group, or only this process if there is none.
+        expert_group: the ranks that hold this rank's experts in the other EP groups, and this one: all get those of its
+            first rank. None: the world is one EP group.
+
+    Raises:
+        ArgumentError: a parameter or buffer is a DTensor, or has no memory. Nothing has been sent.
+    """
+    names = {id(parameter): is_expert for _, parameter, is_expert in named_parameters(model)}
+    holders = [module for module in model.modules() if getattr(module, "holds_experts", False)]
+    names |= {id(buffer): True for module in holders for buffer in module.buffers()}
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "device_mesh") or tensor.is_meta:
+            kind = "on meta" if tensor.is_meta else "a DTensor"
+            raise ArgumentError(f"{name} is {kind}: only tensors that are whole, with memory, can be made equal")
+    group = group or default_group()
+    for tensor in tensors.values():
+        its_group = expert_group if names.get(id(tensor), False) else group
+        if group_size(its_group) == 1 or not tensor.numel():
+            continue
+        sent = tensor.contiguous().view(-1).view(torch.uint8)  # of any dtype
+        dist.broadcast(sent, group=its_group, group_src=0)
+        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))  # its own memory, mostly; what was made of it is stale
+
+
 def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> dict[int, list[torch.Tensor]]:
     """This rank's part of every gradient, by the number of ranks that have the same part."""
     parts: dict[int, list[torch.Tensor]] = {}
@@ -178,12 +208,6 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
-
-
-def _note_reduced(parameters: list[nn.Parameter]) -> None:
-    """Notes how often each gradient has been written by now: backward writes again, or makes a new tensor."""
-    if parameters and (first := parameters[0].grad) is not None:
-        first._symmoe_versions = _versions(parameters)  # type: ignore[attr-defined]
 
 
 def _are_reduced(parameters: list[nn.Parameter]) -> bool:

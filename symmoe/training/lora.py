@@ -4,9 +4,7 @@ Adapters are grouped low-rank GEMMs (grouped/low_rank.py) in addition to those o
 expert-parallel step with all its schedules, in torch.compile. Neither W + B A nor a gradient of the size of W is made;
 only merging makes B A.
 
-FLOPs of a linear layer per row, where full training has 2 C O forward and 4 C O backward: 2 C O + 2 r (C + O) forward,
-and backward 2 C O for the input gradient, 4 r (C + O) for the adapters' part of it and their gradients. In addition to
-what a step without adapters keeps for backward, it keeps r numbers per row and linear layer.
+In addition to what a step without adapters keeps for backward, it keeps r numbers per row and linear layer.
 
 G groups, C input features, O output features, r rank.
 """
@@ -97,21 +95,15 @@ class LoRAGroupedLinear(GroupedLinear):
             a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
         return a, b
 
-    @torch.no_grad()
     def merge(self) -> None:
         """Adds the adapters to the weights, in place; they then cost nothing, and take no gradient."""
         if not self.is_merged:
             self._add_to_weights(1.0)
-            self.is_merged = True
-            self._let_adapters_train(False)
 
-    @torch.no_grad()
     def unmerge(self) -> None:
         """Subtracts the adapters from the weights again, up to the rounding of the weights."""
         if self.is_merged:
             self._add_to_weights(-1.0)
-            self.is_merged = False
-            self._let_adapters_train(True)
 
     def _let_adapters_train(self, may: bool) -> None:
         for adapter in (self.lora_a, self.lora_b):
@@ -119,12 +111,15 @@ class LoRAGroupedLinear(GroupedLinear):
             if not may:
                 adapter.grad = None  # an optimizer's step would change what the weights hold already
 
+    @torch.no_grad()
     def _add_to_weights(self, sign: float) -> None:
         a, b = local_part(self.lora_a), local_part(self.lora_b)
         with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
             delta = torch.bmm(b, a) * self.scaling
         for weight, part in zip(self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True):
             weight.add_(part.to(weight.dtype), alpha=sign)
+        self.is_merged = sign > 0
+        self._let_adapters_train(not self.is_merged)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -145,12 +140,7 @@ class LoRAGroupedLinear(GroupedLinear):
 
 
 def add_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    rank_dropout: float = 0.0,
-    dtype: torch.dtype | None = None,
+    model: nn.Module, *, rank: int, alpha: float, rank_dropout: float = 0.0, dtype: torch.dtype | None = None
 ) -> list[nn.Parameter]:
     """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
 

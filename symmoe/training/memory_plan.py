@@ -16,8 +16,7 @@ from torch import nn
 from symmoe.dispatch.plan import Plan
 from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.local_experts import kind_of
-from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.overlap import chance_of_part
@@ -86,12 +85,8 @@ def plan_memory(
     Raises:
         ArgumentError: a number is out of range.
     """
-    numbers = {
-        "num_ranks": num_ranks,
-        "num_tokens": num_tokens,
-        "num_layers": num_layers,
-        "num_in_flight": num_in_flight,
-    }
+    numbers = {"num_ranks": num_ranks, "num_tokens": num_tokens}
+    numbers |= {"num_layers": num_layers, "num_in_flight": num_in_flight}
     for name, value in numbers.items():
         if value < 1:
             raise ArgumentError(f"{name} ({value}) must be at least 1")

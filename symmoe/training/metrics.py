@@ -116,9 +116,8 @@ class MetricsLogger:
             counter = self._counters[name] = _Counter(listeners, totals)
             self._undo.append(listeners.add(counter.count))
             if (timer := self._timers.get(name)) is not None:
-                hooks = _TimerHooks(timer)
-                self._undo.append(layer.register_forward_pre_hook(hooks.before).remove)
-                self._undo.append(layer.register_forward_hook(hooks.after).remove)
+                self._undo.append(layer.register_forward_pre_hook(timer.before).remove)
+                self._undo.append(layer.register_forward_hook(timer.after).remove)
 
     def step(self, step: int) -> list[LayerRecord]:
         """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
@@ -186,37 +185,26 @@ class _Counter:
         other[_COMBINE].add_(read, alpha=report.row_bytes)
 
 
-class _TimerHooks:
-    """Hooks around the forward of one layer, which time it."""
-
-    def __init__(self, timer: _Timer) -> None:
-        self._timer = timer
-
-    def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
-        if _counts(layer.training):
-            self._timer.start()
-            listeners_of(layer).heap.trip_timer = self._timer.trip
-
-    def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-        if _counts(layer.training):
-            self._timer.stop()
-            listeners_of(layer).heap.trip_timer = None
-
-
 class _Timer:
-    """Sums up the time of forwards, from start to stop, and of their trips; read when the device is done."""
+    """Sums up the time of a layer's forwards and of their trips; read when the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "dispatch": [], "combine": []}
         self._begin: Any = None
 
-    def start(self) -> None:
-        self._begin = self._now()
+    def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Hook before the layer's forward."""
+        if _counts(layer.training):
+            self._begin = self._now()
+            listeners_of(layer).heap.trip_timer = self.trip
 
-    def stop(self) -> None:
-        self._add("forward", self._begin)
-        self._begin = None
+    def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        """Hook after the layer's forward."""
+        if _counts(layer.training):
+            self._add("forward", self._begin)
+            self._begin = None
+            listeners_of(layer).heap.trip_timer = None
 
     @contextmanager
     def trip(self, name: str) -> Iterator[None]:

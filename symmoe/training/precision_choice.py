@@ -61,12 +61,7 @@ MEASURED = (
 
 
 def choose_precision(
-    config: MoEConfig,
-    *,
-    num_ranks: int,
-    num_tokens: int,
-    device: torch.device | str,
-    num_micro_batches: int = 1,
+    config: MoEConfig, *, num_ranks: int, num_tokens: int, device: torch.device | str, num_micro_batches: int = 1
 ) -> MoEConfig:
     """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype.
 
