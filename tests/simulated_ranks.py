@@ -70,9 +70,7 @@ CASES = {
     "overflow": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=100),
     "too many packed rows": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=90),
     "room": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=123),
-    "rooms that differ": Case(
-        tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (200, 150))
-    ),
+    "rooms that differ": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (200, 150))),
     "one rank has too little room": Case(
         tokens=(40, 41, 42), num_experts=9, top_k=3, rooms=((300, 123), (-1, -1), (50, 123))
     ),

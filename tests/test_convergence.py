@@ -80,28 +80,6 @@ def test_nan_is_not_within():
     assert not convergence.is_within(results["mxfp8"])
 
 
-def most_at_once(times: Path) -> int:
-    spans = [json.loads(line) for line in times.read_text().splitlines()]
-    return max(sum(start <= at < end for start, end in spans) for at, _ in spans)
-
-
-@pytest.mark.slow
-def test_side_by_side_gives_the_results_of_one_after_the_other(compare, tmp_path: Path):
-    found = {}
-    for jobs in (1, 2):
-        folder = tmp_path / f"jobs-{jobs}"
-        code, record = compare("--ways", "mxfp8", "--seeds", "0,1", f"--jobs={jobs}", out=folder)
-        assert code == 1  # 1 % and 3 % more than bf16
-        assert most_at_once(folder / "times.jsonl") <= jobs
-        assert record["failed"] == record["kept"] == []
-        assert not list(folder.glob("*/checkpoints"))
-        found[jobs] = record["results"]
-    assert found[1] == found[2]
-    assert found[1]["mxfp8"]["heldout_bits_per_byte"]["seeds"]["0"] == pytest.approx([4.02, 2.02])
-    assert found[1]["mxfp8"]["more_than_bf16"] == pytest.approx(0.02)
-    assert found[1]["mxfp8"]["more_than_bf16_standard_error"] == pytest.approx(0.01)
-
-
 @pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_same(compare, tmp_path: Path):
     options = ("--ways", "nvfp4", "--jobs", "2", "--plot", str(tmp_path / "curves.png"))

@@ -111,19 +111,6 @@ def test_a_call_that_raises_is_waited_for(fake: Fake, order: StreamOrder):
     assert fake.has_waited_for(1, work)
 
 
-def test_memory_is_taken_after_its_last_user(fake: Fake, order: StreamOrder):
-    call(fake, order, 1)
-    call(fake, order, 2)
-    fake.current = 1
-    work = fake.launch()
-    order.released(SPAN)
-    fake.current = 2
-    order.taken(OTHER)
-    assert not fake.has_waited_for(1, work)
-    order.taken(SPAN)
-    assert fake.has_waited_for(1, work)
-
-
 def test_memory_from_before_the_second_streams_first_call(fake: Fake, order: StreamOrder):
     work = call(fake, order, 1)
     order.released(SPAN)
@@ -141,25 +128,6 @@ def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake, order: Stre
     fake.current = 2
     order.dropped(SPAN)
     order.taken(SPAN)
-    assert fake.has_waited_for(1, work)
-
-
-@pytest.mark.parametrize("part", [(512, 512), (1536, 512)])
-def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, order: StreamOrder, part: tuple[int, int]):
-    fake.work[3], fake.seen[3] = 0, {}
-    for stream in fake.work:
-        call(fake, order, stream)
-    fake.current = 1
-    work = fake.launch()
-    order.released((512, 1536))
-    fake.current = 2
-    order.taken((1024, 512))  # its middle
-    assert fake.has_waited_for(1, work)
-    fake.current = 3
-    order.taken((2048, 512))  # beside it
-    order.taken((0, 512))
-    assert not fake.has_waited_for(1, work)
-    order.taken(part)
     assert fake.has_waited_for(1, work)
 
 

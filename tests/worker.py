@@ -27,9 +27,7 @@ POISON = 0xFF
 
 
 @contextlib.contextmanager
-def open_heap(
-    device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs
-) -> Iterator[SymmetricHeap]:
+def open_heap(device: str, *, num_bytes: int = 8 << 20, tapes: str | None = None, **kwargs) -> Iterator[SymmetricHeap]:
     """A heap on `device`, with SYMMOE_TAPES as given. As long as it is open, every torch.empty of this rank is filled
     with NaN or huge indices."""
     was = torch.are_deterministic_algorithms_enabled()
