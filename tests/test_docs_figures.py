@@ -1,12 +1,15 @@
-"""Figures of README.md and docs/measurements.md are those of the committed records; what pages name is there."""
+"""Figures of README.md and docs/measurements.md are those of the committed records; every error has its section."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
 
 import measurements
+
+from symmoe import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -104,3 +107,10 @@ def test_promises_have_the_figures_of_the_records():
 
 def test_measurements_are_made_of_the_records():
     assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), "run python benchmarks/measurements.py"
+
+
+def test_every_error_that_is_raised_has_its_section():
+    classes = {c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.SymmoeError)}
+    raised = classes - {base for c in classes for base in c.__bases__} | {errors.ArgumentError}
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert {c.__name__ for c in raised} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))

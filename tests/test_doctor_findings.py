@@ -534,6 +534,13 @@ def test_a_rank_that_was_told_ends_last(
     assert bool(slept) == lingers
 
 
+@pytest.mark.parametrize(("load_per_core", "times"), [(0.1, 1), (9.0, 9), (50.0, 10)])
+def test_a_busy_machine_gets_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_per_core, times):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load_per_core * len(os.sched_getaffinity(0)), 0.0, 0.0))
+    told = run_trial(1, dict(os.environ), command=fake_rank(tmp_path, "tell(deadline_s=args['deadline-s'])"))
+    assert told.figures == {"deadline_s": str(180 * times + 1)}
+
+
 def test_nothing_that_ranks_start_is_left(tmp_path: Path):
     pids = tmp_path / "pids"
     body = (

@@ -243,11 +243,11 @@ def test_a_sparse_buffer(name):
         layer(inputs.x, inputs.splits, **{name: buffer})
 
 
-@pytest.mark.parametrize("value", [8.0, True, "8", None, torch.tensor(8), -1])
+@pytest.mark.parametrize("value", [8.0, True, "8", None, torch.tensor(8), -1, 0])
 @pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
 def test_sizes_that_are_none(name, value):
     sizes = {"num_groups": 2, "in_features": 4, "out_features": 4, name: value}
-    wanted = "at least 1" if value == -1 else "an int, not"
+    wanted = "at least 1" if value in (-1, 0) else "an int, not"
     with pytest.raises(ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {wanted}"):
         GroupedLinear(**sizes)
 

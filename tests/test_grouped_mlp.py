@@ -298,6 +298,9 @@ def test_wrong_arguments(change, parts):
     ("changes", "text"),
     [
         ({"hidden": 8.0}, r"hidden \(8\.0\) must be an int, not float"),
+        ({"hidden": 0}, r"hidden \(0\) must be at least 1"),
+        ({"ffn": 0}, r"ffn \(0\) must be at least 1"),
+        ({"num_groups": 0}, r"num_groups \(0\) must be at least 1"),
         ({"ffn": True}, r"ffn \(True\) must be an int, not bool"),
         ({"num_groups": None}, r"num_groups \(None\) must be an int, not NoneType"),
         ({"dtype": torch.int64}, r"dtype \(torch\.int64\) must be one of torch\.float32, "),

@@ -23,6 +23,7 @@ import torch
 from limits import HANG_S
 
 import symmoe
+from symmoe.tools.doctor.versions import Versions, check_versions
 
 pytest.importorskip("build", reason="builds the package: pip install 'symmoe[dev]'")
 
@@ -184,6 +185,14 @@ def test_ranges_hold_what_was_tested_and_end(release: Release):
     for requirement in release.metadata().requires_dist:
         assert requirement.name not in BOUNDED or "99" not in requirement.specifier, f"{requirement} has no end"
     assert {requirement.name for requirement in release.metadata().requires_dist} >= BOUNDED
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.13.1", "2.15.0", "2.99.0"])
+def test_doctor_knows_the_range_of_torch(release: Release, version: str):
+    (requirement,) = release.requirements("torch")
+    found = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
+    refused = [finding for finding in found if finding.level == "problem" and "torch" in finding.text]
+    assert bool(refused) == (version not in requirement.specifier)
 
 
 def test_installed_package_is_not_the_checkout(environment: Path, tmp_path: Path):

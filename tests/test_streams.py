@@ -131,6 +131,25 @@ def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake, order: Stre
     assert fake.has_waited_for(1, work)
 
 
+@pytest.mark.parametrize("part", [(512, 512), (1536, 512)])
+def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, order: StreamOrder, part: tuple[int, int]):
+    fake.work[3], fake.seen[3] = 0, {}
+    for stream in fake.work:
+        call(fake, order, stream)
+    fake.current = 1
+    work = fake.launch()
+    order.released((512, 1536))
+    fake.current = 2
+    order.taken((1024, 512))  # its middle
+    assert fake.has_waited_for(1, work)
+    fake.current = 3
+    order.taken((2048, 512))  # beside it
+    order.taken((0, 512))
+    assert not fake.has_waited_for(1, work)
+    order.taken(part)
+    assert fake.has_waited_for(1, work)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_marks_do_not_pile_up_and_none_is_missing(fake: Fake, order: StreamOrder, seed: int):
     """Random spans on random streams, beside a table of the last release of every byte of 512."""
