@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
@@ -216,6 +217,14 @@ def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path / "now.json").write_text(text)
         with pytest.raises(SystemExit, match=r"now\.json"):
             compare.main([path])
+
+
+def test_commit_is_that_of_the_tree(tmp_path: Path):
+    assert records.commit(tmp_path) == "unknown"
+    head = records._output_of("git", "-C", str(Path(cli.__file__).parent), "rev-parse", "HEAD")
+    if head:
+        assert records.commit(Path(cli.__file__).parent).removesuffix("-dirty") == head
+    assert records._output_of("no-such-command") == ""
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

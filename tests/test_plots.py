@@ -115,6 +115,20 @@ def test_heat_maps_and_lines_are_the_log(plot_load: ModuleType, tmp_path: Path, 
     assert dropped == pytest.approx(100 * 9 * np.arange(40) / loads.sum((0, 2)))
 
 
+def test_long_logs_are_averaged_and_the_most_uneven_layers_shown(
+    plot_load: ModuleType, tmp_path: Path, figures: dict[str, Figure]
+):
+    loads = made_up_log(tmp_path / "log", num_layers=6, num_steps=1000)
+    plot_load.draw(tmp_path / "log", tmp_path / "x.png")
+    over_mean = loads / loads.mean(2, keepdims=True).clip(1e-30)
+    shown = sorted(np.argsort(over_mean.max(2).mean(1))[2:])
+    axes = figures["x.png"].axes
+    assert [axis.get_title(loc="left") for axis in axes[:4]] == [f"block{i}" for i in shown]
+    drawn = np.asarray(axes[0].collections[0].get_array())
+    assert drawn.shape == (6, 334)
+    assert drawn[:, 0] == pytest.approx(over_mean[shown[0], :3].mean(0))
+
+
 def test_the_example_jobs_log_is_read_and_half_a_line_is_not(plot_load: ModuleType, tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": s, "expert_load": [[s, 2, 3, 0], [1, 1, 1, 1]]} for s in (1, 2, 2)]

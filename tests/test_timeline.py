@@ -24,7 +24,7 @@ from symmoe.timeline.events import Event, Timeline
 from symmoe.timeline.phases import _TABLE, BY_KERNEL, BY_OPERATOR, COMMUNICATION, GEMMS, PHASES
 from symmoe.timeline.profile import events_of
 from symmoe.timeline.recording import align, timeline_of
-from symmoe.timeline.replays import directed
+from symmoe.timeline.replays import directed, record_replays
 from symmoe.timeline.report import chrome_trace, lanes_of, table
 
 KERNELS = Path(kernels.__file__).parent
@@ -266,6 +266,20 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
         assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
     assert made.clock_error_us == (0.0, 1.0)
     assert problems_of(chrome_trace(made)) == []
+
+
+def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
+        with record_replays(tmp_path / "replays.json", heap) as recording:
+            recording.start()
+            layer(torch.randn(8, 16))[0]
+        lanes = {e.lane for e in recording.timeline.ranks[0]}
+    assert lanes == {"compute", "communication"}
+    items = json.loads((tmp_path / "replays.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {item["args"]["name"] for item in items if item["name"] == "thread_name"}
+    assert names == lanes | {"exposed communication"}
+    assert (tmp_path / "replays.txt").read_text(encoding="utf-8").startswith("cpu, 1 ranks")
 
 
 def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
