@@ -9,8 +9,9 @@ import fp8_problem
 import pytest
 import torch
 from biases import check_biases
+from fp8_problem import SENTINEL, relative_error
 from row_ranges import random_ranges, rows_of, spans_of, whole_groups
-from scaled_problem import NAN, SENTINEL, Numbers, Problem, WgradProblem, dequantised, relative_error
+from scaled_problem import NAN, Numbers, Problem, WgradProblem, dequantised
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
