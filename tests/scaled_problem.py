@@ -11,19 +11,15 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from fp8_problem import SENTINEL, cdiv
 from quantize_cases import Scattered
 from row_ranges import spans_of, whole_groups
 
 TILE = 128
-SENTINEL = -77.0
 NAN = {"mxfp8": 0xFF, "nvfp4": 0x7F}  # of scales
 BLOCK = {"mxfp8": 32, "nvfp4": 16}
 PER_BYTE = {"mxfp8": 1, "nvfp4": 2}
 NAMES = ("mxfp8", "nvfp4")
-
-
-def cdiv(a: int, b: int) -> int:
-    return (a + b - 1) // b
 
 
 def e4m3(codes: torch.Tensor) -> torch.Tensor:
@@ -241,9 +237,3 @@ class WgradProblem:
                 for scale in self.options.values():
                     result[g] *= scale[g].double()
         return result
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest value."""
-    largest = expected.abs().max().item() if expected.numel() else 0.0
-    return 0.0 if largest == 0.0 else (got.double() - expected).abs().max().item() / largest

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from act_quantize_cases import ACTIVATIONS
 from ahead_of_time import since
-from compiled_launches import access_bits, assert_compiled_once, atomics, catch_launches, meta
-from quantize_cases import FORMATS, row_range_of
+from compiled_launches import access_bits, atomics, catch_launches, meta
+from quantize_cases import FORMATS
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import GELU
@@ -132,18 +132,3 @@ def test_dact(launches, name, ffn, block_format, arch, with_dbias):
     check(code, name, block_format, MAX_SPILLED_BY_SUMS if with_dbias else None)
     if with_dbias:
         assert not atomics(launches.compile("sum_dbias_kernel", arch).ptx)
-
-
-@pytest.mark.slow
-def test_steps_do_not_compile_again(monkeypatch):
-    """The number of rows is not part of the compiled code."""
-    from act_quantize_cases import Problem, backward, forward
-
-    def step(num_rows):
-        p = Problem(ACTIVATIONS["swiglu"], 128, splits=(num_rows, 0))
-        assert torch.equal(p.row_range, row_range_of((num_rows, 0)))
-        forward(act_quantized, p, "mxfp8")
-        backward(act_quantized, p, "mxfp8")
-
-    compiled = assert_compiled_once(monkeypatch, (act_quantized, gemm_act, bias), step, (16,), (1,), (333,), (500,))
-    assert sum(compiled.values()) == 5

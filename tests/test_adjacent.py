@@ -325,14 +325,6 @@ def test_what_is_not_packed(matrices):
     assert packed_view(matrices(torch.zeros(3, 4, 8))) is None
 
 
-def test_errors_are_those_of_tables():
-    """Weights that kernels cannot take at all raise as before."""
-    layer = GroupedLinear(G, 8, 16, weights="discrete")
-    layer.weight1.data = torch.zeros(8, 16).t()
-    with pytest.raises(ArgumentError, match="strides"):
-        layer(torch.zeros(4, 8), [1, 1, 1, 1])
-
-
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 def test_misaligned_weights(weights: str):
     layer = GroupedLinear(G, 8, 16, weights=weights)

@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import bench
 import pytest
@@ -14,12 +13,10 @@ import torch
 from suites import grouped, pointer_loading
 from suites.gemm import groups_error
 from suites.grouped import copied_bytes
-from torch import nn
 
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
 from symmoe.precision import PRECISIONS, swizzle_scales
-from symmoe.tools.bench import stock_torch
 
 HIDDEN, FFN, EXPERTS = 32, 64, 4
 W1_BYTES, W2_BYTES = 2 * EXPERTS * 2 * FFN * HIDDEN, 2 * EXPERTS * FFN * HIDDEN
@@ -103,46 +100,6 @@ def test_what_a_machine_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.Monke
     output = capsys.readouterr().out
     assert f"skipped {ENGINE}: " in output
     assert "wire GB/s" not in output  # a column that no record has
-
-
-def scaled_grouped_mm(x, w, x_scale, w_scale, *, offs, out_dtype, use_fast_accum):
-    """What torch documents, on a CPU."""
-    assert x.dtype == w.dtype == torch.float8_e4m3fn
-    assert w.mT.is_contiguous()
-    rows, weight = x.float() * x_scale[:, None], w.float() * w_scale[:, None]
-    return stock_torch.grouped_mm(rows, weight, offs).to(out_dtype)
-
-
-class EngineLinear(nn.Module):
-    """Transformer Engine's GroupedLinear, as far as the suite uses it."""
-
-    def __init__(self, num_gemms, in_features, out_features, *, bias, params_dtype, device):
-        super().__init__()
-        assert not bias
-        for g in range(num_gemms):
-            weight = torch.full((out_features, in_features), torch.nan, dtype=params_dtype, device=device)
-            setattr(self, f"weight{g}", nn.Parameter(weight))
-
-    def forward(self, rows, m_splits):
-        assert type(m_splits) is list
-        parts = rows.split(m_splits)
-        return torch.cat([part @ getattr(self, f"weight{g}").t() for g, part in enumerate(parts)])
-
-
-def test_stand_ins_for_what_a_machine_lacks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    keep(monkeypatch, "bf16")
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(GroupedLinear=EngineLinear))
-    records = measure(tmp_path)
-    assert {name for name, _ in records} == {f"{layer}, bf16" for layer in LAYERS} | {*STOCK.values(), SCALED, ENGINE}
-    assert (SCALED, "backward") not in records
-    assert 0.01 < records[SCALED, "forward"]["error"] < 0.1  # FP8
-    assert records[ENGINE, "backward"]["error"] < 0.01
-    assert records[ENGINE, "forward"]["skipped"] == {}
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *args, **options: -scaled_grouped_mm(*args, **options))
-    with pytest.raises(WrongResult, match=SCALED):
-        measure(tmp_path)
 
 
 @pytest.mark.parametrize(

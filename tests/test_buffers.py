@@ -129,18 +129,6 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
     check()
 
 
-def test_only_a_buffer_makes_a_call_walk_over_the_parameters(single, monkeypatch):
-    """With hundreds of discrete weights, that takes longer than a launch."""
-    layers, walked = {single.fc1, single.fc2}, []
-    for layer in layers:
-        parameters = layer.parameters
-        monkeypatch.setattr(layer, "parameters", lambda walk=parameters: (walked.append(p) or p for p in walk()))
-    single(single.inputs.x)
-    assert not any(parameter is layer.bias for parameter in walked for layer in layers)  # weights come before it
-    single(single.inputs.x, out=buffer())
-    assert all(any(parameter is layer.bias for parameter in walked) for layer in layers)
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -15,13 +15,12 @@ import pytest
 from limits import HANG_S
 
 SCRIPT = Path(convergence.__file__)
-# In the place of the example: metrics that are known, the times that it took.
+# In the place of the example: metrics that are known.
 EXAMPLE = """
-import json, os, pathlib, sys, time
-start, options = time.time(), dict(zip(sys.argv, sys.argv[1:]))
+import json, pathlib, sys
+options = dict(zip(sys.argv, sys.argv[1:]))
 out, seed, way = pathlib.Path(options["--out"]), int(options["--seed"]), options.get("--precision", "bf16")
 print("begins", flush=True)
-time.sleep(0.3)
 if (way, seed) == ("nvfp4", 3):
     sys.exit("out of everything")
 bits = {"bf16": 1.0, "mxfp8": 1.01 + 0.02 * seed, "nvfp4": 0.99}[way] * (2 + seed)
@@ -30,8 +29,6 @@ with open(out / "metrics.jsonl", "w") as file:
         record = {"step": step, "train_bits_per_byte": bits}
         print(json.dumps(record | ({"heldout_bits_per_byte": bits + 3 - step} if step != 2 else {})), file=file)
 (out / "checkpoints").mkdir(exist_ok=True)
-with open(out.parent / "times.jsonl", "a") as file:
-    print(json.dumps([start, time.time()]), file=file)
 """
 
 
@@ -78,28 +75,6 @@ def test_differences_are_those_of_pairs():
 def test_nan_is_not_within():
     results = convergence.results_of({"bf16": {0: steps(2.0)}, "mxfp8": {0: steps(math.nan)}})
     assert not convergence.is_within(results["mxfp8"])
-
-
-def most_at_once(times: Path) -> int:
-    spans = [json.loads(line) for line in times.read_text().splitlines()]
-    return max(sum(start <= at < end for start, end in spans) for at, _ in spans)
-
-
-@pytest.mark.slow
-def test_side_by_side_gives_the_results_of_one_after_the_other(compare, tmp_path: Path):
-    found = {}
-    for jobs in (1, 2):
-        folder = tmp_path / f"jobs-{jobs}"
-        code, record = compare("--ways", "mxfp8", "--seeds", "0,1", f"--jobs={jobs}", out=folder)
-        assert code == 1  # 1 % and 3 % more than bf16
-        assert most_at_once(folder / "times.jsonl") <= jobs
-        assert record["failed"] == record["kept"] == []
-        assert not list(folder.glob("*/checkpoints"))
-        found[jobs] = record["results"]
-    assert found[1] == found[2]
-    assert found[1]["mxfp8"]["heldout_bits_per_byte"]["seeds"]["0"] == pytest.approx([4.02, 2.02])
-    assert found[1]["mxfp8"]["more_than_bf16"] == pytest.approx(0.02)
-    assert found[1]["mxfp8"]["more_than_bf16_standard_error"] == pytest.approx(0.01)
 
 
 @pytest.mark.slow

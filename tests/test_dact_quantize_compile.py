@@ -104,27 +104,6 @@ def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch):
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 
 
-def test_rows_have_no_bank_conflicts():
-    """By hand, as Triton does not count them in a part of a matrix: 8 lanes read 16 bytes each, from all 32 banks."""
-    lanes, registers = hopper_dact_quantize.ROWS.value.lane_bases, hopper_dact_quantize.ROWS.value.reg_bases
-    vec, per_phase, max_phase = (
-        getattr(hopper_dact_quantize.LAYOUT.value, name) for name in ("vec", "per_phase", "max_phase")
-    )
-    assert registers[:3] == [[0, 1], [0, 2], [0, 4]]
-
-    def banks(row, column):
-        piece = column // vec ^ row // per_phase % max_phase
-        byte = 2 * (128 * row + piece * vec + column % vec)
-        return {byte // 4 % 32 + i for i in range(4)}
-
-    for first in range(0, 32, 8):
-        used = set()
-        for lane in range(first, first + 8):
-            row, column = (sum(base[i] for bit, base in enumerate(lanes) if lane >> bit & 1) for i in range(2))
-            used |= banks(row, column)
-        assert len(used) == 32
-
-
 def test_what_is_launched(monkeypatch):
     """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
     launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act, bias)

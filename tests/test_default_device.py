@@ -11,6 +11,7 @@ from test_heap import outcome, round_trip
 
 import symmoe
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 PACKAGE = Path(symmoe.__file__).resolve().parent
 CONSTRUCTORS = {
@@ -74,11 +75,20 @@ def test_a_step_under_another_default_device(schedule: str):
         assert round_trip(heap)
 
 
-def test_grouped_layers_under_another_default_device():
+@pytest.mark.parametrize("precision", [None, MXFP8(), NVFP4(), Float8Block()], ids=str)
+@pytest.mark.parametrize("splits", [[3, 5], torch.tensor([3, 5], dtype=torch.int16)], ids=["list", "int16"])
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+def test_grouped_layers_under_another_default_device(weights: str, splits: object, precision: object):
+    """As with torch.set_default_device: what is made in a call belongs on the device of its arguments."""
     torch.manual_seed(0)
-    mlp = GroupedMLP(2, 16, 8)
-    rows, splits = torch.randn(6, 16), torch.tensor([4, 2])
-    want = mlp(rows, splits, torch.ones(6))
-    scale = torch.ones(6)
-    with torch.device("meta"):
-        assert torch.equal(mlp(rows, splits, scale), want)
+    model = GroupedMLP(2, 128, 128, bias=True, weights=weights, precision=precision)
+    results = []
+    for device in ("cpu", "meta"):
+        x = torch.ones(8, 128, device="cpu").cumsum(0).requires_grad_()
+        model.zero_grad()
+        with torch.device(device):
+            torch.manual_seed(0)
+            y = model(x, splits, x.detach()[:, 0])
+            y.backward(y.detach())
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))

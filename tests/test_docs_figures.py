@@ -1,13 +1,15 @@
-"""Figures of README.md and docs/measurements.md are those of the committed records; what pages name is there."""
+"""Figures of README.md and docs/measurements.md are those of the committed records; every error has its section."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
 
 import measurements
-import pytest
+
+from symmoe import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -103,42 +105,12 @@ def test_promises_have_the_figures_of_the_records():
     assert len([text for text in promises() if text not in changed]) == 1
 
 
-def test_every_folder_of_the_package_is_in_the_tree():
-    folders = {path.parent.name for path in (ROOT / "symmoe").glob("*/__init__.py")}
-    assert folders == set(re.findall(r"^    symmoe/(\w+)/ ", README, re.MULTILINE))
-    for named in re.findall(r"\bsymmoe/\w+(?:/|\.py)|\bdocs/\w+\.md", README):
-        assert (ROOT / named).exists(), named
-
-
 def test_measurements_are_made_of_the_records():
     assert measurements.PAGE.read_text(encoding="utf-8") == measurements.page(), "run python benchmarks/measurements.py"
 
 
-FOLDERS = ("symmoe", "docs", "notes", "tests", "examples", "benchmarks")
-FILES = [path for name in FOLDERS for kind in ("py", "md") for path in (ROOT / name).rglob(f"*.{kind}")]
-BELOW = ("", "symmoe", "symmoe/kernels", "tests", "tests/integrations")
-
-
-def missing(text: str, names: str) -> list[str]:
-    return [name for name in re.findall(names, text) if not any((ROOT / below / name).exists() for below in BELOW)]
-
-
-def test_files_that_pages_and_comments_name_are_there():
-    pages, code = r"\b(?:docs|notes)/[\w/.-]+\.md\b", r"(?<![\w/.])\w+/[\w/]+\.py\b"
-    for path in (ROOT / "README.md", *FILES):
-        text = path.read_text(encoding="utf-8")
-        assert not missing(text, pages), path
-        if path != measurements.PAGE and (path.parent == ROOT or (ROOT / "docs") in path.parents):  # records' commands
-            assert not missing(text, code), path
-    assert missing("see docs/no_such" + ".md", pages) != []  # negative controls
-    assert missing("`moe/no_such.py`", code) != []
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "notes").glob("*.md")), ids=lambda path: path.name)
-def test_a_note_has_a_date_a_line_in_the_list_and_links_that_lead_somewhere(path: Path):
-    text = path.read_text(encoding="utf-8")
-    if path.name != "README.md":
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d-[\w.-]+\.md", path.name)
-        assert f"({path.name})" in (ROOT / "notes" / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (path.parent / target).exists(), target
+def test_every_error_that_is_raised_has_its_section():
+    classes = {c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.SymmoeError)}
+    raised = classes - {base for c in classes for base in c.__bases__} | {errors.ArgumentError}
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert {c.__name__ for c in raised} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))

@@ -20,7 +20,6 @@ from limits import HANG_S, PROMPT_S
 
 from symmoe.cli import main
 from symmoe.errors import PeerError
-from symmoe.kernels.architectures import ARCHITECTURES, status
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
@@ -30,7 +29,7 @@ from symmoe.tools.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, r
 from symmoe.tools.doctor.nvidia_smi import Device, Links, Report, ask, parse_devices, parse_links, parse_topology
 from symmoe.tools.doctor.system import System, check_limits, check_system, read_system
 from symmoe.tools.doctor.trial import Trial, check_trial, run_trial
-from symmoe.tools.doctor.versions import Versions, check_versions, read_versions, release
+from symmoe.tools.doctor.versions import Versions, check_versions, read_versions
 
 GIB = 1 << 30
 
@@ -376,13 +375,6 @@ def test_what_torch_asks_for_is_read(monkeypatch):
     assert read_versions().torch_pins == {"triton": "3.9.*", "nvidia-nvshmem-cu13": "3.7.2"}
 
 
-@pytest.mark.parametrize(
-    ("version", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("580.159.03", (580, 159, 3)), ("unknown", (0,))]
-)
-def test_numbers_of_a_version(version: str, numbers: tuple[int, ...]):
-    assert release(version) == numbers
-
-
 def test_what_nvidia_smi_prints():
     first, second = parse_devices(QUERY)
     assert (first.index, first.uuid) == (0, "GPU-11111111-aaaa")
@@ -693,9 +685,3 @@ def test_a_machine_with_gpus(capsys: pytest.CaptureFixture):
         rates = [float(rate) for rate in re.findall(r"(?:dispatch|combine|copy) ([\d.e+]+)", tried[-1].text)]
         assert len(rates) == 3
         assert min(rates) > 1  # GB/s: they were measured on GPUs
-
-
-def test_the_page_says_what_is_known_of_every_gpu():
-    page = (Path(__file__).resolve().parent.parent / "docs" / "doctor.md").read_text(encoding="utf-8")
-    for (major, minor), kind in ARCHITECTURES.items():
-        assert f"| {kind.gpus} | {major}.{minor} | {status((major, minor))} |" in page

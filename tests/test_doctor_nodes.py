@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +15,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from limits import HANG_S, PROMPT_S
+from limits import PROMPT_S
 from test_doctor_findings import NVLINK, QUERY, TOPOLOGY, TORCH, wrong
+from test_nodes_start import refuses  # noqa: F401 - found by its name
 from test_several_nodes import nodes, run
 
 from symmoe.cli import main
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes import reach
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
 from symmoe.nodes.reach import Endpoint
 from symmoe.nodes.topology import Topology
@@ -287,19 +284,6 @@ def leaves_the_test() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def listens_no_more() -> Iterator[None]:
-    """What a port that a firewall closes is to the others."""
-
-    def listen(self: reach.Listener) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.endpoint = Endpoint("lo", "127.0.0.1", listener.getsockname()[1])
-        self._socket = None
-
-    with patch.object(reach.Listener, "__init__", listen):
-        yield
-
-
-@contextlib.contextmanager
 def a_wrong_device() -> Iterator[None]:
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth-none"}):
         yield
@@ -350,7 +334,7 @@ def test_ranks_on_one_node(cluster):
 PROBLEMS = {  # the rank, the subject, what is said, and a rank of whom nothing is to be said
     "a_bit_flips": (2, "rails", "rank 2 has got other bytes than rank 0 has sent", "rank 3"),
     "leaves_the_test": (3, "rails", "between rank 3 on node 1: a GPU that is out of order", "rank 2"),
-    "listens_no_more": (1, "sockets", "rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.0.0.1:", "rank 2"),
+    "refuses": (1, "sockets", "rank 3 on node 1 cannot connect to rank 1 on node 0 at 127.0.0.1:", "rank 2"),
     "a_wrong_device": (2, "sockets", "rank 2: GLOO_SOCKET_IFNAME=eth-none: this machine (", "rank 1"),
 }
 
@@ -457,19 +441,6 @@ def test_torch_has_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         if speaks:
             [finding] = json.loads(said)["findings"]
             assert "does not reach torch's store at MASTER_ADDR:MASTER_PORT=127.0.0.1:1: " in finding["text"]
-
-
-@pytest.mark.slow
-def test_the_command():
-    """As users start it, on virtual nodes; one rank tells, and all end with the same status."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "symmoe"]
-    command += ["doctor", "--nodes", "--ranks-per-node=1", "--json"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    subjects = [finding["subject"] for finding in json.loads(done.stdout)["findings"]]
-    assert [subject for subject in subjects if subject != "rails"] == ["nodes", "nics", "sockets"]
-    assert "rails" in subjects
 
 
 @pytest.mark.slow

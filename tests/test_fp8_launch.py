@@ -74,19 +74,9 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
                 da, *arguments[:3], workspace, *arguments[3:], *results, num_sms=8
             )
 
-    step(64)
-    before = {name: len(jit.calls) for name, jit in jits.items()}
-    launched = {name for name, calls in before.items() if calls}
-    assert launched >= {
-        "hopper_dact_quantize_kernel",
-        "act_quantize_rows_kernel",
-        "act_quantize_columns_kernel",
-        "dact_quantize_kernel",
-        "sum_dbias_kernel",
-    }
-    for num_rows in (1, 64, 65, 4096):
-        step(num_rows)
-    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+    used = {"hopper_dact_quantize_kernel", "act_quantize_rows_kernel", "act_quantize_columns_kernel"}
+    used |= {"dact_quantize_kernel", "sum_dbias_kernel"}
+    assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 
 def test_launches_that_quantise_rows_are_understood(fake_driver, monkeypatch):  # noqa: F811
@@ -104,18 +94,3 @@ def test_launches_that_quantise_rows_are_understood(fake_driver, monkeypatch):  
 
     used = {name: jit for name, jit in jits.items() if name in ("quantize_rows_kernel", "sum_dbias_kernel")}
     assert_only_the_first_compiles(used, step, (64, 1, 64, 65, 4096))
-
-
-def test_nothing_is_launched_without_rows(fake_driver, monkeypatch):  # noqa: F811
-    jits = fake_jits(monkeypatch, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
-    row_range = torch.zeros(2, 2, dtype=torch.int32)
-    weight, weight_scale = torch.empty(2, 64, 48, dtype=E4M3), torch.empty(2, 1, 1)
-    rows, scale = torch.empty(0, 48, dtype=E4M3), torch.empty(0, 1)
-    gpu_fp8.grouped_gemm_fp8(rows, scale, weight, weight_scale, row_range, torch.empty(0, 64))
-    dout, dout_scale = torch.empty(64, 0, dtype=E4M3), torch.empty(0, 64).t()
-    columns, columns_scale = torch.empty(48, 0, dtype=E4M3), torch.empty(0, 48).t()
-    for accumulate in (True, False):
-        out = torch.ones(2, 64, 48)
-        gpu_fp8.grouped_gemm_wgrad_fp8(dout, dout_scale, columns, columns_scale, row_range, out, accumulate=accumulate)
-        assert (out == (1.0 if accumulate else 0.0)).all()
-    assert not any(jit.calls for jit in jits.values())

@@ -1,62 +1,15 @@
-"""The twins of the grouped GEMMs of E4M3 numbers against float64."""
-
-import itertools
+"""The twins of the grouped GEMMs of E4M3 numbers: input gradients, and what is refused. More: test_scaled_twin.py."""
 
 import pytest
 import torch
-from biases import check_biases
-from fp8_problem import BLOCK, E4M3, SENTINEL, Numbers, Problem, WgradProblem, relative_error
-from row_ranges import random_ranges, rows_of
+from fp8_problem import BLOCK, E4M3, Numbers, Problem, WgradProblem, relative_error
+from test_scaled_twin import SPLITS, product
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SPLITS = [(30, 0, 1, 140, 0), (0, 0, 0), (0, 129, 0, 7)]
+BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = [(256, 384), (264, 272), (72, 48)]  # O, C: whole blocks; parts of blocks; less than one
-DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2**-8), (FP16, 2**-10), (FP32, 2e-6)], ids=str)
-
-
-def product(p, dtype, **options):
-    out = p.blank(dtype)
-    grouped_gemm_fp8(*p.operands, out, **options)
-    return out
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_products_of_whole_numbers_are_exact(widths):
-    for splits in SPLITS:
-        p = Problem(splits, widths, Numbers(exact=True))
-        assert torch.equal(product(p, FP32).double(), p.expected())
-
-
-@DTYPES
-def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance):
-    for splits, widths in itertools.product(SPLITS, WIDTHS):
-        p = Problem(splits, widths, Numbers(exact=False))
-        out, n = product(p, dtype), p.num_rows
-        assert relative_error(out[:n], p.expected()[:n]) <= tolerance
-        assert (out[n:] == SENTINEL).all()
-
-
-def run(p, out, row_range=None, **options):
-    *operands, groups = p.operands
-    grouped_gemm_fp8(*operands, groups if row_range is None else row_range, out, **options)
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_biases_are_added_before_the_one_rounding(widths):
-    for splits in SPLITS:
-        check_biases(run, Problem(splits, widths, Numbers(exact=True)), (BF16, FP16, FP32))
-
-
-@pytest.mark.parametrize("what", ["row_scale", "weight_scale"])
-def test_the_oracle_notices_a_scale_of_another_block(what):
-    p = Problem(SPLITS[0], WIDTHS[0], Numbers(exact=False))
-    expected = p.expected()
-    setattr(p, what, getattr(p, what).roll(1, -1))
-    n = p.num_rows
-    assert relative_error(product(p, FP32)[:n], expected[:n]) > 0.05
 
 
 def test_the_input_gradient_is_the_product_with_the_transposed_weight():
@@ -69,77 +22,6 @@ def test_the_input_gradient_is_the_product_with_the_transposed_weight():
         weight = p.weight[g].double() * block_scale[: p.widths[0], : p.widths[1]]
         scale = q.row_scale[span].repeat_interleave(BLOCK, 1)[:, : p.widths[0]]
         assert torch.equal(out[span], (q.rows[span].double() * scale) @ weight)
-
-
-def test_ranges_have_the_bits_of_the_whole():
-    for splits, step in itertools.product(SPLITS, (1, 16)):
-        p = Problem(splits, (264, 272), Numbers(exact=False))
-        whole, union = product(p, BF16), p.blank(BF16)
-        for ranges in random_ranges(splits, 3, step=step):
-            come, out = rows_of(ranges, p.capacity), p.blank(BF16)
-            arguments = (p.rows, p.row_scale, p.weight, p.weight_scale, ranges)
-            grouped_gemm_fp8(*arguments, out)
-            assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)))
-            grouped_gemm_fp8(*arguments, union)
-        assert torch.equal(union, whole)
-
-
-def test_the_tail_becomes_zero_if_asked_for():
-    p = Problem(SPLITS[0], (264, 272), Numbers(exact=False))
-    expected = product(p, BF16)
-    expected[p.num_rows :] = 0
-    assert torch.equal(product(p, BF16, zero_tail=True), expected)
-
-
-def test_nan_stays_in_its_row():
-    p = Problem(SPLITS[0], WIDTHS[1], Numbers(exact=False))
-    clean = product(p, BF16)
-    p.rows.view(torch.uint8)[7, 3] = 0x7F
-    dirty = product(p, BF16)
-    assert dirty[7].isnan().all()
-    dirty[7] = clean[7]
-    assert torch.equal(dirty, clean)
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_weight_gradients_of_whole_numbers_are_exact(widths, accumulate):
-    for splits in SPLITS:
-        p = WgradProblem(splits, widths, Numbers(exact=True))
-        out = torch.full(p.shape, 3.0 if accumulate else torch.nan)
-        grouped_gemm_wgrad_fp8(*p.operands, out, accumulate=accumulate)
-        assert torch.equal(out.double(), p.expected() + (3.0 if accumulate else 0.0))
-
-
-@DTYPES
-def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance):
-    p = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(exact=False))
-    out = torch.full(p.shape, torch.nan, dtype=dtype)
-    grouped_gemm_wgrad_fp8(*p.operands, out)
-    assert relative_error(out, p.expected()) <= tolerance
-    p.rows_scale = p.rows_scale.t().roll(1, 1).t()
-    grouped_gemm_wgrad_fp8(*p.operands, out)
-    assert relative_error(out, WgradProblem(SPLITS[0], WIDTHS[1], Numbers(exact=False)).expected()) > 0.05
-
-
-def test_groups_without_tokens_leave_an_accumulated_gradient_alone():
-    p = WgradProblem(SPLITS[0], WIDTHS[2], Numbers(exact=False))
-    out = torch.full(p.shape, torch.nan)
-    grouped_gemm_wgrad_fp8(*p.operands, out, accumulate=True)
-    assert out.isnan().all()
-    empty = [g for g, size in enumerate(p.splits) if size == 0]
-    grouped_gemm_wgrad_fp8(*p.operands, out)
-    assert not out[empty].any()
-    assert not out.isnan().any()
-
-
-def test_no_rows_at_all():
-    p = Problem((0, 0), WIDTHS[2], Numbers(exact=False), tail=0)
-    assert product(p, BF16).shape == (0, 72)
-    q = WgradProblem((0, 0), WIDTHS[2], Numbers(exact=False), tail_blocks=0)
-    out = torch.full(q.shape, torch.nan)
-    grouped_gemm_wgrad_fp8(*q.operands, out)
-    assert not out.any()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Parts of the grouped GEMMs: ranges of rows, which together are the whole, bit for bit."""
 
-import inspect
 import itertools
 
 import pytest
@@ -85,40 +84,3 @@ def test_a_forgotten_part_of_dact_is_seen():
 
 
 # ------------------------------------------------------------------------------------------------- both packages
-
-
-@pytest.fixture(params=["twin", "gpu"])
-def ops(request):
-    """The functions, none of which gets as far as to look at a device here."""
-    if request.param == "twin":
-        return twin
-    pytest.importorskip("triton")
-    from symmoe.kernels import gpu
-
-    return gpu
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grouped_gemm",
-        "grouped_gemm_dgrad",
-        "grouped_gemm_wgrad",
-        "grouped_gemm_act",
-        "grouped_gemm_dact",
-        "sum_dact_partials",
-        "dact_workspace_numel",
-    ],
-)
-def test_twins_and_kernels_have_the_same_parameters(name):
-    """But for the tiles."""
-    pytest.importorskip("triton")
-    from symmoe.kernels import gpu
-
-    ours = dict(inspect.signature(getattr(gpu, name)).parameters)
-    ours.pop("config", None)
-    theirs = inspect.signature(getattr(twin, name)).parameters
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-        (p.name, p.kind, p.default) for p in theirs.values()
-    ]
-    assert ("num_sms" in theirs) == name.startswith("grouped")

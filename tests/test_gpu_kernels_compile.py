@@ -5,7 +5,6 @@ and clock, no other atomics, no spills.
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from ahead_of_time import since
-from compiled_launches import assert_compiled_once, atomics, catch_launches
+from compiled_launches import atomics, catch_launches
 from compiled_launches import meta as empty
-from simulated_ranks import Case, run_case
 
-from symmoe.kernels import control, gpu
+from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.triton import plan, sync, tokens
 
@@ -242,25 +240,3 @@ def test_slot_kernels(launches, shape, with_probs):
     tokens.pull_values(slots, token_to_row, peers, received, values, column=1)
     for name in ("push_slots", "index_rows", "gather_values", "pull_values"):
         check(launches, f"{name}_kernel")
-
-
-def step(case, number):
-    """Launches every kernel of these modules."""
-    run_case(gpu, case)
-    status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
-    words = (number, 2**40 * number, 16)
-    peers, arrived = make_peers(2), torch.zeros(1, dtype=torch.int64)
-    sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
-    sync.send_signal(peers, number % 2)
-    sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
-
-
-def test_steps_do_not_compile_again(monkeypatch):
-    """Numbers that change from step to step: tokens, capacity, offsets, phases."""
-    case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
-    steps = (
-        (case, 0),
-        (replace(case, tokens=(1, 35), capacity=1), 1),
-        (replace(case, tokens=(7, 100), capacity=3000), 2),
-    )
-    assert all(assert_compiled_once(monkeypatch, (sync, plan, tokens), step, *steps).values())

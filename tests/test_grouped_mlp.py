@@ -43,7 +43,6 @@ from grouped_cases import (
 from symmoe import GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters
-from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 PLAIN = Case(buffers=())
 FUSED_PATHS = PATHS[1:]
@@ -299,6 +298,9 @@ def test_wrong_arguments(change, parts):
     ("changes", "text"),
     [
         ({"hidden": 8.0}, r"hidden \(8\.0\) must be an int, not float"),
+        ({"hidden": 0}, r"hidden \(0\) must be at least 1"),
+        ({"ffn": 0}, r"ffn \(0\) must be at least 1"),
+        ({"num_groups": 0}, r"num_groups \(0\) must be at least 1"),
         ({"ffn": True}, r"ffn \(True\) must be an int, not bool"),
         ({"num_groups": None}, r"num_groups \(None\) must be an int, not NoneType"),
         ({"dtype": torch.int64}, r"dtype \(torch\.int64\) must be one of torch\.float32, "),
@@ -329,42 +331,6 @@ def test_float64_is_refused_as_the_default_dtype_and_after_a_cast():
             with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast), refused("are torch.float64", "float32"):
                 model(x.to(model.fc1.weight.dtype), [1, 2], scale)
             assert_same_bits(model.bfloat16()(x, [1, 2], scale), want)
-
-
-@pytest.mark.parametrize("kind", ["list", "int16"])
-def test_another_default_device(kind):
-    inputs = make_inputs(PLAIN)
-    model = filled(PLAIN, inputs, weights="discrete")
-    splits = list(TINY.splits) if kind == "list" else inputs.splits.short()
-    want = run_experts("mlp", PLAIN, inputs)
-    x = inputs.x.clone().requires_grad_()
-    with torch.device("meta"):
-        y = model(x, splits, inputs.scale)
-        y.backward(inputs.d_y)
-    assert_same_bits(y, want.tensors["y"])
-    assert_same_bits(x.grad, want.tensors["d_x"])
-
-
-@pytest.mark.parametrize("precision", [MXFP8(), NVFP4(), Float8Block()], ids=str)
-def test_another_default_device_with_a_precision(precision):
-    model = GroupedMLP(2, 128, 128, precision=precision)
-    results = []
-    for device in ("cpu", "meta"):
-        x = torch.ones(8, 128, device="cpu").cumsum(0).requires_grad_()
-        model.zero_grad()
-        with torch.device(device):
-            torch.manual_seed(0)
-            y = model(x, [3, 5], x.detach()[:, 0])
-            y.backward(y.detach())
-        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    for found, want in zip(*results, strict=True):
-        assert_same_bits(found, want)
-
-
-@pytest.mark.parametrize("name", ["num_groups", "hidden", "ffn"])
-def test_wrong_sizes(name):
-    with pytest.raises(ArgumentError, match=rf"{name} \(0\) must be at least 1"):
-        GroupedMLP(**{"num_groups": 2, "hidden": 4, "ffn": 4, name: 0})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

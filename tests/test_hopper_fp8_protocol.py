@@ -7,12 +7,12 @@ overwritten while it is read. Wrong protocols are noticed.
 import random
 
 import pytest
-from test_hopper_protocol import Barrier
+from test_hopper_protocol import Barrier, Roles
 
 COPIES = {"product": 2, "gradient": 4}  # of a stage: two operands, and the scales of either
 
 
-class Program:
+class Program(Roles):
     """Shared memory of one program; `landing` holds copies that have not finished."""
 
     def __init__(self, lengths, stages, kind, *, frees_early=False, scales_late=False, forgets=0):
@@ -27,9 +27,6 @@ class Program:
         self.readers = [0] * stages
         self.landing, self.done = [], []
         self.roles = {"load": self.load(), "multiply 0": self.multiply(0), "multiply 1": self.multiply(1)}
-
-    def next_stage(self, stage, phase):
-        return (0, phase ^ 1) if stage == self.stages - 1 else (stage + 1, phase)
 
     def load(self):
         stage, phase = 0, 1
@@ -85,22 +82,6 @@ class Program:
             for _ in range(5):
                 yield None
             self.done.append((tile, warpgroup))
-
-    def play(self, choice):
-        """Runs the roles, in an order that favours some of them, until all are done."""
-        weights = {role: choice.choice([1, 1, 3, 10]) for role in self.roles}
-        waiting = dict.fromkeys(self.roles)
-        while self.roles or self.landing:
-            ready = [role for role in self.roles if waiting[role] is None or waiting[role][0].passes(waiting[role][1])]
-            if self.landing and (not ready or choice.random() < 0.4):
-                self.land(choice.randrange(len(self.landing)))
-                continue
-            assert ready, f"deadlock of {list(self.roles)}"
-            role = choice.choices(ready, [weights[each] for each in ready])[0]
-            try:
-                waiting[role] = next(self.roles[role])
-            except StopIteration:
-                del self.roles[role]
 
     def check(self):
         assert sorted(self.done) == [(tile, half) for tile in range(len(self.lengths)) for half in range(2)]

@@ -26,7 +26,30 @@ class Barrier:
         return self.phase & 1 != parity
 
 
-class Program:
+class Roles:
+    """What runs at the same time: `roles`, and `landing`, copies that have not finished."""
+
+    def next_stage(self, stage, phase):
+        return (0, phase ^ 1) if stage == self.stages - 1 else (stage + 1, phase)
+
+    def play(self, choice):
+        """Runs the roles, in an order that favours some of them, until all are done."""
+        weights = {role: choice.choice([1, 1, 3, 10]) for role in self.roles}
+        waiting = dict.fromkeys(self.roles)
+        while self.roles or self.landing:
+            ready = [role for role in self.roles if waiting[role] is None or waiting[role][0].passes(waiting[role][1])]
+            if self.landing and (not ready or choice.random() < 0.4):
+                self.land(choice.randrange(len(self.landing)))
+                continue
+            assert ready, f"deadlock of {list(self.roles)}"
+            role = choice.choices(ready, [weights[each] for each in ready])[0]
+            try:
+                waiting[role] = next(self.roles[role])
+            except StopIteration:
+                del self.roles[role]
+
+
+class Program(Roles):
     """Shared memory of one program; `landing` holds copies that TMA has not finished."""
 
     def __init__(self, kind, lengths, stages):
@@ -44,9 +67,6 @@ class Program:
         self.roles = {"load": self.load(), "multiply 0": self.multiply(0), "multiply 1": self.multiply(1)}
         if self.finishes:
             self.roles["finish"] = self.finish()
-
-    def next_stage(self, stage, phase):
-        return (0, phase ^ 1) if stage == self.stages - 1 else (stage + 1, phase)
 
     def skip_tile(self, stage, phase):
         position = phase * self.stages + stage + (self.lengths or [1])[0]
@@ -134,22 +154,6 @@ class Program:
                 self.dump[half] = None
                 self.done.append((tile, half))
                 self.taken[half].arrive()
-
-    def play(self, choice):
-        """Runs the roles, in an order that favours some of them, until all are done."""
-        weights = {role: choice.choice([1, 1, 3, 10]) for role in self.roles}
-        waiting = dict.fromkeys(self.roles)
-        while self.roles or self.landing:
-            ready = [role for role in self.roles if waiting[role] is None or waiting[role][0].passes(waiting[role][1])]
-            if self.landing and (not ready or choice.random() < 0.4):
-                self.land(choice.randrange(len(self.landing)))
-                continue
-            assert ready, f"deadlock of {list(self.roles)}"
-            role = choice.choices(ready, [weights[each] for each in ready])[0]
-            try:
-                waiting[role] = next(self.roles[role])
-            except StopIteration:
-                del self.roles[role]
 
 
 @pytest.mark.parametrize("num_k", [1, 2, 3, 4, 5, 12])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import subprocess
 import sys
@@ -72,20 +71,6 @@ def test_batch_is_a_function_of_seed_step_and_index(folder: Path):
         assert (windows == sequence).all(axis=1).any()
 
 
-def test_byte_frequency_bits_equal_their_definition(folder: Path):
-    corpus = data.load_corpus(folder)
-    counts = [1 + corpus.train.tolist().count(byte) for byte in range(256)]
-    targets = data.heldout_batch(corpus, sequences=range(4), total=4, context=16)[:, 1:].flatten().tolist()
-    expected = sum(-math.log2(counts[byte] / sum(counts)) for byte in targets) / len(targets)
-    assert data.byte_frequency_bits(corpus, total=4, context=16) == pytest.approx(expected)
-
-
-def test_standard_library_is_large_enough():
-    corpus = data.load_corpus()
-    assert len(corpus.train) > 5_000_000
-    assert len(corpus.heldout) > 100_000
-
-
 @pytest.fixture
 def language_model():
     with symmoe.SymmetricHeap(None, num_bytes=model.heap_bytes(TINY, num_ranks=1), backend="host") as heap:
@@ -104,35 +89,6 @@ def test_a_byte_sees_only_its_past(language_model: model.LanguageModel):
     difference = (language_model(changed).logits - logits).abs().amax(dim=(0, 2))
     assert (difference[:20] < 1e-5).all()
     assert (difference[20:] > 1e-4).all()
-
-
-def test_rotation_makes_attention_depend_on_distance_alone():
-    rotation = model.rope_rotation(32, 8, torch.device("cpu"))
-    qk = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(1, 32, 2, 1, 8)
-    q, k = model.rotate(qk, rotation)[0, :, :, 0].unbind(1)
-    products = q @ k.T
-    for distance in (0, 3, 11):
-        diagonal = products.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(products[0, 0], products[0, 1])
-
-
-def test_attention_in_bf16_as_fsdp_casts_it():
-    torch.manual_seed(0)
-    attention = model.Attention(32, 2, device=torch.device("cpu"))
-    rotation, x = model.rope_rotation(9, 16, torch.device("cpu")), torch.randn(2, 9, 32)
-    want = attention(x, rotation)
-    got = attention.bfloat16()(x.bfloat16(), rotation)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), want, rtol=0.0, atol=0.02 * float(want.detach().abs().max()))
-
-
-def test_every_parameter_gets_a_gradient(language_model: model.LanguageModel):
-    tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(0))
-    output = language_model(tokens)
-    (output.logits.square().mean() + output.aux_loss).backward()
-    for name, parameter in language_model.named_parameters():
-        assert parameter.grad.abs().sum() > 0, name
 
 
 def test_torn_and_later_records_are_dropped(tmp_path: Path):

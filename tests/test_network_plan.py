@@ -14,7 +14,7 @@ import torch
 from symmoe import MoEConfig, cli
 from symmoe.errors import ArgumentError
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe.overlap import H200, Sizes, chance_of_part
+from symmoe.moe.overlap import H200, Sizes
 from symmoe.moe.routing import route_tokens
 from symmoe.precision import Float8Block
 from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
@@ -190,11 +190,3 @@ def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[st
     command, shown = re.search(r"^    \$ symmoe (plan (?:.*\\\n)*.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE).groups()
     assert cli.main(shlex.split(command)) == 0
     assert capsys.readouterr().out == re.sub(r"^    ", "", shown, flags=re.MULTILINE)
-
-
-def test_a_chance_without_groups():
-    """1 - C(E - E/N, K) / C(E, K), as a product of chances to miss."""
-    miss = 1.0
-    for k in range(8):
-        miss *= (96 - k) / (128 - k)
-    assert chance_of_part(128, 4, 8) == pytest.approx(1 - miss)

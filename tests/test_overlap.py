@@ -21,7 +21,6 @@ from symmoe.moe import ep_step
 from symmoe.moe.overlap import (
     H100,
     H200,
-    Move,
     Overlap,
     Rates,
     Sizes,
@@ -145,29 +144,6 @@ def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes
     hidden, ffn, num_experts, top_k = layer
     given = {"num_rows": 8192 * top_k, "hidden": hidden, "ffn": ffn, "top_k": top_k, "num_experts": num_experts}
     return Sizes(**{**given, "num_ranks": num_ranks, "item_bytes": 2, **changes})
-
-
-def test_times_of_a_move():
-    move = Move(push_bytes=1e6, sum_bytes=4e6)
-    assert move.alone_s(RATES) == pytest.approx(10e-6)
-    assert replace(move, sum_bytes=8e6).alone_s(RATES) == pytest.approx(16e-6)  # both at once
-    assert replace(move, copy_bytes=5e6).alone_s(RATES) == pytest.approx(20e-6)  # one after the other
-    assert move.beside_s(2, RATES) == pytest.approx(100e-6)  # 4 MB are summed
-    assert replace(move, sum_bytes=0.0).beside_s(2, RATES) == pytest.approx(50e-6)
-    assert replace(move, copy_bytes=4e6).beside_s(2, RATES) == pytest.approx(150e-6)
-    assert move.beside_s(50, RATES) == pytest.approx(10e-6)  # the link is full
-
-
-def test_what_moves():
-    """Four ranks, 3,000 tokens here, rows of 4 KiB."""
-    sizes = Sizes(num_rows=6000, hidden=2048, ffn=64, top_k=2, num_experts=8, num_ranks=4, item_bytes=2)
-    sent, home = sizes.send_sums(), sizes.sum_home()
-    assert sent == Move(push_bytes=sizes.wire_bytes, sum_bytes=4500 * 4096)  # all rows of peers' tokens
-    assert home.push_bytes == 0
-    assert home.sum_bytes == pytest.approx(1500 * 4096 + sizes.wire_bytes)  # own rows, and sums that have come
-    assert sizes.push(None) == Move(push_bytes=sizes.wire_bytes)
-    copied = replace(sizes, is_expert_major=True).push(2048)
-    assert copied == Move(push_bytes=sizes.wire_bytes / 2, copy_bytes=4500 * 2048 - sizes.wire_bytes / 2)
 
 
 def test_layout_by_width():
@@ -299,13 +275,6 @@ def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], ra
     assert everything.gradient_combine == everything.combine
 
 
-def test_between_nodes_large_calls_are_overlapped_and_small_ones_are_not():
-    for num_rows, is_chosen in ((65536, True), (256, False)):
-        chosen = overlap(sizes_of(LAYERS[2], 4, num_rows=num_rows, num_nodes=2, sums_travel=False), 132)
-        for division in (chosen.dispatch, chosen.gradient_dispatch, chosen.combine):
-            assert (division is not None) == is_chosen, (num_rows, chosen)
-
-
 def test_small_calls_and_single_sms_are_not_overlapped():
     nothing = Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
     assert overlap(sizes_of(LAYERS[0], 2), 1) == nothing
@@ -322,13 +291,6 @@ def test_rows_that_peers_read_go_home_when_all_are_complete():
     ):
         assert None not in (one.combine, one.gradient_combine)
         assert other == replace(one, combine=None, gradient_combine=None)
-
-
-def test_more_to_hide_behind_never_takes_more_programs():
-    for layer in LAYERS:
-        sizes, longer = sizes_of(layer, 4), sizes_of(layer, 4, ffn=4 * layer[1])
-        one, other = (overlap(s, 132, replace(H200, least_gain=0.0)).gradient_combine for s in (sizes, longer))
-        assert other.num_ctas <= one.num_ctas
 
 
 def test_wire_bytes_are_those_of_uniform_routing():
@@ -401,15 +363,6 @@ def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
     assert rates_of(H100, None) == rates_of(H100, MXFP8()) == H100
     assert rates_of(H100, Float8Block()) == replace(H200_FLOAT8, memory_bytes=H100.memory_bytes)
     assert H100.memory_bytes < H200.memory_bytes
-
-
-def test_fewer_bytes_on_the_wire_take_fewer_programs():
-    full = sizes_of(LAYERS[2], 4)
-    half = replace(full, sent_row_bytes=7392, sent_gradient_row_bytes=7392)
-    one, other = (overlap(sizes, 132, H200_FLOAT8) for sizes in (full, half))
-    assert one.dispatch.num_ctas > other.dispatch.num_ctas
-    assert one.gradient_dispatch.num_ctas > other.gradient_dispatch.num_ctas
-    assert (one.combine, one.gradient_combine) == (other.combine, other.gradient_combine)
 
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])

@@ -72,17 +72,6 @@ def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):
             assert len(of) == 5
 
 
-def test_the_same_records_give_the_same_bytes_by_command(tmp_path: Path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        subprocess.run([sys.executable, ROOT / "benchmarks" / "plots.py", tmp_path / folder], check=True, timeout=100)
-    for name in plots.PICTURES:
-        data = (tmp_path / "a" / name).read_bytes()
-        assert data.startswith(b"\x89PNG\r\n\x1a\n")
-        assert data == (tmp_path / "b" / name).read_bytes()
-        assert (ROOT / "docs" / "images" / name).exists()
-
-
 # -- expert load ------------------------------------------------------------------------------------------------------
 
 

@@ -97,14 +97,6 @@ def test_measured_layers_get_what_was_faster(preset: str):
     assert speed_up == pytest.approx(wanted, rel=1e-3)
 
 
-def test_the_page_has_the_table():
-    page = (RECORD.parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
-    for layer in MEASURED:
-        faster = layer.speed_up("none", 1), layer.speed_up("both", 1), layer.speed_up("both", 10**6)
-        cells = (layer.name, layer.hidden, layer.ffn, layer.rows_per_expert, *(f"{ratio:.2f}" for ratio in faster))
-        assert f"| {' | '.join(map(str, cells))} |" in page
-
-
 # -- what is chosen ---------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,11 @@ pytest.importorskip("triton")
 
 from scaled_problem import NAMES, Numbers, Problem, WgradProblem
 from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_jits  # noqa: F401
+from test_scaled_twin import names, problem, wgrad_problem
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.low_precision import scaled
+from symmoe.kernels.low_precision import fp8, hopper_fp8, hopper_fp8_wgrad, scaled
 
 BF16 = torch.bfloat16
 
@@ -41,16 +42,17 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
     assert_only_the_first_compiles(jits, step, ((40, 0, 24), (1, 0, 0), (0, 64, 0), (5, 50, 10), (300, 1, 700)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@names
 def test_nothing_is_launched_without_rows(fake_driver, monkeypatch, name):  # noqa: F811
-    jits = fake_jits(monkeypatch, scaled)
-    numbers = Numbers(name, exact=True)
-    p = Problem((0, 0), (64, 96), numbers, tail=0)
-    scaled.grouped_gemm_scaled(*p.operands, p.blank(BF16), **p.options)
-    q = WgradProblem((0, 0), (64, 96), numbers, tail_tiles=0)
+    jits = fake_jits(monkeypatch, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
+    gemm, wgrad = scaled.grouped_gemm_scaled, scaled.grouped_gemm_wgrad_scaled
+    if name == "fp8":
+        gemm, wgrad = fp8.grouped_gemm_fp8, fp8.grouped_gemm_wgrad_fp8
+    p, q = (make(name, (0, 0), (64, 96), 0, exact=True) for make in (problem, wgrad_problem))
+    gemm(*p.operands, p.blank(BF16), **getattr(p, "options", {}))
     for accumulate in (True, False):
         out = torch.ones(q.shape)
-        scaled.grouped_gemm_wgrad_scaled(*q.operands, out, accumulate=accumulate, **q.options)
+        wgrad(*q.operands, out, accumulate=accumulate, **getattr(q, "options", {}))
         assert (out == (1.0 if accumulate else 0.0)).all()
     assert not any(jit.calls for jit in jits.values())
 

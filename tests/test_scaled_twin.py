@@ -1,68 +1,97 @@
-"""The twins of the grouped GEMMs of MXFP8 and NVFP4 numbers against float64."""
+"""The twins of the grouped GEMMs of E4M3, MXFP8 and NVFP4 numbers against float64.
+
+What is said of E4M3 numbers with scales of 128 x 128 ("fp8") alone is in test_fp8_twin.py.
+"""
 
 import itertools
 
+import fp8_problem
 import pytest
 import torch
 from biases import check_biases
+from fp8_problem import SENTINEL, relative_error
 from row_ranges import random_ranges, rows_of, spans_of, whole_groups
-from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, dequantised, relative_error
+from scaled_problem import NAN, Numbers, Problem, WgradProblem, dequantised
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
 from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.precision import MXFP8, NVFP4
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPLITS = [(30, 0, 1, 140, 0), (0, 0, 0), (0, 129, 0, 7)]
-WIDTHS = [(256, 384), (264, 288), (72, 32)]  # O, C: whole tiles; parts of tiles; less than one
-DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2**-8), (FP16, 2**-10), (FP32, 2e-6)], ids=str)
+# O, C: whole tiles; parts of tiles; less than one.
+PARTS = [(256, 384), (264, 288), (72, 32)]
+WIDTHS = {"fp8": [(256, 384), (264, 272), (72, 48)], "mxfp8": PARTS, "nvfp4": PARTS}
+TOLERANCES = {BF16: 2**-8, FP16: 2**-10, FP32: 2e-6}
 
-names = pytest.mark.parametrize("name", NAMES)
-
-
-def product(p, dtype, **options):
-    out = p.blank(dtype)
-    grouped_gemm_scaled(*p.operands, out, **p.options, **options)
-    return out
+names = pytest.mark.parametrize("name", WIDTHS)
+all_widths = pytest.mark.parametrize(("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str)
 
 
-def gradient(p, out, **options):
-    grouped_gemm_wgrad_scaled(*p.operands, out, **p.options, **options)
-    return out
+def problem(name, splits, widths, *tail, exact=False):
+    if name == "fp8":
+        return fp8_problem.Problem(splits, widths, fp8_problem.Numbers(exact=exact), *tail)
+    return Problem(splits, widths, Numbers(name, exact=exact), *tail)
 
 
-@names
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_products_of_small_numbers_are_exact(widths, name):
-    for splits in SPLITS:
-        p = Problem(splits, widths, Numbers(name, exact=True))
-        assert torch.equal(product(p, FP32).double(), p.expected())
-
-
-@names
-@DTYPES
-def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance, name):
-    for splits, widths in itertools.product(SPLITS, WIDTHS):
-        p = Problem(splits, widths, Numbers(name, exact=False))
-        p.row_global_scale = p.row_global_scale if name == "mxfp8" or dtype != FP16 else p.row_global_scale / 1024
-        if name == "mxfp8" and dtype == FP16:
-            p.row_scale -= 10  # within fp16's range
-        out, n = product(p, dtype), p.num_rows
-        assert relative_error(out[:n], p.expected()[:n]) <= tolerance
-        assert (out[n:] == SENTINEL).all()
+def wgrad_problem(name, splits, widths, *tail, exact=False):
+    if name == "fp8":
+        return fp8_problem.WgradProblem(splits, widths, fp8_problem.Numbers(exact=exact), *tail)
+    return WgradProblem(splits, widths, Numbers(name, exact=exact), *tail)
 
 
 def run(p, out, row_range=None, **options):
     *operands, groups = p.operands
     ranges = groups if row_range is None else row_range
-    grouped_gemm_scaled(*operands, ranges, out, group_range=groups, **p.options, **options)
+    if isinstance(p, fp8_problem.Problem):
+        grouped_gemm_fp8(*operands, ranges, out, **options)
+    else:
+        grouped_gemm_scaled(*operands, ranges, out, group_range=groups, **p.options, **options)
+
+
+def product(p, dtype, **options):
+    out = p.blank(dtype)
+    if isinstance(p, fp8_problem.Problem):
+        grouped_gemm_fp8(*p.operands, out, **options)
+    else:
+        grouped_gemm_scaled(*p.operands, out, **p.options, **options)
+    return out
+
+
+def gradient(p, out, **options):
+    if isinstance(p, fp8_problem.WgradProblem):
+        grouped_gemm_wgrad_fp8(*p.operands, out, **options)
+    else:
+        grouped_gemm_wgrad_scaled(*p.operands, out, **p.options, **options)
+    return out
+
+
+@all_widths
+def test_products_of_small_numbers_are_exact(widths, name):
+    for splits in SPLITS:
+        p = problem(name, splits, widths, exact=True)
+        assert torch.equal(product(p, FP32).double(), p.expected())
 
 
 @names
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, name):
+    for splits, widths in itertools.product(SPLITS, WIDTHS[name]):
+        p = problem(name, splits, widths)
+        if dtype == FP16 and name == "nvfp4":  # within fp16's range
+            p.row_global_scale = p.row_global_scale / 1024
+        elif dtype == FP16 and name == "mxfp8":
+            p.row_scale -= 10
+        out, n = product(p, dtype), p.num_rows
+        assert relative_error(out[:n], p.expected()[:n]) <= TOLERANCES[dtype]
+        assert (out[n:] == SENTINEL).all()
+
+
+@all_widths
 def test_biases_are_added_before_the_one_rounding(widths, name):
     for splits in SPLITS:
-        check_biases(run, Problem(splits, widths, Numbers(name, exact=True)))
+        check_biases(run, problem(name, splits, widths, exact=True), *[(BF16, FP16, FP32)] * (name == "fp8"))
 
 
 @names
@@ -70,16 +99,15 @@ def test_biases_are_added_before_the_one_rounding(widths, name):
     ("what", "dim"), [("row_scale", 0), ("row_scale", 1), ("weight_scale", 0), ("weight_scale", 1), ("weight_scale", 2)]
 )
 def test_the_oracle_notices_a_scale_of_another_line_or_block(what, dim, name):
-    p = Problem(SPLITS[0], WIDTHS[0], Numbers(name, exact=False))
+    p = problem(name, SPLITS[0], WIDTHS[name][0], 0)
     expected = p.expected()
     setattr(p, what, getattr(p, what).roll(1, dim))
-    n = p.num_rows
-    assert relative_error(product(p, FP32)[:n], expected[:n]) > 0.05
+    assert relative_error(product(p, FP32), expected) > 0.05
 
 
 @pytest.mark.parametrize("what", ["row_global_scale", "weight_global_scale"])
 def test_the_oracle_notices_a_global_scale_of_another_group(what):
-    p = Problem(SPLITS[0], WIDTHS[0], Numbers("nvfp4", exact=False))
+    p = Problem(SPLITS[0], WIDTHS["nvfp4"][0], Numbers("nvfp4", exact=False))
     expected = p.expected()
     setattr(p, what, getattr(p, what).roll(1))
     assert relative_error(product(p, FP32)[: p.num_rows], expected[: p.num_rows]) > 0.05
@@ -87,22 +115,20 @@ def test_the_oracle_notices_a_global_scale_of_another_group(what):
 
 @names
 def test_ranges_have_the_bits_of_the_whole(name):
-    for splits, step in itertools.product(SPLITS, (1, 128)):
-        p = Problem(splits, (264, 288), Numbers(name, exact=False))
+    for splits, step in itertools.product(SPLITS, (1, 16 if name == "fp8" else 128)):
+        p = problem(name, splits, WIDTHS[name][1])
         whole, union = product(p, BF16), p.blank(BF16)
-        *operands, row_range = p.operands
-        options = {**p.options, "group_range": row_range}
         for ranges in random_ranges(splits, 3, step=step):
             come, out = rows_of(ranges, p.capacity), p.blank(BF16)
-            grouped_gemm_scaled(*operands, ranges, out, **options)
+            run(p, out, ranges)
             assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)))
-            grouped_gemm_scaled(*operands, ranges, union, **options)
+            run(p, union, ranges)
         assert torch.equal(union, whole)
 
 
 @names
 def test_the_tail_becomes_zero_if_asked_for(name):
-    p = Problem(SPLITS[0], (264, 288), Numbers(name, exact=False))
+    p = problem(name, SPLITS[0], WIDTHS[name][1])
     expected = product(p, BF16)
     expected[p.num_rows :] = 0
     assert torch.equal(product(p, BF16, zero_tail=True), expected)
@@ -110,41 +136,42 @@ def test_the_tail_becomes_zero_if_asked_for(name):
 
 @names
 def test_nan_stays_in_its_row(name):
-    p = Problem(SPLITS[0], WIDTHS[1], Numbers(name, exact=False))
+    p = problem(name, SPLITS[0], WIDTHS[name][1])
     clean = product(p, BF16)
-    p.row_scale[7, 3] = NAN[name]
+    if name == "fp8":
+        p.rows.view(torch.uint8)[7, 3] = 0x7F
+    else:
+        p.row_scale[7, 3] = NAN[name]
     dirty = product(p, BF16)
     assert dirty[7].isnan().all()
     dirty[7] = clean[7]
     assert torch.equal(dirty, clean)
 
 
-@names
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@all_widths
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_weight_gradients_of_small_numbers_are_exact(widths, accumulate, name):
     for splits in SPLITS:
-        p = WgradProblem(splits, widths, Numbers(name, exact=True))
+        p = wgrad_problem(name, splits, widths, exact=True)
         out = gradient(p, torch.full(p.shape, 3.0 if accumulate else torch.nan), accumulate=accumulate)
         assert torch.equal(out.double(), p.expected() + (3.0 if accumulate else 0.0))
 
 
-@names
-@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2**-8), (FP32, 2e-6)], ids=str)
-def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance, name):
-    p = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(name, exact=False))
-    expected = p.expected()
-    assert relative_error(gradient(p, torch.full(p.shape, torch.nan, dtype=dtype)), expected) <= tolerance
+@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(WIDTHS, (BF16, FP32)), ("fp8", FP16)], ids=str)
+def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(name, dtype):
+    p = wgrad_problem(name, SPLITS[0], WIDTHS[name][1])
+    out = gradient(p, torch.full(p.shape, torch.nan, dtype=dtype))
+    assert relative_error(out, p.expected()) <= TOLERANCES[dtype]
     for dim in (0, 1):
-        q = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(name, exact=False), tail_tiles=0)
+        q = wgrad_problem(name, SPLITS[0], WIDTHS[name][1], 0)
         expected = q.expected()
-        q.rows_scale = q.rows_scale.roll(1, dim)
+        q.rows_scale = q.rows_scale.t().roll(1, 1 - dim).t()
         assert relative_error(gradient(q, torch.zeros(q.shape)), expected) > 0.05
 
 
 @names
 def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
-    p = WgradProblem(SPLITS[0], WIDTHS[2], Numbers(name, exact=False))
+    p = wgrad_problem(name, SPLITS[0], WIDTHS[name][2])
     out = gradient(p, torch.full(p.shape, torch.nan), accumulate=True)
     assert out.isnan().all()
     gradient(p, out)
@@ -154,9 +181,8 @@ def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
 
 @names
 def test_no_rows_at_all(name):
-    p = Problem((0, 0), WIDTHS[2], Numbers(name, exact=False), tail=0)
-    assert product(p, BF16).shape == (0, 72)
-    q = WgradProblem((0, 0), WIDTHS[2], Numbers(name, exact=False), tail_tiles=0)
+    assert product(problem(name, (0, 0), WIDTHS[name][2], 0), BF16).shape == (0, 72)
+    q = wgrad_problem(name, (0, 0), WIDTHS[name][2], 0)
     assert not gradient(q, torch.full(q.shape, torch.nan)).any()
 
 
@@ -237,7 +263,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     ],
 )
 def test_wrong_operands_of_products_are_named(change, text):
-    p = Problem(SPLITS[0], WIDTHS[0], Numbers("mxfp8", exact=False))
+    p = Problem(SPLITS[0], WIDTHS["mxfp8"][0], Numbers("mxfp8", exact=False))
     operands, options = list(p.operands), {}
     change(operands, options)
     with pytest.raises(ArgumentError, match=text):

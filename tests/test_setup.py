@@ -123,20 +123,6 @@ def test_a_users_torch_stays(registry: None, sources: Path, torch: str, extra: s
     assert {"symmoe", bindings} <= set(found)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * TIMEOUT_S)
-def test_a_pin_against_torchs_own_does_not_resolve(registry: None, tmp_path: Path):
-    """Negative control: what the extra for development said once."""
-    (torch,) = (line for line in wanted() if line.startswith("torch=="))
-    done = dry_run(sys.executable, torch, "triton>=3.6,<3.7", cwd=tmp_path)
-    asked = re.search(r"torch \S+ depends on triton==\S+", done.stderr + done.stdout)
-    if done.returncode == 0 and os.uname().machine != "x86_64":
-        pytest.skip("torch asks for no Triton on this machine")
-    assert done.returncode != 0
-    assert "ResolutionImpossible" in done.stderr
-    assert asked or "conflicting dependencies" in done.stderr
-
-
 # Stands for an interpreter: writes down how it was called, and makes environments that have itself.
 PYTHON = """#!/bin/sh
 printf '%s\\n' "$0|$PYTHONPATH|$*" >>"$CALLS"
@@ -205,12 +191,6 @@ def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
     assert words.startswith("-m pytest tests/test_import.py ")
     for path in (word for word in words.split() if word.startswith("tests/")):
         assert (ROOT / path).exists()
-
-
-@pytest.mark.parametrize("target", ["train", "test"])
-def test_make_takes_an_interpreter_below_a_folder_with_a_space(checkout: Path, target: str):
-    calls = make(checkout, target, "VENV=none")
-    assert {(python, path) for python, path, _ in calls} == {(str(checkout.parent / "python"), str(checkout))}
 
 
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

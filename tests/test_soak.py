@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from limits import HANG_S
 from reliability.soak import slope, what_grew
 
 STEPS = range(100, 20_001, 50)
-# In a process of its own: what the first call keeps is the question.
-JUDGE_ONCE = """
-from reliability.soak import what_grew
-from reliability.step import resident_bytes
-samples = [(step, 250_000_000 + 700 * (step % 350), 4096, 0, 13, 0) for step in range(100, 20_001, 50)]
-before = resident_bytes()
-assert what_grew(samples) == []
-{more}
-print(resident_bytes() - before)
-"""
 
 
 def samples(bytes_per_step: float, **last: int) -> list[tuple[int, ...]]:
@@ -48,20 +32,3 @@ def test_slope():
     assert slope([0, 1, 2, 3], [1, 3, 5, 7]) == 2.0
     assert slope([0, 1, 2], [0, 0, 3]) == 1.5
     assert slope([5], [7]) == slope([5, 5], [7, 8]) == 0.0
-
-
-def resident_after(more: str) -> int:
-    """Bytes that judging adds to a new process, and what `more` adds."""
-    tests = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", JUDGE_ONCE.format(more=more)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True)
-    return int(done.stdout)
-
-
-@pytest.mark.slow
-def test_judging_keeps_no_memory():
-    """A first call of LAPACK once made most of the growth that the suite found."""
-    assert resident_after("") < 256 << 10
-    assert resident_after("import numpy as np; np.polyfit([0, 1, 2], [0, 1, 3], 1)") > 512 << 10  # negative control

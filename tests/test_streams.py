@@ -111,19 +111,6 @@ def test_a_call_that_raises_is_waited_for(fake: Fake, order: StreamOrder):
     assert fake.has_waited_for(1, work)
 
 
-def test_memory_is_taken_after_its_last_user(fake: Fake, order: StreamOrder):
-    call(fake, order, 1)
-    call(fake, order, 2)
-    fake.current = 1
-    work = fake.launch()
-    order.released(SPAN)
-    fake.current = 2
-    order.taken(OTHER)
-    assert not fake.has_waited_for(1, work)
-    order.taken(SPAN)
-    assert fake.has_waited_for(1, work)
-
-
 def test_memory_from_before_the_second_streams_first_call(fake: Fake, order: StreamOrder):
     work = call(fake, order, 1)
     order.released(SPAN)

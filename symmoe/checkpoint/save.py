@@ -167,7 +167,7 @@ def _parts(places: Iterable[Place]) -> _Parts:
 @functools.cache
 def _fits_file(dtype: torch.dtype) -> bool:
     try:
-        safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+        safetensors.torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})
     except Exception:  # noqa: BLE001 - each package has its own
         return False
     return True

@@ -12,9 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
 from biases import check_biases
+from fp8_problem import SENTINEL, relative_error
 from quantize_cases import Scattered
 from row_ranges import random_ranges, rows_of, whole_groups
-from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
+from scaled_problem import NAMES, NAN, Numbers, Problem, WgradProblem
 
 from symmoe import kernels
 from symmoe.kernels.low_precision import scaled

@@ -10,11 +10,10 @@ Rank r is on node r // G. On CPUs: a host knows at the end of a barrier how it w
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from reliability.protocol import Verdict
+from reliability.protocol import Verdict, search
 
 
 @dataclass(frozen=True)
@@ -348,24 +347,8 @@ class NodeModel:
     # -- search -------------------------------------------------------------------------------------------------------
 
     def search(self, most_states: int = 2_000_000) -> Verdict:
-        """Depth first through every state that can be reached."""
-        start = self._start()
-        seen, stack = {start}, deque([start])
-        while stack:
-            state = stack.pop()
-            followers = list(self._next(state))
-            problem = next((each for each in followers if isinstance(each, str)), None)
-            if problem is None and not followers:
-                problem = self._wrong_end(state)
-            if problem is not None:
-                return Verdict(len(seen), problem)
-            for follower in followers:
-                if follower not in seen:
-                    seen.add(follower)
-                    stack.append(follower)
-            if len(seen) > most_states:
-                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
-        return Verdict(len(seen), None)
+        """Through every state that can be reached."""
+        return search(self._scenario.name, self._start(), self._next, self._wrong_end, most_states)
 
     def _wrong_end(self, state: State) -> str | None:
         """What is wrong where nothing can happen any more."""

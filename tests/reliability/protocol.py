@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,31 @@ class Verdict:
 
     num_states: int
     violation: str | None
+
+
+def search(
+    name: str,
+    start: Hashable,
+    followers_of: Callable[[Any], Iterable[Any]],
+    wrong_end: Callable[[Any], str | None],
+    most_states: int,
+) -> Verdict:
+    """Breadth first through all states; followers that are text, and `wrong_end` where there are none, are problems."""
+    seen, queue = {start}, deque([start])
+    while queue:
+        state = queue.popleft()
+        followers = list(followers_of(state))
+        for follower in followers:
+            if isinstance(follower, str):
+                return Verdict(len(seen), follower)
+            if follower not in seen:
+                seen.add(follower)
+                queue.append(follower)
+        if not followers and (problem := wrong_end(state)):
+            return Verdict(len(seen), problem)
+        if len(seen) > most_states:
+            raise AssertionError(f"{name}: more than {most_states} states")
+    return Verdict(len(seen), None)
 
 
 # A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
@@ -393,23 +419,14 @@ class Model:
     # -- search and walks ---------------------------------------------------------------------------------------------
 
     def search(self, most_states: int = 3_000_000) -> Verdict:
-        """Breadth first through every state that can be reached."""
-        start = self._start()
-        seen, queue = {start}, deque([start])
-        while queue:
-            state = queue.popleft()
-            followers = [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)]
-            for follower in followers:
-                if isinstance(follower, str):
-                    return Verdict(len(seen), follower)
-                if follower not in seen:
-                    seen.add(follower)
-                    queue.append(follower)
-            if not followers and (problem := self._wrong_end(state)):
-                return Verdict(len(seen), problem)
-            if len(seen) > most_states:
-                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
-        return Verdict(len(seen), None)
+        """Through every state that can be reached."""
+        return search(
+            self._scenario.name,
+            self._start(),
+            lambda state: [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)],
+            self._wrong_end,
+            most_states,
+        )
 
     def walk(self, seed: int) -> Verdict:
         """One way from the start to an end, at random, for more ranks than a search can take.
