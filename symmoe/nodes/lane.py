@@ -10,7 +10,7 @@ import contextlib
 import struct
 import threading
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,17 +51,15 @@ class Header:
 
     def pack(self) -> torch.Tensor:
         """uint8 [_HEADER_BYTES]."""
-        *words, message = astuple(self)
-        return torch.frombuffer(
-            bytearray((_WORDS.pack(*words) + message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8
-        )
+        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.num_tokens, self.origin)
+        return torch.frombuffer(bytearray((words + self.message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Header:
         """The header that was packed."""
         data: bytes = packed.numpy().tobytes()
-        fields: list[Any] = [*_WORDS.unpack_from(data), data[_WORDS.size :]]
-        return cls(*fields)
+        kind, number, call, sizes, num_tokens, origin = _WORDS.unpack_from(data)
+        return cls(kind, number, call, sizes, num_tokens, origin, data[_WORDS.size :])
 
 
 class Lane:
@@ -170,16 +168,12 @@ class Lane:
         for rail in (self._last_words, self._rail):
             rail.abort()
         # What is on its way keeps the connections open, and a mate that waits would not know that this rank has gone.
-        kept: list[list[Any]] = [
-            self._reports,
-            self._probes,
-            self._awaited,
-            self._awaited_words,
-            self._last,
-            self._sent,
-        ]
-        for each in kept:
-            each.clear()
+        self._reports.clear()
+        self._probes.clear()
+        self._awaited.clear()
+        self._awaited_words.clear()
+        self._last.clear()
+        self._sent.clear()
 
     def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
         """What a mate says."""
