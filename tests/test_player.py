@@ -1,12 +1,26 @@
-"""Tapes that one function in C plays: what it plays, what stays around it, and what is not played. Without a GPU,
-where C's part of a tape is a list of its launches."""
+"""Tapes that one function in C plays: what it plays, what stays around it, and what is left to Python. Without a
+GPU, where C's part of a tape is a list of its launches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from symmoe.tape.tape import Call, Entry, Free, Launch, Mark, Memory, New, Note, Operator, Tape, Thing
+from symmoe.tape.tape import (
+    Call,
+    Entry,
+    Free,
+    Launch,
+    Mark,
+    Memory,
+    New,
+    Note,
+    Operator,
+    RecordEvent,
+    Tape,
+    Thing,
+    WaitEvent,
+)
 
 player = pytest.importorskip("symmoe.kernels.launch.player", reason="needs Triton")
 
@@ -22,7 +36,7 @@ def _sections_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch() -> Launch:
-    return Launch(None, (1, 1, 1), [], (), (), ())
+    return Launch(print, None, (1, 1, 1), (), False, [], (), (), ())
 
 
 def new(slot: int) -> New:
@@ -72,13 +86,17 @@ def test_an_operator_after_the_last_launch_comes_after_c():
     ],
     ids=["operator between launches", "lease after the end of another", "lease after an operator"],
 )
-def test_what_cannot_change_its_place_is_not_played(entries):
-    assert played(*entries) is None
+def test_what_cannot_change_its_place_is_left_to_python(entries):
+    assert played(*entries) == entries
+    branch = RecordEvent(5, None, None)
+    assert played(branch, *entries) is None  # nor to Python, which would give a branch memory that is in use
 
 
-def test_without_a_compiler_nothing_is_played(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(player, "_player", lambda: None)
-    assert played(launch()) is None
+    entries = new(0), launch(), Free(0), operator(1), launch()
+    assert played(*entries) == (entries[0], entries[1], entries[3], entries[4], entries[2])
+    assert played(*entries, WaitEvent(5, 7)) is None
 
 
 def test_a_launch_that_c_does_not_know(monkeypatch: pytest.MonkeyPatch):
@@ -86,4 +104,5 @@ def test_a_launch_that_c_does_not_know(monkeypatch: pytest.MonkeyPatch):
         raise player._Unknown
 
     monkeypatch.setattr(player, "_Section", refuse)
-    assert played(launch()) is None
+    only = launch()
+    assert played(only) == (only,)

@@ -225,32 +225,50 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Launch(Entry):
-    """The launch of a compiled kernel, which kernels/launch/player.py makes.
+    """The launch of a compiled kernel.
 
     Attributes:
+        call: the function in C, called with grid, stream, head and then the row, as a list or not.
         row: the arguments.
         addresses: (place in the row, memory) of tensors.
-        maps: (place in the row, number of places, memory) of tensor maps.
+        maps: (place in the row, number of places, memory, tensor maps by address and shape).
         numbers: (place in the row, where the integer comes from).
-        stream: None for the current stream.
+        stream: None for the current stream; launches on others are played by C only.
     """
 
+    call: Callable[..., None]
     kernel: object
     grid: tuple[int, int, int]
+    head: tuple[Any, ...]
+    takes_list: bool
     row: list[Any]
     addresses: tuple[tuple[int, Memory], ...]
-    maps: tuple[tuple[int, int, Memory], ...]
+    maps: tuple[tuple[int, int, Memory, Any], ...]
     numbers: tuple[tuple[int, Any], ...]
     stream: int | None = None
+
+    def play(self, playing: Playing) -> None:
+        """Launches the kernel on the current stream."""
+        row = self.row.copy()
+        for place, memory in self.addresses:
+            row[place] = memory.address(playing)
+        for place, count, memory, maps in self.maps:
+            parts = maps.get((memory.address(playing), memory.shape)) or maps.encode(memory.get(playing))
+            row[place : place + count] = parts
+        for place, number in self.numbers:
+            row[place] = number if type(number) is int else number.get(playing)
+        arguments = (row,) if self.takes_list else row
+        self.call(*self.grid, playing.stream, *self.head, *arguments)
 
     def same(self, other: Any) -> bool:
         """Whether the other one launches the same, up to what changes from call to call."""
         variable = {place for place, _ in (*self.addresses, *self.numbers)}
-        for first, count, _ in self.maps:
+        for first, count, *_ in self.maps:
             variable.update(range(first, first + count))
         return (
             (self.kernel, self.grid, self.stream) == (other.kernel, other.grid, other.stream)
-            and (self.addresses, self.maps, self.numbers) == (other.addresses, other.maps, other.numbers)
+            and (self.addresses, self.numbers) == (other.addresses, other.numbers)
+            and [each[:3] for each in self.maps] == [each[:3] for each in other.maps]
             and len(self.row) == len(other.row)
             and all(_same(a, b) for n, (a, b) in enumerate(zip(self.row, other.row, strict=True)) if n not in variable)
         )

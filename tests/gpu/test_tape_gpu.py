@@ -23,7 +23,7 @@ def compare(cluster, num_ranks: int, options: dict, around: str) -> None:
     results = cluster(num_ranks, "cuda").run(check_on_gpu, options, around)
     assert [text for *_, texts in results for text in texts] == []
     for num_played, _, _ in results:
-        assert num_played > 30
+        assert num_played > 10  # plans at least: not all of what is on two streams can be played by C
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -44,9 +44,10 @@ def check_without_a_compiler(rank: int, num_ranks: int) -> tuple[int, int, list[
 
 
 def test_without_a_compiler(cluster):
+    """Python plays what is on one stream."""
     for num_played, _, texts in cluster(2, "cuda").run(check_without_a_compiler):
-        assert num_played == 0
-        assert all("not all of it can be played" in text for text in texts)
+        assert num_played > 10
+        assert texts == []
 
 
 def check_that_c_plays(rank: int, num_ranks: int) -> tuple[int, int]:

@@ -107,12 +107,15 @@ class _CompiledLaunch:
         maps = []
         for i, known in self._descriptors:
             parts = known.get((row[i], tensors[i].shape)) or known.encode(tensors[i])
-            maps.append((self._places.index(len(row)), len(parts), memory[i]))
+            maps.append((self._places.index(len(row)), len(parts), memory[i], known))
             row += parts
         x, y, z = (*grid, *REST_OF_GRID[len(grid)])
         return Launch(
+            call=self._call,
             kernel=self._kernel,
             grid=(x, y, z),
+            head=self._head,
+            takes_list=self._in_list,
             row=list(self._arrange(row)),
             addresses=tuple((n, memory[place]) for n, place in enumerate(self._places) if place < len(tensors)),
             maps=tuple(maps),

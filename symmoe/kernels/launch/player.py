@@ -1,8 +1,8 @@
 """Plays the launches of a tape by one function in C: 2 us of the host for each, where Python takes 6.
 
 A launch's parameters are in memory that this file owns, laid out as the driver wants them. The function writes the
-addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be, and
-with launches that it does not know, calls are not played.
+addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be, and for
+launches that it does not know, Python plays a tape entry by entry, if all of it is on one stream.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import struct
 import subprocess
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,18 +124,24 @@ class _Unknown(Exception):
 
 
 def compiled_tape(tape: Tape) -> Tape | None:
-    """A tape that does the same, with all launches in one step; None where that cannot be.
+    """What is played of a tape: all launches in one step by C; else the tape, if it is of one stream; else None.
 
-    Memory and leases are taken before the first launch, in the same order, and end after the last one. Memory that a
-    branch stream uses comes from the current stream's here, which gets it back only once it has waited for the branch.
+    C takes memory and leases before the first launch, in the same order, and ends them after the last one. So memory
+    that a branch stream uses comes from the current stream's, which gets it back only once it has waited for the
+    branch. Entry by entry a branch could get memory whose last user, on the current stream, it does not wait for.
     """
-    if _player() is None:
-        return None
+    tape = replace(tape, entries=tuple(sorted(tape.entries, key=lambda entry: isinstance(entry, Free))))
+    if _player() is not None and (by_c := _by_c(tape)) is not None:
+        return by_c
+    return None if any(isinstance(entry, (RecordEvent, WaitEvent)) for entry in tape.entries) else tape
+
+
+def _by_c(tape: Tape) -> Tape | None:
     before: list[Entry] = []
     notes: list[Entry] = []  # last, because memory may be missing: a wait that is noted has to be launched
     launches: list[Any] = []
     after: list[Entry] = []
-    for entry in sorted(tape.entries, key=lambda entry: isinstance(entry, Free)):
+    for entry in tape.entries:
         if isinstance(entry, (Launch, RecordEvent, WaitEvent)):
             if any(isinstance(each, Operator) for each in after):
                 return None  # it may read what the operator writes
@@ -205,7 +212,7 @@ class _Section(Entry):
         num_warps, num_ctas, shared_bytes, has_attributes = launch_shape(kernel)
         if num_ctas != 1 or has_attributes:
             raise _Unknown
-        memory = (*entry.addresses, *((place, each) for place, _, each in entry.maps))
+        memory = (*entry.addresses, *((place, each) for place, _, each, _ in entry.maps))
         values = {place: (each.slot, each.offset_bytes) for place, each in memory if each.slot is not None}
         values |= {place: self._value(number) for place, number in entry.numbers if type(number) is not int}
         parameters: list[int] = []
