@@ -174,7 +174,7 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     if ddp is None:
         return None
     joined: _Joined | None = vars(ddp).get(_JOINED)
-    if joined is None or not (layer is None or joined.has(layer)):
+    if joined is None or not joined.layers or not (layer is None or joined.has(layer)):
         return join_ddp(ddp, [] if layer is None else [layer])
     if layer is not None and not layer.is_spread:
         return None
