@@ -82,6 +82,7 @@ record_functions: Callable[[bool], None] = _named("_C._autograd._enable_record_f
 
 store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_process_group_store")
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
+_active_ddp_of = _attribute("_active_ddp_module")
 ddp_parameters: Callable[[DistributedDataParallel], list[torch.nn.Parameter]] = _attribute("_module_parameters")
 
 _has_global_hooks: Callable[[], bool] = _named("nn.modules.module._has_any_global_hook", lambda: True)
@@ -108,8 +109,8 @@ def outside_transforms() -> Iterator[None]:
 
 def active_ddp() -> DistributedDataParallel | None:
     """The DDP whose forward is running."""
-    found = getattr(DistributedDataParallel, "_active_ddp_module", _GONE)
-    return found if found is not _GONE else _missing("DistributedDataParallel._active_ddp_module")  # type: ignore[return-value]
+    found: DistributedDataParallel | None = _active_ddp_of(DistributedDataParallel)
+    return found
 
 
 def has_hooks(m: torch.nn.Module, *, everywhere: bool = True) -> bool:

@@ -1,4 +1,4 @@
-"""The suites "variants" and "precision": the layer's step with every choice, and FP8 steps beside bf16 ones."""
+"""The suites "variants" and "precision": the layer's step with every choice, and FP8 steps with bf16 ones to compare."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bench_variants(problem: Problem, run: Run) -> list[Record]:
 
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
     """FP8 steps and bf16 steps. A graph holds gradients of all experts and their weights in FP8: each is measured after
-    the eager steps, beside the yardsticks, so that large layers fit."""
+    the eager steps, with yardsticks of its own, so that large layers fit."""
     constant = "float8-block, wire, constant weights"
     with ExitStack() as blocks:
         own = {AUTO: picked(PRECISION[AUTO], problem), constant: ConstantWeights(**_WIRE, blocks=blocks)}

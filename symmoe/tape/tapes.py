@@ -142,7 +142,7 @@ class Tapes:
 
     def _get_ready(self) -> None:
         """What torch imports for a recording, and what is compiled to play it: before the first call of any kind, which
-        is a first time for all ranks, and not when one rank alone records."""
+        is a first time for all ranks, and not when only one rank records."""
         self._is_ready = True
         with torch.inference_mode(False), Recorder([torch.empty(1, device=self._device)], {}, ()):
             torch.empty(1, device=self._device).fill_(0)
