@@ -1,4 +1,4 @@
-"""The suites "variants" and "precision": the layer's step with every choice, and FP8 steps with bf16 ones to compare."""
+"""The suites "variants" and "precision": the step of the layer with every choice, and FP8 steps against bf16 ones."""
 
 from __future__ import annotations
 
