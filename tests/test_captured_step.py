@@ -75,6 +75,13 @@ class HostGraph:
         self._gradients.clear()
 
 
+def captured_on_host(model: nn.Module, **options: int) -> symmoe.CapturedStep:
+    """The step of make_step, with a stand-in for CUDA graphs."""
+    captured = symmoe.capture_step(make_step(model), model, **options)
+    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+    return captured
+
+
 class Model(nn.Module):
     """Two layers of experts, and a buffer that every step changes."""
 
@@ -259,8 +266,7 @@ def test_arguments_that_require_gradients_are_refused():
 def test_inputs_of_other_shapes_are_captured_apart():
     heap, model = heap_and_model()
     with heap:
-        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        captured = captured_on_host(model, num_eager=1)
         for num_tokens in (5, 5, 9, 9, 5, 9):
             captured([torch.ones(num_tokens, H)], scale=1.0)
         assert captured.num_captures == 2
@@ -274,8 +280,7 @@ def test_inputs_of_other_shapes_are_captured_apart():
 def test_a_result_stays_when_the_next_call_writes_its_own():
     heap, model = heap_and_model()
     with heap:
-        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        captured = captured_on_host(model, num_eager=1)
         losses = [captured(batch, scale=1.0)["loss"] for batch in batches(0, 3)]
         assert len({float(loss) for loss in losses}) == 3
         captured.close()
@@ -308,8 +313,7 @@ def test_a_layer_that_was_not_called_before():
 def test_nothing_is_replayed_on_a_heap_on_which_nothing_works():
     heap, model = heap_and_model()
     with heap:
-        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        captured = captured_on_host(model, num_eager=1)
         for _ in range(2):
             captured([torch.ones(3, H)], scale=1.0)
         heap.abort("enough")
@@ -618,8 +622,7 @@ def test_memory_that_moves_after_an_error():
     """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
     heap, model = heap_and_model()
     with heap:
-        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        captured = captured_on_host(model, num_eager=1)
         for batch in ([torch.ones(3, H)], [torch.ones(3, H)], [torch.ones(3, H), {1}]):
             with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
                 captured(batch, scale=1.0)
@@ -633,8 +636,7 @@ def test_memory_that_moves_after_an_error():
 def test_options_set_later_that_could_not_be_taken_back_are_refused():
     heap, model = heap_and_model()
     with heap:
-        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        captured = captured_on_host(model, num_eager=1)
         for _ in range(2):
             captured([torch.ones(3, H)], scale=1.0)
         model.layers[0].experts.fc1.delay_wgrad = True
@@ -649,8 +651,7 @@ def refuse_on(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> list[str]
     found = []
     with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
         model = Model(heap)
-        captured = symmoe.capture_step(make_step(model), model, num_eager=2)
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        captured = captured_on_host(model, num_eager=2)
         for number in range(6):
             batch: Any = [torch.ones(5, H)]
             if number in (1, 4) and rank in culprits:
