@@ -56,9 +56,10 @@ lint: setup
 SPREAD := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 OTHERS ?= python3.10 python3.12 python3.13 python3.14
 TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 || \
-  $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/test_%.py)' || exit 1; done
-NEWEST := tests/test_fast_launch.py tests/test_torch_internals.py tests/test_*_compile.py
-CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
+  $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/%.py)' || exit 1; done
+NEWEST := tests/kernels/test_fast_launch.py tests/project/test_torch_internals.py tests/kernels/test_*_compile.py
+CORE := project/test_import symm_mem/test_heap dispatch/test_dispatch_oracle dispatch/test_combine_oracle \
+  moe/test_gradients grouped/test_grouped_linear moe/test_layer moe/test_schedules checkpoint/test_checkpoint
 
 test: export SYMMOE_TAPES ?= audit
 test-all: MARKED := -m 'not gpu'
@@ -70,7 +71,7 @@ test test-all: setup
 test-newest:
 	"$(PYTHON)" -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager torch --editable '.[dev]'
-	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(CORE:%=tests/test_%.py) $(NEWEST) $(SPREAD) $(ARGS)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(CORE:%=tests/%.py) $(NEWEST) $(SPREAD) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
 dist: setup

@@ -8,7 +8,7 @@ B is `BAR.SYNC 1` without a number of threads: it holds up every warp of the pro
     first warps:  write roles             B  B  their role  B  write "leave"              B
     other warps:                          B  read  B  role  B                             B  read, leave
 
-So a B lies between each read and both writes, and nothing races: tests/test_racecheck_reports.py looks for just these
+So a B lies between each read and both writes, and nothing races: test_racecheck_reports.py looks for just these
 instructions in every kernel below. racecheck reports the reads against the writes all the same, and does not say why:
 also of kernels that do hardly more (`planted_dispatch_kernel`; on an H200 six of seven such kernels, of one role and of
 several, of one program and of 512, with mbarriers and without). The seventh has no shared memory but those bytes.

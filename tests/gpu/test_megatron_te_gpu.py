@@ -5,8 +5,6 @@ Attention, norms and linear layers are TE's in all models. The reference is Mega
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,6 @@ import torch
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-
-# Also in the ranks, which import this module.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "integrations"))
 
 from megatron_cases import batch_of, config_of, filled, forms_of, gradients_of, opened_heap, use_groups
 

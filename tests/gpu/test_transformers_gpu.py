@@ -19,7 +19,6 @@ from worker import open_heap
 from symmoe.integrations.transformers import ExpertParallelExperts, swap_moe
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "integrations"))  # also in the ranks, which import this module
 
 from hf_cases import FAMILIES, random_model  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""A rank that leaves a call by an error of its own, on GPUs, whose hosts look late: see tests/test_unraised.py."""
+"""A rank that leaves a call by an error of its own, on GPUs, whose hosts look late: see test_unraised.py."""
 
 from __future__ import annotations
 

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, as pytest has it
+sys.path[:0] = [str(each) for each in Path(__file__).resolve().parents[1].iterdir() if each.is_dir()]  # as in pytest

@@ -14,7 +14,7 @@ A flip inverts one bit in a file of the newest checkpoint, or in `latest`. Loadi
 model and optimizer as they were; with a bit of `latest`, it must load the newest checkpoint all the same.
 
 What the states are is computed from (case, step, key, expert), not read from anything that symmoe wrote. A kill loses
-no page of the system's cache, so this says nothing on power cuts; tests/test_checkpoint.py tests the order of fsyncs.
+no page of the system's cache, so this says nothing on power cuts; test_checkpoint.py tests the order of fsyncs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Launcher:
         self._folder = tempfile.TemporaryDirectory(prefix="symmoe-reliability-")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests = ours
-        path = os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        paths = [_TESTS, _TESTS / "support", _TESTS.parent, os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(map(str, paths))
         self._nursery = subprocess.Popen(
             [sys.executable, "-m", "reliability.nursery", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],

@@ -142,7 +142,7 @@ def run_form(
 ) -> list[Endings]:
     """How the tests ended on each rank. A rank that has written nothing counts as one failed test."""
     checkout = checkout.resolve()
-    paths = [*(checkout / source for source in project.sources), ROOT, HERE, HERE.parent, HERE.parent / "integrations"]
+    paths = [*(checkout / source for source in project.sources), ROOT, HERE, HERE.parent / "support"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

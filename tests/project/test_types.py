@@ -18,7 +18,7 @@ from limits import HANG_S
 
 pytest.importorskip("mypy", reason="checks types: pip install 'symmoe[dev]'")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("typed_user.py")
 
 

@@ -13,7 +13,7 @@ from limits import HANG_S
 
 pytest.importorskip("transformers", minversion="5.17")
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "trainer.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "trainer.py"
 SIZES = "--tiny --layers 2 --context 32 --sequences 2 --steps 2 --warm-up 1 --repetitions 2".split()
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -16,7 +16,7 @@ pytest.importorskip("mkdocstrings")
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = ("", ".checkpoint", ".integrations.megatron", ".integrations.transformers", ".precision", ".timeline")
 
 

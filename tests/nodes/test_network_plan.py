@@ -19,7 +19,7 @@ from symmoe.moe.routing import route_tokens
 from symmoe.precision import Float8Block
 from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "nodes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "nodes.md").read_text(encoding="utf-8")
 QWEN = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8)
 DEEPSEEK = MoEConfig(hidden=7168, ffn=2048, num_experts=256, top_k=8, score="sigmoid", num_groups=8, top_groups=4)
 LAYERS = {"qwen3-30b": QWEN, "deepseek-v3": DEEPSEEK}

@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 import plots
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLOT_LOAD = ROOT / "examples" / "plot_load.py"
 
 

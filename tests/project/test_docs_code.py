@@ -34,7 +34,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 import symmoe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 4
 
 Scope = dict[str, Any]
@@ -440,7 +440,7 @@ def run_page(rank: int, num_ranks: int, path: str, page: str | None, folder: str
     how = Page() if page is None else PAGES[page]
     if rank >= how.num_ranks:
         return []
-    sys.path[:0] = [str(ROOT / "tests" / "integrations")]
+    sys.path[:0] = [str(ROOT / "tests" / "support")]
     document, skipped = parse(Path(path), how), []
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": how.num_ranks, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_PORT=str(port))

@@ -13,7 +13,7 @@ import pytest
 
 from symmoe.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = "symmoe|torchrun|make|pip|pytest|python"
 YOURS = {"train.py"}  # files of the reader

@@ -11,7 +11,7 @@ import measurements
 
 from symmoe import errors
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COLUMNS = ("layer", "layer, graph", "deepep", "stock torch")

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from limits import HANG_S
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def process_of(name: str, *arguments: str, num_ranks: int | None) -> subprocess.CompletedProcess[str]:

@@ -56,7 +56,7 @@ NUMBERS = {
     NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),
 }
 # Of a product of two operands whose elements have independent errors of 2.8 % and 11.5 % (E4M3 and E2M1, numbers from a
-# normal distribution, tests/test_precision.py): the root of two of them. Stochastic rounding doubles the variance.
+# normal distribution, test_precision.py): the root of two of them. Stochastic rounding doubles the variance.
 ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
 TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
 

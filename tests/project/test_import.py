@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from limits import HANG_S
 
-PACKAGE = Path(__file__).resolve().parent.parent / "symmoe"
+PACKAGE = Path(__file__).resolve().parents[2] / "symmoe"
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
 
 # Rooms in the one direction of imports: a room may import itself and those above it.

@@ -14,7 +14,7 @@ from limits import HANG_S
 
 pytest.importorskip("safetensors")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Each takes one promise away from symmoe.checkpoint, in the launcher and the ranks that it forks.
 BROKEN = {

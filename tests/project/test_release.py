@@ -30,7 +30,7 @@ pytest.importorskip("build", reason="builds the package: pip install 'symmoe[dev
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "nvshmem-cu12", "transformers"}
@@ -138,7 +138,7 @@ def test_the_sdist_holds_what_is_tracked(release: Release):
     tracked = {name for name in done.stdout.split("\0") if name and not name.startswith(".") and (ROOT / name).exists()}
     names = files_of(release.sdist)
     assert tracked - names == set()
-    assert {"tests/oracle.py", "LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names
+    assert {"tests/support/oracle.py", "LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names
 
 
 def test_metadata(release: Release):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from limits import HANG_S
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from triton.runtime.cache import triton_key
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-KEPT = Path(__file__).resolve().parent.parent / ".compiled"  # one file for each piece of code
+KEPT = Path(__file__).resolve().parents[2] / ".compiled"  # one file for each piece of code
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);")
 
 

@@ -18,7 +18,7 @@ from symmoe.errors import WrongResult
 from symmoe.kernels import twin
 from symmoe.tools.bench import stock_torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead"]
 KEYS = (

@@ -12,7 +12,7 @@ import torch
 
 from symmoe import errors, torch_internals
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BEHIND = {"symmoe/torch_internals.py"}
 BEHIND_TRITON = {"symmoe/kernels/launch/triton_internals.py", "symmoe/kernels/hopper/gluon_names.py"}
 INSIDES = ("triton.backends", "triton.compiler", "triton.knobs", "triton.runtime", "triton._C")
