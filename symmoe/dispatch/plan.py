@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import is_choice, words_problem
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.arguments import is_choice, tensor_problem, words_problem
 from symmoe.dispatch.crossing import RailCounts, find_rail_rows, keep_first, make_crossing
 from symmoe.dispatch.maps import Layout, Plan, PlanIntegers, num_blocks, plan_layout
 from symmoe.dispatch.node_plan import plan_inside

@@ -1,14 +1,14 @@
-"""FC1, activation times scale, FC2 for all experts of a rank: the fused kernels in their order, without autograd.
+"""The experts of a call, and FC1, activation times scale, FC2 for all of them: the fused kernels in their order.
 
 H hidden, I ffn, W width of FC1's output (2I if gated), G groups (experts of this rank), N rows sorted by group.
-Nothing here synchronises the host or copies rows.
+Nothing here synchronises the host, copies rows, or knows of autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,110 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand
+from symmoe.precision.recipes import Recipe
+
+if TYPE_CHECKING:
+    from symmoe.grouped.activations import ScaledActivation
+    from symmoe.grouped.linear import GroupedLinear
+    from symmoe.grouped.mlp import GroupedMLP
+    from symmoe.grouped.weight_gradients import Compute
+
+RANK_MULTIPLE = 8  # of adapters: kernels want matrices with rows of a multiple of 16 bytes
+T = TypeVar("T")
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What launches of experts depend on besides tensors.
+
+    Attributes:
+        num_groups, hidden, ffn, activation, precision: as in GroupedMLP.
+        are_packed: whether the weights of fc1 are packed, and whether those of fc2 are.
+    """
+
+    num_groups: int
+    hidden: int
+    ffn: int
+    activation: Activation
+    precision: Recipe | None
+    are_packed: tuple[bool, bool]
+
+    def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
+        """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
+        first, second = (1 if is_packed else self.num_groups for is_packed in self.are_packed)
+        return tuple(tensors[:first]), tuple(tensors[first : first + second]), tuple(tensors[first + second :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallExperts:
+    """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
+    parametrizations and adapters have made for this call, or an operator's inputs.
+
+    Attributes:
+        form: what launches depend on besides tensors.
+        biases: of fc1 and fc2, or None.
+        tensors: their weights and adapters in one sequence, see ExpertForm.split.
+        linears: fc1 and fc2, whose options backward reads when it runs.
+    """
+
+    form: ExpertForm
+    biases: Biases
+    tensors: tuple[torch.Tensor, ...]
+    linears: tuple[GroupedLinear, GroupedLinear]
+
+
+class ExpertLayers(NamedTuple):
+    """FC1, the activation and FC2, wherever they come from."""
+
+    fc1: GroupedLinear
+    activation: ScaledActivation
+    fc2: GroupedLinear
+
+
+def of_tensors(
+    experts: GroupedMLP | ExpertLayers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
+) -> CallExperts:
+    """Experts of that form with other biases (or none), and weights and adapters: like those of local_tensors."""
+    fc1, fc2 = linears = experts.fc1, experts.fc2
+    b1, b2 = biases or (None, None)
+    sizes = fc1.num_groups, fc1.in_features, fc2.in_features
+    form = ExpertForm(*sizes, experts.activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
+    return CallExperts(form, (b1, b2), tuple(tensors), linears)
+
+
+def evaluated(experts: GroupedMLP | ExpertLayers | CallExperts, dtype: torch.dtype) -> CallExperts:
+    """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
+    may draw random numbers, or save something."""
+    if isinstance(experts, CallExperts):
+        return experts
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
+    return of_tensors(experts, biases, [*weights, *adapters])
+
+
+def local_tensors(
+    linears: Sequence[GroupedLinear], dtype: torch.dtype, *, cast_biases: bool = True
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
+    """(biases, weights, adapters) of the layers in that dtype; for DTensors this rank's parts, differentiable.
+
+    There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
+    or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros.
+    """
+    biases = [linear.bias_parameter() for linear in linears]
+    if cast_biases:
+        biases = [None if bias is None else bias.to(dtype) for bias in biases]
+    weights: list[torch.Tensor] = []
+    for linear in linears:
+        own = linear.weight_parameters()
+        weights += own if own[0].dtype == dtype else [weight.to(dtype) for weight in own]
+    pairs = [linear.adapters() for linear in linears]
+    if not any(pairs):
+        return biases, weights, []
+    adapters: list[torch.Tensor] = []
+    for linear, pair in zip(linears, pairs, strict=True):
+        shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
+        adapters += pair or (weights[0].new_zeros((linear.num_groups, *shape)) for shape in shapes)
+    return biases, weights, [adapter.to(dtype) for adapter in adapters]
 
 
 class Hidden(NamedTuple):
@@ -135,7 +239,7 @@ class ExpertWeights:
         parts: Iterable[Part] | None = None,
         needs_scale: bool = True,
     ) -> ExpertsBackward:
-        """The backward pass; its first step has run."""
+        """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
@@ -229,8 +333,9 @@ class ExpertsBackward:
             if self.db2 is not None:
                 self._output_bias_gradient(d_out, self.db2)
             if x.bias_scale is not None and needs_scale:
-                gathered = {"dout_index": x.row_index}
-                ops.grouped_bias_dot(d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, **gathered)
+                ops.grouped_bias_dot(
+                    d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, dout_index=x.row_index
+                )
 
     def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
         x = self._x
@@ -290,6 +395,14 @@ class ExpertsBackward:
         self._ops.grouped_gemm_wgrad(
             self._d_out, self._a, x.row_range, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
         )
+
+    def bias_gradients(self) -> Biases:
+        """db1 and db2."""
+        return self.db1, self.db2
+
+    def weight_gradients(self) -> tuple[Compute, Compute]:
+        """w1_gradient and w2_gradient."""
+        return self.w1_gradient, self.w2_gradient
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the adapters, if any, in the order in which the autograd function got the adapters."""

@@ -18,7 +18,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.autograd import wrote_into
-from symmoe.checks.buffers import memory_problem, stale_problem
+from symmoe.checks.arguments import memory_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels.contract.pointers import HostBytes
 from symmoe.kernels.scaled import FORMATS, TILE_BLOCKS, TILE_BYTES, tiles_down

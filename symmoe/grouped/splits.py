@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from symmoe import kernels
-from symmoe.checks.buffers import memory_problem
+from symmoe.checks.arguments import memory_problem
 from symmoe.errors import ArgumentError, StaleLease
 
 Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]

@@ -52,6 +52,11 @@ class Target:
         """What autograd gets for `weights` where :meth:`add` has found None."""
         return [None] * len(weights)
 
+    def for_autograd(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+        """Same as :meth:`add`, but gives all that an autograd function's backward returns for `weights`."""
+        found = self.add(weights, compute)
+        return found if self.option == "new" else self.placeholders(weights)
+
 
 class NewGradients(Target):
     """Autograd gets new tensors."""

@@ -105,7 +105,7 @@ def check_uniform(weights: Sequence[torch.Tensor]) -> None:
             raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
 
 
-def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
+def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
     """Moves G parameters [O, C] into one storage, one after the other, where packed_view finds them. Copies them.
 
     Leaves them where they are if they lie so already, or are no plain tensors of one shape, dtype and device.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symmoe import torch_internals
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.arguments import tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig

@@ -31,7 +31,8 @@ from torch.utils.flop_counter import register_flop_formula
 from symmoe.autograd import Context, Unmodified
 from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.mlp import CallExperts, GroupedMLP, kind_of, local_tensors, of_tensors
+from symmoe.grouped.experts import CallExperts, local_tensors, of_tensors
+from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
@@ -95,7 +96,7 @@ def run_as_operator(
         raise problem
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
-    biases, weights, adapters = local_tensors(experts, tokens.dtype)
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
     own = [*(bias for bias in biases if bias is not None), *weights]
     if any(tensor.device != step.heap.device for tensor in (*own, *adapters)):
         raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")

@@ -21,8 +21,8 @@ from torch import nn
 
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.experts import RANK_MULTIPLE
 from symmoe.grouped.linear import GroupedLinear, local_part
-from symmoe.grouped.low_rank import RANK_MULTIPLE
 from symmoe.grouped.mlp import GroupedMLP
 
 

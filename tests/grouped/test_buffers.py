@@ -32,7 +32,7 @@ from symmoe import (
     dispatch_tokens,
     make_plan,
 )
-from symmoe.checks.buffers import Buffer, overlap_problem
+from symmoe.checks.arguments import Buffer, overlap_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
 

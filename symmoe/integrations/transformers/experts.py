@@ -8,8 +8,16 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import CHOICES, Order, Overflow, Stash, is_choice, width_problem, working_dtype
-from symmoe.checks.buffers import dtype_problem
+from symmoe.checks.arguments import (
+    CHOICES,
+    Order,
+    Overflow,
+    Stash,
+    dtype_problem,
+    is_choice,
+    width_problem,
+    working_dtype,
+)
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.adapters import PeftNames
