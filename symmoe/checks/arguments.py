@@ -15,12 +15,10 @@ import torch
 from symmoe.autograd import transform_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
-from symmoe.kernels.architectures import e4m3_problem
 from symmoe.symm_mem.lease import ended_lease
 from symmoe.torch_internals import has_storage, num_dispatch_modes
 
 if TYPE_CHECKING:
-    from symmoe.grouped.linear import GroupedLinear
     from symmoe.symm_mem.heap import SymmetricHeap
 
 Problem = ArgumentError | StaleLease | None
@@ -50,7 +48,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "drop_policy": get_args(DropPolicy),
 }
 
-_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
 _PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
 
 
@@ -298,37 +295,6 @@ class RowsLike(NamedTuple):
     def of(cls, x: torch.Tensor) -> RowsLike:
         """The properties of existing rows."""
         return cls(x.shape[:-1], working_dtype(x), x.device)
-
-
-def rows_problem(name: str, x: object, linear: GroupedLinear) -> Problem:
-    """What keeps `x` from being the rows of a linear layer, or None; apart from :func:`width_problem`."""
-    if (error := memory_problem(name, x)) is not None:
-        return error
-    assert isinstance(x, torch.Tensor)
-    if x.dim() < 2 or x.shape[-1] != linear.in_features:
-        return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
-    weight = next(linear.parameters())
-    if x.device != weight.device:
-        return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
-    if x.device.type not in ("cpu", "cuda"):
-        return ArgumentError(f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU")
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-    if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
-        return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
-    return None
-
-
-def width_problem(linear: GroupedLinear, x: torch.Tensor) -> ArgumentError | None:
-    """What keeps a linear layer from running on the device of x, or None: the dtype of its weights, or a width."""
-    weight = next(iter(linear._parameters.values()), None)  # three times as fast as `parameters()`
-    if weight is not None and weight.dtype not in control.DTYPES:
-        return ArgumentError(f"the weights are {weight.dtype}; they must be one of {control.DTYPES}")
-    for feature in ("in_features", "out_features"):
-        width = getattr(linear, feature)
-        if x.is_cuda and width % _GPU_MULTIPLE:
-            return ArgumentError(f"{feature} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
-    return None if linear.precision is None else e4m3_problem(linear.precision, x.device)
 
 
 def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:

@@ -6,14 +6,19 @@ Nothing here synchronises the host, copies rows, or knows of autograd.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from symmoe import kernels
 from symmoe.autograd import Unmodified
+from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.parameters import local_tensors
+from symmoe.grouped.weight_gradients import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
@@ -21,13 +26,6 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand
 from symmoe.precision.recipes import Recipe
 
-if TYPE_CHECKING:
-    from symmoe.grouped.activations import ScaledActivation
-    from symmoe.grouped.linear import GroupedLinear
-    from symmoe.grouped.mlp import GroupedMLP
-    from symmoe.grouped.weight_gradients import Compute
-
-RANK_MULTIPLE = 8  # of adapters: kernels want matrices with rows of a multiple of 16 bytes
 T = TypeVar("T")
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -72,7 +70,16 @@ class CallExperts:
     linears: tuple[GroupedLinear, GroupedLinear]
 
 
-class ExpertLayers(NamedTuple):
+class Experts(Protocol):
+    """What has the layers of experts: a GroupedMLP, or ExpertLayers."""
+
+    fc1: GroupedLinear
+    activation: ScaledActivation
+    fc2: GroupedLinear
+
+
+@dataclass(slots=True)
+class ExpertLayers:
     """FC1, the activation and FC2, wherever they come from."""
 
     fc1: GroupedLinear
@@ -80,9 +87,7 @@ class ExpertLayers(NamedTuple):
     fc2: GroupedLinear
 
 
-def of_tensors(
-    experts: GroupedMLP | ExpertLayers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
-) -> CallExperts:
+def of_tensors(experts: Experts, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
     """Experts of that form with other biases (or none), and weights and adapters: like those of local_tensors."""
     fc1, fc2 = linears = experts.fc1, experts.fc2
     b1, b2 = biases or (None, None)
@@ -91,38 +96,13 @@ def of_tensors(
     return CallExperts(form, (b1, b2), tuple(tensors), linears)
 
 
-def evaluated(experts: GroupedMLP | ExpertLayers | CallExperts, dtype: torch.dtype) -> CallExperts:
+def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts:
     """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
     may draw random numbers, or save something."""
     if isinstance(experts, CallExperts):
         return experts
     biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
     return of_tensors(experts, biases, [*weights, *adapters])
-
-
-def local_tensors(
-    linears: Sequence[GroupedLinear], dtype: torch.dtype, *, cast_biases: bool = True
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
-    """(biases, weights, adapters) of the layers in that dtype; for DTensors this rank's parts, differentiable.
-
-    There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
-    or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros.
-    """
-    biases = [linear.bias_parameter() for linear in linears]
-    if cast_biases:
-        biases = [None if bias is None else bias.to(dtype) for bias in biases]
-    weights: list[torch.Tensor] = []
-    for linear in linears:
-        own = linear.weight_parameters()
-        weights += own if own[0].dtype == dtype else [weight.to(dtype) for weight in own]
-    pairs = [linear.adapters() for linear in linears]
-    if not any(pairs):
-        return biases, weights, []
-    adapters: list[torch.Tensor] = []
-    for linear, pair in zip(linears, pairs, strict=True):
-        shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
-        adapters += pair or (weights[0].new_zeros((linear.num_groups, *shape)) for shape in shapes)
-    return biases, weights, [adapter.to(dtype) for adapter in adapters]
 
 
 class Hidden(NamedTuple):
@@ -191,26 +171,13 @@ class ExpertWeights:
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
-        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
-
-        Args:
-            parts: which rows, one part after the other. None: all at once.
-        """
-        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
+        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel for each part of the rows, or
+        in one for all."""
+        ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         for part in (Part(x.row_range),) if parts is None else parts:
-            kernels.for_device(h.device).grouped_gemm_act(
-                x.rows,
-                self.w1,
-                part.rows,
-                x.scale,
-                h,
-                a,
-                self.activation,
-                row_index=x.row_index,
-                bias=self.b1,
-                num_sms=part.num_sms,
-            )
+            operands = x.rows, self.w1, part.rows, x.scale, h, a, self.activation
+            ops.grouped_gemm_act(*operands, row_index=x.row_index, bias=self.b1, num_sms=part.num_sms)
         return Hidden(h), a
 
     def second_layer(
@@ -264,25 +231,18 @@ class ExpertRows:
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
         bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
-        rows, row_index = self.rows, self.row_index
-        if row_index is None:
-            rows = rows[:num_rows]
-        else:
-            row_index = row_index[:num_rows]
-        return replace(self, rows=rows, scale=self.scale[:num_rows], bias_scale=bias_scale, row_index=row_index)
+        found = {"rows": self.rows[:num_rows]} if self.row_index is None else {"row_index": self.row_index[:num_rows]}
+        return replace(self, scale=self.scale[:num_rows], bias_scale=bias_scale, **found)
 
 
 def experts_forward(
     x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
 ) -> Hidden:
-    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale.
+    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale. Returns what backward needs besides the inputs.
 
     Args:
         out: [N, H], written up to the end of the last group, and with zeros past it if `zero_tail`.
         num_rows: rows of the intermediate tensors, enough for all groups.
-
-    Returns:
-        all that backward needs in addition to the inputs.
     """
     hidden, a = weights.first_layer(x, num_rows=num_rows)
     weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
@@ -349,25 +309,14 @@ class ExpertsBackward:
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
-            for _ in parts:
-                pass
+            deque(parts, maxlen=0)
             parts = None
         num_partials, d_scale = 0, self.d_scale if parts is None else None
         for part in (Part(x.row_range),) if parts is None else parts:
+            operands, results = (self._d_out, weights.w2, part.rows, h, x.scale), (self._dh, self._a, d_scale)
+            arguments = *operands, *results, workspace, weights.activation
             num_partials = ops.grouped_gemm_dact(
-                self._d_out,
-                weights.w2,
-                part.rows,
-                h,
-                x.scale,
-                self._dh,
-                self._a,
-                d_scale,
-                workspace,
-                weights.activation,
-                row_index=x.row_index,
-                dbias=self.db1,
-                num_sms=part.num_sms,
+                *arguments, row_index=x.row_index, dbias=self.db1, num_sms=part.num_sms
             )
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)

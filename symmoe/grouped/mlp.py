@@ -20,17 +20,18 @@ from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
 from symmoe.grouped.experts import (
     Biases,
     ExpertForm,
-    ExpertLayers,
     ExpertRows,
+    Experts,
     ExpertsBackward,
     ExpertWeights,
     Hidden,
     experts_forward,
-    local_tensors,
     of_tensors,
 )
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.low_rank import AdaptedWeights, LowRank
+from symmoe.grouped.lora_experts import AdaptedWeights
+from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, run_rows
 from symmoe.grouped.splits import Splits
@@ -148,9 +149,7 @@ class GroupedMLP(nn.Module):
         self.fc1.backward_dw()
 
 
-def fused_mlp(
-    experts: GroupedMLP | ExpertLayers, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool
-) -> torch.Tensor:
+def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
     """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between.
 
     Args:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.parameters import GroupedParameters
 from symmoe.grouped.rows_function import Gradients, RowInputs
 from symmoe.grouped.weight_gradients import Compute
 from symmoe.grouped.weights import kernel_matrices
@@ -26,9 +27,6 @@ from symmoe.precision.operands import Operand, multiply, multiply_columns
 from symmoe.precision.products import LowPrecision
 from symmoe.precision.recipes import Recipe
 
-if TYPE_CHECKING:
-    from symmoe.grouped.linear import GroupedLinear
-
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
@@ -39,7 +37,7 @@ class LinearProducts:
         trains_rows: whether backward will ask for the gradient of the rows.
     """
 
-    layers: tuple[GroupedLinear]
+    layers: tuple[GroupedParameters]
     trains_rows: bool
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
@@ -64,7 +62,7 @@ class LinearProducts:
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
     ) -> LinearGradients:
-        """kept: what forward has returned. needs: whether the rows, the scale and the bias get a gradient."""
+        """As rows_function.Products says."""
         return LinearGradients(self.layers[0], rows, kept, d_out, needs)
 
 
@@ -72,7 +70,7 @@ class LinearGradients:
     """Backward of LinearProducts. The gradient of the bias is there after input_gradient, if rows get a gradient."""
 
     def __init__(
-        self, layer: GroupedLinear, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+        self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
     ) -> None:
         (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
         self._recipe, self._rows, self._d_out, self._kept = layer.precision, rows, d_out, kept
@@ -141,6 +139,6 @@ def _weight_gradient(
     multiply_columns(left, right, rows.row_range, out, accumulate=accumulate)
 
 
-def _split(layer: GroupedLinear, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
-    weights, adapters = tensors[: layer.num_weights], tensors[layer.num_weights :]
+def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
+    weights, adapters = tensors[: len(layer.weight_names)], tensors[len(layer.weight_names) :]
     return weights, LowRank(*adapters) if adapters else None

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,23 +24,17 @@ from symmoe.checks.arguments import (
     kernel_rows,
     memory_problem,
     overlap_problem,
-    rows_problem,
     scale_problem,
-    width_problem,
 )
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.parameters import GroupedParameters
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
+from symmoe.grouped.weight_gradients import Compute
+from symmoe.kernels import control
 
-if TYPE_CHECKING:
-    from symmoe.grouped.linear import GroupedLinear
-    from symmoe.grouped.mlp import MLPProducts
-    from symmoe.grouped.products import LinearProducts
-
-    Products: TypeAlias = LinearProducts | MLPProducts
-
-Layers = Sequence["GroupedLinear"]  # one, or FC1 and FC2
-Optional = torch.Tensor | None
-Gradients = tuple[Optional, ...]
+MaybeTensor = torch.Tensor | None
+Gradients = tuple[MaybeTensor, ...]
+Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +48,9 @@ class RowArguments:
     """
 
     splits: Splits
-    scale: Optional = None
-    out: Optional = None
-    grad_input_out: Optional = None
+    scale: MaybeTensor = None
+    out: MaybeTensor = None
+    grad_input_out: MaybeTensor = None
     overwrite_main_grad: tuple[bool, ...] = (False, False)
 
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
@@ -75,7 +69,7 @@ class RowArguments:
                 error = buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
         return error
 
-    def _bias_scale_problem(self, linear: GroupedLinear) -> ArgumentError | None:
+    def _bias_scale_problem(self, linear: GroupedParameters) -> ArgumentError | None:
         if linear.has_bias and not linear.return_bias:
             return None
         scale = self.scale
@@ -88,13 +82,32 @@ class RowArguments:
         Raises:
             ArgumentError, StaleLease: an argument is wrong, or a buffer shares memory with what the call also uses.
         """
-        problem = rows_problem(name, x, layers[0])
+        problem = _rows_problem(name, x, layers[0])
         for layer in layers:
-            problem = problem or width_problem(layer, x) or layer.held_problem()
+            problem = problem or layer.width_problem(x) or layer.held_problem()
         raise_for(problem or self.problem(RowsLike.of(x), layers))
         named = (("out", self.out), ("grad_input_out", self.grad_input_out))
         read = itertools.chain((x, self.splits, self.scale), *(layer.parameters() for layer in layers))
         raise_for(overlap_problem([Buffer(name, buffer) for name, buffer in named if buffer is not None], read))
+
+
+def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
+    """What keeps `x` from being the rows of a linear layer, or None; apart from its width_problem."""
+    if (error := memory_problem(name, x)) is not None:
+        return error
+    assert isinstance(x, torch.Tensor)
+    if x.dim() < 2 or x.shape[-1] != linear.in_features:
+        return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
+    weight = next(linear.parameters())
+    if x.device != weight.device:
+        return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
+    if x.device.type not in ("cpu", "cuda"):
+        return ArgumentError(f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU")
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
+    if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
+        return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
+    return None
 
 
 class RowInputs(NamedTuple):
@@ -110,13 +123,13 @@ class RowInputs(NamedTuple):
 
     x: torch.Tensor
     row_range: torch.Tensor
-    scale: Optional
+    scale: MaybeTensor
     biases: Gradients
     tensors: tuple[torch.Tensor, ...]
 
 
 def _inputs(
-    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: Optional, *tensors: torch.Tensor
+    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: torch.Tensor
 ) -> RowInputs:
     rows, scale = x.view(-1, x.shape[-1]), None if scale is None else scale.view(-1)
     return RowInputs(rows, row_range, scale, tensors[:num_layers], tensors[num_layers:])
@@ -133,6 +146,42 @@ def run_rows(
     return y
 
 
+class ProductGradients(Protocol):
+    """Backward of Products. input_gradient comes first, if rows get a gradient."""
+
+    @property
+    def d_scale(self) -> MaybeTensor:
+        """fp32 [N]; None if nobody asks for it."""
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
+        """Fills d_rows [N, C]."""
+
+    def bias_gradients(self) -> Gradients:
+        """One for each layer."""
+
+    def weight_gradients(self) -> tuple[Compute, ...]:
+        """One for each layer."""
+
+    def adapter_gradients(self) -> Gradients:
+        """In the order of the adapters."""
+
+
+class Products(Protocol):
+    """What the layers of a call compute, without autograd."""
+
+    @property
+    def layers(self) -> Layers:
+        """The layers, whose options backward reads when it runs."""
+
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+        """Fills out [N, O]. Returns what backward needs in addition to the inputs."""
+
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> ProductGradients:
+        """kept: what forward has returned. needs: whether the rows, the scale and each bias get a gradient."""
+
+
 class _RowsContext(Context, Protocol):
     settings: tuple[Products, Sequence[bool]]
     num_kept: int
@@ -144,10 +193,10 @@ class _RowsFunction(Function):
     def forward(
         ctx: _RowsContext,
         settings: tuple[Products, Sequence[bool]],
-        buffers: tuple[Optional, Optional],
+        buffers: tuple[MaybeTensor, MaybeTensor],
         x: torch.Tensor,
         row_range: torch.Tensor,
-        scale: Optional,
+        scale: MaybeTensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         (products, _), (out, grad_input_out) = settings, buffers
@@ -166,12 +215,13 @@ class _RowsFunction(Function):
     @once_differentiable
     def backward(ctx: _RowsContext, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
-        (products, overwrites), buffer = ctx.settings, ctx.grad_input_out
-        layers, kept, saved = products.layers, ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
-        inputs, (x, _, scale, *_) = _inputs(len(layers), *saved), saved
+        (products, overwrites), buffer, saved = ctx.settings, ctx.grad_input_out, ctx.saved_tensors
+        layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]
+        inputs = _inputs(len(layers), *saved[ctx.num_kept :])
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
         d_y = kernel_rows(d_y).view(-1, d_y.shape[-1])
-        gradients = products.backward(inputs, kept, d_y, (needs_x, needs_scale, *needs_biases))
+        needs = needs_x, needs_scale, *needs_biases
+        gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, needs)
         d_x = d_scale = None
         if needs_x:
             d_x = _gradient_rows(buffer, x, d_y)
@@ -179,15 +229,15 @@ class _RowsFunction(Function):
             d_x = buffer.hand_on(d_x)
         if needs_scale and gradients.d_scale is not None:
             d_scale = gradients.d_scale.view(scale.shape)
-        d_weights: list[Optional] = []
-        end = sum(layer.num_weights for layer in layers)
+        d_weights: list[MaybeTensor] = []
+        end = sum(len(layer.weight_names) for layer in layers)
         for layer, compute, overwrite in [*zip(layers, gradients.weight_gradients(), overwrites, strict=True)][::-1]:
-            weights, end = inputs.tensors[end - layer.num_weights : end], end - layer.num_weights
+            end, weights = end - len(layer.weight_names), inputs.tensors[end - len(layer.weight_names) : end]
             target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
             d_weights[:0] = target.for_autograd(weights, compute)
-        others = gradients.bias_gradients(), gradients.adapter_gradients()
+        d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
-        return None, None, d_x, None, d_scale, *others[0], *d_weights, *others[1]
+        return None, None, d_x, None, d_scale, *gradients.bias_gradients(), *d_weights, *d_adapters
 
 
 def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import width_problem, working_dtype, wrapped_problem
+from symmoe.checks.arguments import working_dtype, wrapped_problem
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
@@ -252,8 +252,8 @@ class MoELayer(ExpertParallelModule):
             or device_problem("router", self._modules.get("router"), self.heap.device)
             or device_problem("shared_expert", self._modules.get("shared_expert"), self.heap.device)
             or inference_problem(self, x=x, **arguments)
-            or width_problem(self.experts.fc1, x)
-            or width_problem(self.experts.fc2, x)
+            or self.experts.fc1.width_problem(x)
+            or self.experts.fc2.width_problem(x)
         )
 
     def _warn_of_hooks(self) -> None:

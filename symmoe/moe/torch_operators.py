@@ -29,10 +29,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified
-from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.experts import CallExperts, local_tensors, of_tensors
+from symmoe.grouped.experts import CallExperts, of_tensors
 from symmoe.grouped.mlp import GroupedMLP, kind_of
+from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
@@ -187,7 +187,7 @@ def _moe_forward(
     eager = BY_NUMBER[step]
     eager.heap.check(control.PHASE_PLAN)
     experts = eager.meta_experts
-    problem = ddp_problem() or width_problem(experts.fc1, x) or width_problem(experts.fc2, x)
+    problem = ddp_problem() or experts.fc1.width_problem(x) or experts.fc2.width_problem(x)
     eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     num_biases = 2 if experts.fc1.has_bias else 0

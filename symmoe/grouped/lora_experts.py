@@ -1,0 +1,107 @@
+"""Experts with adapters: the steps of grouped/experts.py with low-rank GEMMs in between, without autograd.
+
+    h = W1 x + b1, += B1 (A1 x)        a = act(h) * scale        out = W2 a + b2, += B2 (A2 a)
+
+What adapters add to h comes before the activation, so the kernels that fuse a GEMM with the activation do not fit:
+GEMMs and activation run by themselves, with the same bits where the adapters add zeros. Backward computes `a` again;
+t1 = A1 x and t2 = A2 a [N, r] are kept with h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from symmoe import kernels
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
+from symmoe.grouped.low_rank import Gathered, LowRank
+from symmoe.kernels.gemm_parts import Part
+from symmoe.kernels.operands import given
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeights(ExpertWeights):
+    """Weights of experts, frozen or not, and the adapters of both layers.
+
+    Attributes:
+        low1, low2: the adapters of FC1 and FC2.
+    """
+
+    low1: LowRank
+    low2: LowRank
+
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
+    ) -> tuple[Hidden, torch.Tensor]:
+        """Same as ExpertWeights.first_layer, but the activation runs after all parts."""
+        ops = kernels.for_device(x.rows.device)
+        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
+        a = x.rows.new_empty((num_rows, self.w2.shape[2]))
+        t1 = self.low1.new_rows(num_rows)
+        for part in (Part(x.row_range),) if parts is None else parts:
+            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
+            self.low1.down(x.rows, part.rows, t1, **gathered)
+            self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
+        ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
+        return Hidden(h, t1, self.low2.down(a, x.row_range)), a
+
+    def second_layer(
+        self,
+        a: SecondInput,
+        hidden: Hidden,
+        x: ExpertRows,
+        out: torch.Tensor,
+        *,
+        zero_tail: bool = False,
+        part: Part | None = None,
+    ) -> None:
+        """Same as ExpertWeights.second_layer; the sum is made in `out`."""
+        part = part or Part(x.row_range)
+        ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, part=part)
+        self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
+
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
+        """Same as ExpertWeights.backward."""
+        return AdaptedBackward(x, self, hidden, d_out, **options)
+
+
+class AdaptedBackward(ExpertsBackward):
+    """Backward of AdaptedWeights. Gradients of weights that are not frozen are computed as in ExpertsBackward."""
+
+    _weights: AdaptedWeights
+
+    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
+        num_rows, low2 = h.shape[0], weights.low2
+        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, weights.w2.shape[2]))
+        scale, da = x.scale[:num_rows], torch.empty_like(self._a)
+        self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
+        self._dt2 = low2.new_rows(num_rows)
+        for part in (Part(x.row_range),) if parts is None else parts:
+            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
+            low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
+            low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)
+        ops.scaled_activation(h, scale, self._a, weights.activation)
+        d_scale = torch.empty_like(self.d_scale)
+        ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
+        ops.sum_dact_partials(d_scale, x.row_range, self.d_scale, 1)  # the same, with zeros in the tail
+        if self.db1 is not None:
+            ops.grouped_bias_grad(self._dh, x.row_range, self.db1)
+        self._dt1 = weights.low1.down_gradient(self._dh, x.row_range)
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+        """Same as in ExpertsBackward; the sum is made in `d_rows`."""
+        super().input_gradient(d_rows, zero_tail=zero_tail)
+        self._weights.low1.add_up_gradient(self._dt1, self._x.row_range, d_rows)
+
+    def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """dA1, dB1, dA2, dB2; None for adapters that require none."""
+        x, weights = self._x, self._weights
+        of_first = weights.low1.gradients(x.rows, self._t1, self._dh, self._dt1, x.row_range, rows_index=x.row_index)
+        of_second = weights.low2.gradients(self._a, self._t2, self._d_out, self._dt2, x.row_range, dy_index=x.row_index)
+        return *of_first, *of_second
