@@ -171,8 +171,7 @@ class ExpertWeights:
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
-        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel for each part of the rows, or
-        in one for all."""
+        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         for part in (Part(x.row_range),) if parts is None else parts:

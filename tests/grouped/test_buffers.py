@@ -698,33 +698,31 @@ def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
 class Step:
     """One rank: dispatch, experts, combine, with or without buffers on the heap."""
 
-    def __init__(self, heap: SymmetricHeap, order: str = "rank") -> None:
+    def __init__(self, heap: SymmetricHeap) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.heap, self.order = heap, order
+        self.heap = heap
         self.ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])
         self.x = torch.randn(7, H, generator=generator).requires_grad_()
         self.probs = torch.rand(7, 2, generator=generator).requires_grad_()
         self.d_y = torch.randn(7, H, generator=generator)
         self.model = GroupedMLP(4, H, TINY.ffn, bias=True)
 
-    def forward(self, *, on_heap: bool = True, **buffers: torch.Tensor) -> torch.Tensor:
-        """y; the buffers that are not given live on the heap and nowhere else."""
+    def forward(self, *, on_heap: bool = True) -> torch.Tensor:
+        """y; the buffers live on the heap and nowhere else."""
         plan = make_plan(self.ids, num_experts=4, heap=self.heap)
 
-        def into(name: str) -> torch.Tensor | None:
-            if not on_heap:
-                return None
-            return buffers.get(name, self.heap.lease((plan.row_capacity, H), torch.float32).tensor)[: plan.num_rows]
+        def lease() -> torch.Tensor | None:
+            return self.heap.lease((plan.row_capacity, H), torch.float32).tensor[: plan.num_rows] if on_heap else None
 
-        rows, row_probs = dispatch_tokens(self.x, plan, probs=self.probs, out=into("rows"), order=self.order)
-        out = self.model(rows, plan.splits, row_probs, **{name: into(name) for name in BOTH})
-        return combine_tokens(out, plan, grad_out=into("grad_out"), order=self.order)
+        rows, row_probs = dispatch_tokens(self.x, plan, probs=self.probs, out=lease())
+        out = self.model(rows, plan.splits, row_probs, out=lease(), grad_input_out=lease())
+        return combine_tokens(out, plan, grad_out=lease())
 
-    def run(self, *, on_heap: bool, **buffers: torch.Tensor) -> list[torch.Tensor]:
+    def run(self, *, on_heap: bool) -> list[torch.Tensor]:
         """y, d_x, d_probs, gradients of the experts."""
         self.model.zero_grad()
         self.x.grad = self.probs.grad = None
-        y = self.forward(on_heap=on_heap, **buffers)
+        y = self.forward(on_heap=on_heap)
         y.backward(self.d_y)
         return [y.detach(), self.x.grad, self.probs.grad, *(p.grad.clone() for p in self.model.parameters())]
 
@@ -738,47 +736,6 @@ def test_no_copies_between_the_parts(heap):
         for found, expected in zip(step.run(on_heap=True), want, strict=True):
             assert_same_bits(found, expected)
     assert heap.statistics.num_staging_copies == copies, "every buffer was read and written in place"
-
-
-@pytest.mark.parametrize(("order", "copies"), [("rank", 0), ("slot", 1)])
-@pytest.mark.parametrize("name", ["out", "grad_input_out"])
-def test_buffers_that_peers_read_are_copied_if_not_on_the_heap(heap, name, order, copies):
-    step = Step(heap, order)
-    want = step.run(on_heap=True)
-    before = heap.statistics.num_staging_copies
-    for found, expected in zip(step.run(on_heap=True, **{name: buffer(14, H)}), want, strict=True):
-        assert_same_bits(found, expected)
-    assert heap.statistics.num_staging_copies == before + copies
-
-
-@pytest.mark.parametrize("name", ["rows", "grad_out"])
-def test_buffers_that_peers_write_must_be_on_the_heap(heap, name):
-    step = Step(heap)
-    with pytest.raises(ArgumentError, match="is not on this symmetric heap"):
-        step.run(on_heap=True, **{name: buffer(14, H)})
-    want = step.run(on_heap=False)
-    for found, expected in zip(step.run(on_heap=True), want, strict=True):
-        assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("order", ["rank", "slot"])
-def test_combine_leaves_the_experts_output_alone(heap, order):
-    """It may be kept, and saved for backward: here a penalty on it has its gradient, too."""
-    step = Step(heap)
-    plan = make_plan(step.ids, num_experts=4, heap=heap)
-    rows, row_probs = dispatch_tokens(step.x, plan, probs=step.probs)
-    rows, row_probs = rows.detach(), row_probs.detach()
-    buffer = heap.lease(tuple(rows.shape), torch.float32).tensor
-    found = []
-    for out in (None, buffer):
-        result = step.model(rows, plan.splits, row_probs, out=out)
-        kept = result.detach().clone()
-        penalty = (result**2).sum()
-        y = combine_tokens(result, plan, order=order)
-        assert_same_bits(result.detach(), kept)
-        found.append(torch.autograd.grad((y * step.d_y).sum() + penalty, list(step.model.parameters())))
-    for one, other in zip(*found, strict=True):
-        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("what", ["parts", "layer"])
