@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from culprits import TRANSFORMS, sets_of_culprits
 from limits import HANG_S
 from test_heap import outcome
-from torch.autograd import forward_ad
 from worker import Findings, difference, free_bytes, open_heap
 
 from symmoe import (
@@ -321,11 +321,6 @@ def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
     for k in range(K):
         want += x * probs[:, k : k + 1]
     findings.check(torch.equal(y, want), "the next correct call is wrong")
-
-
-def sets_of_culprits(num_ranks: int) -> list[list[int]]:
-    """Each rank, and all."""
-    return [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
 
 
 class Stage:
@@ -815,20 +810,6 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
 
 
 # -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
-
-
-def with_tangents(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> object:
-    with forward_ad.dual_level():
-        return call(forward_ad.make_dual(x, torch.ones_like(x)))
-
-
-TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], object]] = {
-    "grad": lambda call, x: torch.func.grad(call)(x),
-    "vjp": lambda call, x: torch.func.vjp(call, x),
-    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
-    "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
-    "tangents": with_tangents,
-}
 
 
 def check_transforms(rank: int, num_ranks: int) -> list[str]:
