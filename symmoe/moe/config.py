@@ -9,8 +9,6 @@ from typing import Literal
 from symmoe.checks import arguments
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.activation import SWIGLU, Activation
-from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
@@ -111,22 +109,6 @@ class MoEConfig:
     capacity_factor: float | None = None
     drop_policy: arguments.DropPolicy = "probs"
     z_loss_coef: float = 0.0
-
-    @property
-    def received_layout(self) -> str:
-        """The layout; "auto" is resolved."""
-        return received_layout(self.layout, self.ffn, self.precision)
-
-    @property
-    def routing_rule(self) -> RoutingRule:
-        """How the router's logits become a choice."""
-        return RoutingRule(
-            score=self.score,
-            renormalize=self.renormalize,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            route_scale=float(self.route_scale),
-        )
 
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
         """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number."""

@@ -8,7 +8,7 @@ from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.moe import balance
-from symmoe.moe.expert_bias import balance_step
+from symmoe.moe.balance import balance_step
 
 SEQUENCES, LENGTH, EXPERTS, TOP_K, H, I = 3, 7, 6, 2, 16, 8
 TOKENS = SEQUENCES * LENGTH

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.moe.expert_bias import balance_after, balance_step
+from symmoe.moe.balance import balance_after, balance_step
 
 EXPERTS, TOP_K, H, I, RATE = 4, 2, 16, 8, 0.01
 
