@@ -38,8 +38,7 @@ def tensorboard_sink(writer: ScalarWriter) -> Sink:
     return sink
 
 
-# What a layer adds up in addition to the load of its experts.
-_TOTALS = ("num_calls", "aux_loss", "num_dropped", "num_over_capacity", "dispatch_bytes", "combine_bytes")
+_NUM_TOTALS = 6  # what a layer adds up in addition to the load of its experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +103,7 @@ class MetricsLogger:
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
         layers = layers_with_listeners(model)
         self._sink = sink
-        self._sizes = [listeners_of(layer).num_experts + len(_TOTALS) for layer in layers.values()]
+        self._sizes = [listeners_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
         device = listeners_of(next(iter(layers.values()))).heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._undo: list[Callable[[], None]] = []
@@ -184,19 +183,27 @@ class _Watched:
     def record(self, values: torch.Tensor) -> LayerRecord:
         """What these totals say, on the CPU; takes the times."""
         heap, num_experts = self.listeners.heap, self.listeners.num_experts
-        load, other = values[:num_experts].long(), dict(zip(_TOTALS, values[num_experts:].tolist(), strict=True))
-        aux_loss = other.pop("aux_loss") / max(other["num_calls"], 1.0)
+        load, totals = values[:num_experts].long(), values[num_experts:].tolist()
+        num_calls, aux_loss, *counts = totals
+        num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = map(int, counts)
+        forward_s, dispatch_s, combine_s = (None if self.timer is None else self.timer.take(name) for name in _SPANS)
         return LayerRecord(
             name=self._name,
-            aux_loss=aux_loss if self._knows_losses else None,
+            num_calls=int(num_calls),
+            aux_loss=aux_loss / max(num_calls, 1.0) if self._knows_losses else None,
             tokens_per_expert=tuple(load.tolist()),
             tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
             coefficient_of_variation=float(balance.coefficient_of_variation(load)),
             max_violation=float(balance.max_violation(load)),
             num_dead_experts=int((load == 0).sum()),
+            num_dropped=num_dropped,
+            num_over_capacity=num_over_capacity,
+            dispatch_bytes=dispatch_bytes,
+            combine_bytes=combine_bytes,
             heap_high_water_bytes=heap.high_water_bytes,
-            **{name: int(total) for name, total in other.items()},
-            **{f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS},
+            forward_s=forward_s,
+            dispatch_s=dispatch_s,
+            combine_s=combine_s,
         )
 
 
