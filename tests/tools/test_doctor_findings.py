@@ -23,11 +23,23 @@ from symmoe.errors import PeerError
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
-from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
-from symmoe.tools.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, read_gpus
-from symmoe.tools.doctor.nvidia_smi import Device, Links, Report, ask, parse_devices, parse_links, parse_topology
-from symmoe.tools.doctor.system import System, check_limits, check_system, read_system
+from symmoe.tools.doctor.gpus import (
+    Device,
+    Gpu,
+    Gpus,
+    Links,
+    Pair,
+    Report,
+    ask,
+    check_gpus,
+    check_links,
+    parse_devices,
+    parse_links,
+    parse_topology,
+    read_gpus,
+)
+from symmoe.tools.doctor.machine import System, check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.trial import Trial, check_trial, run_trial
 from symmoe.tools.doctor.versions import Versions, check_versions, read_versions
 
@@ -404,7 +416,7 @@ def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: p
     assert report.topology[0, 1] == "NV18"
     assert sorted(report.links) == [0, 1]
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("symmoe.tools.doctor.nvidia_smi._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("symmoe.tools.doctor.gpus._TIMEOUT_S", 0.2)
     start = time.monotonic()
     assert ask() == Report()
     assert time.monotonic() - start < 50
@@ -465,7 +477,7 @@ def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, 
     gpus = tuple(gpu(index) for index in range(num_gpus))
     links = {index: Links(gbs=400.0 + index, num_up=18, num_down=0) for index in range(num_gpus)}
     report = Report(devices=tuple(device(index) for index in range(num_gpus)), links=links)
-    monkeypatch.setattr(doctor.nvidia_smi, "ask", lambda: report)
+    monkeypatch.setattr(doctor, "ask", lambda: report)
     monkeypatch.setattr(doctor, "read_gpus", lambda smi: Gpus(gpus=gpus))
     monkeypatch.setattr(doctor, "run_trial", lambda ranks, environment: started.append(ranks))
     monkeypatch.setattr(doctor, "check_trial", lambda trial, **known: judged.append(known) or [])
