@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
+SOURCES = ("pyproject.toml", "requirements-train.txt", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
 TIMEOUT_S = 800  # 20 s of a processor's time, which on a busy machine are minutes
 
 
@@ -82,8 +82,9 @@ def sources(tmp_path: Path) -> Path:
 
 
 def wanted() -> list[str]:
-    """The lines of requirements.txt."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    """The lines of both files of requirements."""
+    names = ("requirements-train.txt", "requirements.txt")
+    lines = [line for name in names for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if not line.startswith("#")]
 
 
@@ -135,7 +136,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder symmoe below one with a space, with what make reads; `python` beside it stands for an interpreter."""
     folder = tmp_path / "a folder" / "symmoe"
     folder.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "requirements.txt", "requirements-torchtitan.txt"):
+    for name in ("Makefile", "pyproject.toml", *(path.name for path in ROOT.glob("requirements*.txt"))):
         shutil.copy(ROOT / name, folder)
     (folder.parent / "python").write_text(PYTHON, encoding="utf-8")
     (folder.parent / "python").chmod(0o755)
@@ -165,7 +166,9 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [python for python, _, _ in calls] == [theirs] + [ours] * (len(calls) - 1)
     assert {path for _, path, _ in calls} == {str(checkout)}
     arguments = [words for _, _, words in calls]
-    set_up = ["-m venv .venv", "-m pip install --quiet --requirement requirements.txt"]
+    set_up = ["-m venv .venv", "-m pip install --requirement requirements-train.txt"]
+    if target != "train":
+        set_up.append("-m pip install --requirement requirements.txt")
     if target == "test-all":
         set_up.append("-m pip install --quiet --no-deps --requirement requirements-torchtitan.txt")
     assert [words for words in arguments if words.startswith(("-m venv ", "-m pip "))] == set_up
