@@ -196,6 +196,28 @@ def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
         assert (ROOT / path).exists()
 
 
+def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
+    """Of an editable install; the folder symmoe beside the program, the checkout, is no package."""
+    pytest.importorskip("setuptools", minversion="77")
+    checkout = tmp_path / "symmoe"
+    shutil.copytree(ROOT / "symmoe", checkout / "symmoe", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    build = f"from setuptools.build_meta import build_editable as build; build({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, timeout=300, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    (tmp_path / "program.py").write_text("import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8")
+    run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
+    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+    command = [sys.executable, "-c", run]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout == "SymmetricHeap\n", done.stderr
+
+
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A copy of what is tracked or new, below a folder with a space; its exit code is make's, and nothing is left."""
     if not (ROOT / ".ci" / "run").exists():
