@@ -67,7 +67,7 @@ def registry() -> None:
     except PackageNotFoundError:
         number = (0, 0)
     if number < (25, 3):
-        pytest.skip("an earlier pip downloads everything in a dry run: pip install 'symmoe[dev]'")
+        pytest.skip("an earlier pip downloads everything in a dry run: pip install '.[dev]'")
     if why := registry_is_missing():
         pytest.skip(why)
 

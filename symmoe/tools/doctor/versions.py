@@ -139,8 +139,8 @@ def _check_nvshmem(versions: Versions) -> Iterator[Said]:
 
 
 def _check_bindings(versions: Versions, are_needed: bool) -> Iterator[Said]:
-    name, major = versions.bindings, versions.cuda_major
-    fix = f"pip install 'symmoe[nvshmem{'' if major == 13 else f'-cu{major}'}]'"
+    name = versions.bindings
+    fix = f"pip install '{name}>=0.4.1,<0.5'"
     installed, core = versions.installed.get(name), versions.installed.get("cuda-core")
     if installed is None:
         if are_needed:
