@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from layers import WAYS, tokens_of
 from reliability.delays import before_steps
-from test_layer import WAYS, tokens_of
 from worker import Findings, Watching, open_heap
 
 from symmoe import (
