@@ -12,6 +12,7 @@ import torch
 from grouped_cases import (
     SENTINEL,
     TINY,
+    WAYS,
     Case,
     Inputs,
     assert_near,
@@ -19,8 +20,10 @@ from grouped_cases import (
     linear_oracle,
     make_inputs,
     make_linear,
+    make_way,
     mlp_oracle,
 )
+from torch import nn
 
 from symmoe import (
     GroupedMLP,
@@ -39,38 +42,25 @@ from symmoe.kernels import twin
 
 PLAIN = Case(buffers=())
 N, H = TINY.num_rows, TINY.hidden
-OPS = ("linear", "modules", "sequential", "mlp")
 BOTH = ("out", "grad_input_out")
 
 
 class Op:
-    """One of OPS, H -> H, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
+    """One of WAYS, H -> H, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
 
-    def __init__(self, name: str, case: Case = PLAIN, inputs: Inputs | None = None) -> None:
+    def __init__(self, name: str, case: Case = PLAIN) -> None:
         self.name = name
-        self.inputs = make_inputs(case, width=H if name == "linear" else None) if inputs is None else inputs
-        self.scale = self.inputs.scale
-        self.splits = self.inputs.splits
-        if name == "linear":
-            self.fc1 = self.fc2 = make_linear(case, self.inputs.w1, self.inputs.b1)
-            return
-        self.fc1 = make_linear(case, self.inputs.w1, self.inputs.b1)
-        self.fc2 = make_linear(case, self.inputs.w2, self.inputs.b2)
-        self.model = Sequential(self.fc1, ScaledSwiGLU(), self.fc2)
-        if name == "modules":
-            self.model[1].register_forward_hook(lambda *_: None)
-        if name == "mlp":
-            self.model = GroupedMLP(TINY.num_groups, H, TINY.ffn, bias=True)
-            self.model.fc1, self.model.fc2 = self.fc1, self.fc2
+        self.inputs = make_inputs(case, width=H if name == "linear" else None)
+        self.scale, self.splits = self.inputs.scale, self.inputs.splits
+        activation, way = ScaledSwiGLU(), name
+        if name == "modules":  # of one Sequential
+            activation.register_forward_hook(lambda *_: None)
+            way = "sequential"
+        self.call, layers = make_way(way, case, self.inputs, activation=activation)
+        self.fc1, *_, self.fc2 = [*layers.values()] * 2
 
-    def __call__(self, x, *, out=None, grad_input_out=None, splits=None):
-        splits = self.splits if splits is None else splits
-        if self.name == "linear":
-            return self.fc1(x, splits, out=out, grad_input_out=grad_input_out)
-        if self.name == "mlp":
-            return self.model(x, splits, self.scale, out=out, grad_input_out=grad_input_out)
-        op_kwargs = {0: {"grad_input_out": grad_input_out}, -1: {"out": out, "bias_scale": self.scale}}
-        return self.model(x, splits, self.scale, splits, op_kwargs=op_kwargs)
+    def __call__(self, x, **buffers):
+        return self.call(x, self.scale, self.splits, **buffers)
 
     def oracle(self, inputs: Inputs, case: Case = PLAIN) -> dict[str, torch.Tensor]:
         """For the x, splits and d_y of `inputs`."""
@@ -79,12 +69,12 @@ class Op:
         return linear_oracle(mine, case) if self.name == "linear" else mlp_oracle(mine, case)
 
 
-@pytest.fixture(params=OPS)
+@pytest.fixture(params=WAYS)
 def op(request) -> Op:
     return Op(request.param)
 
 
-@pytest.fixture(params=[name for name in OPS if name != "modules"])
+@pytest.fixture(params=[name for name in WAYS if name != "modules"])
 def single(request) -> Op:
     """An op whose backward is one step, which reads the gradient of the result while it writes that of x."""
     return Op(request.param)
@@ -276,10 +266,10 @@ def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torc
     yield "row_probs", lambda gone: mlp(x, splits, gone(scale))
     yield "h", lambda gone: activation(gone(x), scale)
     yield "scale", lambda gone: activation(x, gone(scale))
-    modules = Op("modules")
-    yield "x", lambda gone: modules.model(gone(x), splits, scale, splits)
-    yield "splits", lambda gone: modules.model(x, splits, scale, gone(splits))
-    yield "scale", lambda gone: modules.model(x, splits, gone(scale), splits)
+    modules = Sequential(linear, nn.Identity(), activation, make_linear(PLAIN, inputs.w2, inputs.b2))
+    yield "x", lambda gone: modules(gone(x), splits, scale, splits)
+    yield "splits", lambda gone: modules(x, splits, scale, gone(splits))
+    yield "scale", lambda gone: modules(x, splits, gone(scale), splits)
 
 
 @pytest.mark.parametrize(("name", "call"), list(calls_with_released_memory()))
