@@ -10,7 +10,7 @@ rails (combine/nodes.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
@@ -18,8 +18,9 @@ import torch
 
 from symmoe import kernels
 from symmoe.combine.nodes import FromNodes, Inside
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.maps import Plan
 from symmoe.kernels import control
+from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
 from symmoe.symm_mem.lease import Lease
 
@@ -29,17 +30,12 @@ READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
-def pulls(plan: Plan, order: str) -> bool:
-    """Whether rows are read where they are, on the heap; else their sums are sent."""
-    return order != "rank" or plan.across is not None
-
-
 @contextmanager
 def readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> Iterator[torch.Tensor]:
     """`rows` [., H] itself where the trip can read it, else a copy in a lease (counted: it is the slow path)."""
     heap = plan.heap
     is_aligned = rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0
-    if is_aligned and (not pulls(plan, order) or heap.owns(rows)):
+    if is_aligned and (not plan.reads_rows_in_place(order) or heap.owns(rows)):
         yield rows
         return
     heap.statistics.num_staging_copies += 1
@@ -48,18 +44,87 @@ def readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> I
         yield lease.tensor
 
 
-def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
-    """Sums each token's rows. Collective; does not synchronise the host.
+ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
+
+
+def combine(
+    rows: torch.Tensor,
+    plan: Plan,
+    compute: ComputePart = lambda part: None,
+    *,
+    order: str,
+    division: Division | None = None,
+) -> torch.Tensor:
+    """Calls `compute` to fill `rows`, and sums each token's on its own rank. Collective; does not synchronise the host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot".
+        compute: called for all rows, or with a division for one part after the other, which goes home while the next
+            one is computed: the parts of a dispatch in the opposite order. Between nodes rows of foreign tokens come
+            first: their sums go home while those of this node's tokens are computed.
+        division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
 
     Returns:
         [T, H].
     """
+    if division is None:
+        compute(None)
+        with Collection(rows, plan, order=order) as collection:
+            collection.collect()
+        return given("rows", collection.out)
+    branch, across, num_ctas = plan.heap.branch(), plan.across, division.num_ctas
+    # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
+    sources, of_sources = plan.inside.arrivals[::-1], plan.inside.source_to_rows
+    parts, num_foreign = [of_sources[source] for source in sources], 1
+    if across is not None:
+        num_foreign = len(sources) - len(plan.heap.topology.ranks)
+        parts = [*parts[:num_foreign][::-1], given("own_rows", across.own_rows)]
     with Collection(rows, plan, order=order) as collection:
-        collection.collect()
+        for part in parts[:num_foreign]:
+            compute(Part(part))
+        try:
+            for number, part in enumerate(parts[num_foreign:]):
+                point = branch.point()
+                compute(Part(part, division.num_sms))
+                with branch.after(point):
+                    if number == 0:
+                        collection.open()
+                    collection.send(sources[number], num_ctas=num_ctas)
+        finally:
+            branch.join()
+        if across is not None:
+            collection.open_again()
+        collection.finish()  # nothing else runs meanwhile
     return given("rows", collection.out)
+
+
+@contextmanager
+def collecting(
+    rows: torch.Tensor | None,
+    plan: Plan,
+    *,
+    order: str,
+    row_values: torch.Tensor | None = None,
+    gradients: int = 0,
+    division: Division | None = None,
+) -> Iterator[Collection]:
+    """Context of a :class:`Collection`, complete after it. The caller may compute other things in it, at the same time
+    if there is a division of the SMs. Collective; does not synchronise the host. Arguments: see Collection."""
+    collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
+    if division is None:
+        yield collection
+        with collection:
+            collection.collect()
+        return
+    branch = plan.heap.branch()
+    with collection:
+        point = branch.point()
+        yield collection
+        try:
+            with branch.after(point):
+                collection.collect(num_ctas=division.num_ctas)
+        finally:
+            branch.join()
 
 
 class Collection:
@@ -91,7 +156,7 @@ class Collection:
         gradients: int = 0,
     ) -> None:
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
-        self._pulls = pulls(plan, order)
+        self._pulls = plan.reads_rows_in_place(order)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {

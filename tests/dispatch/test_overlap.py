@@ -327,7 +327,7 @@ def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int |
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ep_step, "overlap", noting)
         for precision, wire, limits, _ in FORMULAS_GET:
-            ep_step._overlapped.cache_clear()
+            ep_step._overlap_of.cache_clear()
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
             x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.checks.arguments import Order, Overflow
 from symmoe.dispatch.plan import Plan, make_plan
-from symmoe.dispatch.slots import PHASE as SEND
+from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import StalePlan
 from symmoe.integrations.megatron.compat import slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts
