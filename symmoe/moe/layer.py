@@ -26,9 +26,8 @@ from symmoe.moe.expert_bias import count_in_backward, load_so_far
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.layer_checks import arguments_problem, device_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe.routed_experts import RoutedExperts, is_traced
 from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
-from symmoe.moe.torch_operators import is_traced
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.torch_internals import pytree
 
