@@ -17,7 +17,7 @@ from symmoe.checks.arguments import words_problem
 from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import collecting, combine, readable_rows
-from symmoe.dispatch.maps import Plan
+from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError

@@ -17,8 +17,8 @@ from types import TracebackType
 import torch
 
 from symmoe import kernels
-from symmoe.combine.nodes import FromNodes, Inside
-from symmoe.dispatch.maps import Plan
+from symmoe.combine.nodes import Collected, FromNodes
+from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
@@ -72,13 +72,13 @@ def combine(
         with Collection(rows, plan, order=order) as collection:
             collection.collect()
         return given("rows", collection.out)
-    branch, across, num_ctas = plan.heap.branch(), plan.across, division.num_ctas
+    branch, nodes, num_ctas = plan.heap.branch(), plan.nodes, division.num_ctas
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
-    sources, of_sources = plan.inside.arrivals[::-1], plan.inside.source_to_rows
+    sources, of_sources = plan.in_node.arrivals[::-1], plan.in_node.source_to_rows
     parts, num_foreign = [of_sources[source] for source in sources], 1
-    if across is not None:
+    if nodes is not None:
         num_foreign = len(sources) - len(plan.heap.topology.ranks)
-        parts = [*parts[:num_foreign][::-1], given("own_rows", across.own_rows)]
+        parts = [*parts[:num_foreign][::-1], given("own_rows", nodes.own_rows)]
     with Collection(rows, plan, order=order) as collection:
         for part in parts[:num_foreign]:
             compute(Part(part))
@@ -92,7 +92,7 @@ def combine(
                     collection.send(sources[number], num_ctas=num_ctas)
         finally:
             branch.join()
-        if across is not None:
+        if nodes is not None:
             collection.open_again()
         collection.finish()  # nothing else runs meanwhile
     return given("rows", collection.out)
@@ -160,7 +160,7 @@ class Collection:
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {
-            "order": int(self._pulls if plan.across is None else order == "slot"),
+            "order": int(self._pulls if plan.nodes is None else order == "slot"),
             "gradients": gradients,
             "probs": int(row_values is not None),
             "plan": plan.generation,
@@ -174,8 +174,8 @@ class Collection:
         if row_values is not None:
             self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
         self._from_nodes: FromNodes | None = None
-        if plan.across is not None:
-            self._from_nodes = FromNodes(plan, plan.across, rows, has_values=row_values is not None, order=order)
+        if plan.nodes is not None:
+            self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
 
     def __enter__(self) -> Collection:
         plan, heap = self._plan, self._plan.heap
@@ -223,7 +223,7 @@ class Collection:
             self._wait_for_rows()
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
-                self._pull(Inside(self._plan, rows, self.values))
+                self._pull(Collected(self._plan, rows, self.values))
             else:
                 self._pull(self._from_nodes.foreign)
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
@@ -239,18 +239,18 @@ class Collection:
     def _wait_for_rows(self) -> None:
         self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
-    def _pull(self, inside: Inside) -> None:
+    def _pull(self, wanted: Collected) -> None:
         """Sums rows where they are, and brings values."""
-        plan, trip = inside.plan, (self._plan.heap.peers, self._ready)
-        if inside.rows is not None:
-            out = inside.rows.flatten(0, 1)
+        plan, trip = wanted.plan, (self._plan.heap.peers, self._ready)
+        if wanted.rows is not None:
+            out = wanted.rows.flatten(0, 1)
             lines = plan.slot_to_rank, plan.slot_to_row
-            if inside.rows.shape[1] > 1:  # one by one
+            if wanted.rows.shape[1] > 1:  # one by one
                 lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
             self._ops.pull_rows(*lines, *trip, out, column=READY_ROWS)
-        if inside.values is not None:
+        if wanted.values is not None:
             index = (plan.slot_to_rank, plan.token_to_packed_row)
-            self._ops.pull_values(*index, *trip, inside.values, column=READY_VALUES)
+            self._ops.pull_values(*index, *trip, wanted.values, column=READY_VALUES)
 
     def send(self, source: int | None = None, *, num_ctas: int | None = None) -> None:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.maps import Plan
+from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
@@ -162,16 +162,16 @@ def _travelling(
         an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
         come, the foreign ones. It ends with a meeting, see SymmetricHeap.meet: the last barrier comes next.
     """
-    if (across := plan.across) is None:
+    if (nodes := plan.nodes) is None:
         yield iter([(plan, tensors)])
         return
-    crossing = across.crossing
-    with crossing.bring_in(tensors, control.PHASE_NODES_OUT, agreed) as come:
+    rails = nodes.rails
+    with rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed) as come:
 
         def both() -> Iterator[tuple[Plan, list[torch.Tensor]]]:
-            yield across.own, tensors
-            yield across.foreign, come()
-            plan.heap.meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
+            yield nodes.own, tensors
+            yield nodes.foreign, come()
+            plan.heap.meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
 
         yield both()
 
@@ -300,7 +300,7 @@ class _Call:
 
         arrived: result of the wait for them.
         """
-        start, rank = self.plan.inside.source_to_packed_start, self.plan.heap.rank
+        start, rank = self.plan.in_node.source_to_packed_start, self.plan.heap.rank
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
         self.index.read(start[first : first + 1], start[end : end + 1], self.ready, arrived)
         if self.layout == "expert-major":

@@ -166,9 +166,9 @@ def _overlap(
     schedule: str, x: torch.Tensor, experts: ExpertForm, plan: Plan, order: str, layout: str, wire: Wire
 ) -> Overlap:
     """Which trips of a call are overlapped. It depends only on what all ranks agree on."""
-    heap, across = plan.heap, plan.across
+    heap, nodes = plan.heap, plan.nodes
     # Without own_rows there are no parts in the order of ranks.
-    if heap.num_ranks == 1 or schedule == "serial" or (across is not None and across.own_rows is None):
+    if heap.num_ranks == 1 or schedule == "serial" or (nodes is not None and nodes.own_rows is None):
         return SERIAL
     sizes = Sizes(
         num_rows=_rounded_up(plan.expected_rows),
@@ -177,7 +177,7 @@ def _overlap(
         top_k=plan.top_k,
         num_experts=plan.num_experts,
         num_ranks=heap.num_ranks,
-        num_nodes=1 if across is None else heap.topology.num_nodes,
+        num_nodes=1 if nodes is None else heap.topology.num_nodes,
         item_bytes=x.element_size(),
         is_gated=experts.activation.is_gated,
         sums_travel=not plan.reads_rows_in_place(order),

@@ -16,8 +16,7 @@ from compiled_launches import atomics, catch_launches
 from compiled_launches import meta as empty
 
 from symmoe.kernels import control
-from symmoe.kernels.contract.plan import PlanIntegers, plan_layout
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.triton import plan, sync, tokens
 
 # T, H, E, K, R
