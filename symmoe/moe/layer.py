@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import width_problem, working_dtype, wrapped_problem
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.arguments import tensor_problem, working_dtype, wrapped_problem
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
@@ -258,7 +257,7 @@ class MoELayer(ExpertParallelModule):
             return ArgumentError(
                 f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({self.config.hidden})"
             )
-        return width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
+        return self.experts.fc1.width_problem(x) or self.experts.fc2.width_problem(x)
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
         """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""

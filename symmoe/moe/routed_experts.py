@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, without_memory
+from symmoe.grouped.experts import CallExperts, evaluated
+from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
