@@ -66,11 +66,7 @@ class Family:
     clamped: bool = False
 
     def activation(self, experts: StockExperts) -> ScaledActivation:
-        """The activation between the GEMMs of a transformers experts module.
-
-        Raises:
-            ArgumentError: an activation that symmoe does not have.
-        """
+        """The activation between the GEMMs of a transformers experts module. ArgumentError: symmoe does not have it."""
         if self.clamped:
             return ScaledClampedSwiGLU(alpha=experts.alpha, limit=experts.limit, interleave=1)
         hidden_act = experts.config.hidden_act
@@ -91,11 +87,7 @@ FAMILIES = {
 
 
 def family_of(config: object) -> Family:
-    """The family of a transformers configuration.
-
-    Raises:
-        ArgumentError: a model type that is not known.
-    """
+    """The family of a transformers configuration. ArgumentError: its model type is not known."""
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
         raise ArgumentError(f"model_type ({model_type!r}) must be one of {', '.join(map(repr, FAMILIES))}")
