@@ -34,21 +34,13 @@ class ExpertShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A tensor of this rank, and where it belongs in the checkpoint.
+    """A tensor of this rank, and where it belongs in the checkpoint."""
 
-    Attributes:
-        key: name in the checkpoint; several places may have the same.
-        tensor: the live tensor, whose memory is read or filled.
-        start: its first row in the whole tensor; None: it is the whole tensor.
-        num_rows: rows of the whole tensor, if it is cut.
-        is_row: it is one row of the whole tensor and has no dimension for that (a discrete weight).
-    """
-
-    key: str
-    tensor: torch.Tensor
-    start: int | None = None
-    num_rows: int = 0
-    is_row: bool = False
+    key: str  # name in the checkpoint; several places may have the same
+    tensor: torch.Tensor  # the live tensor, whose memory is read or filled
+    start: int | None = None  # its first row in the whole tensor; None: it is the whole tensor
+    num_rows: int = 0  # rows of the whole tensor, if it is cut
+    is_row: bool = False  # it is one row of the whole tensor and has no dimension for that (a discrete weight)
 
     @property
     def rows(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cluster import Cluster
+from checkpoint_cases import FILE, Bits, bits, draw, fill, names, raw
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -44,7 +44,6 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision import MXFP8, Float8Block
 
 EXPERTS, HIDDEN, FFN = 8, 16, 8
-FILE = "rank-00000-0000.safetensors"
 CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot")
 WIDE = dataclasses.replace(CONFIG, hidden=64, ffn=32)  # enough for every precision
 PRECISIONS = {
@@ -52,7 +51,6 @@ PRECISIONS = {
     "float8-block": dataclasses.replace(WIDE, precision=Float8Block(), quantized_wire="both"),
     "mxfp8": dataclasses.replace(WIDE, precision=MXFP8()),
 }
-Bits = dict[str, bytes]
 
 
 class Model(nn.Module):
@@ -67,68 +65,6 @@ class Model(nn.Module):
         self.moe = symmoe.MoELayer(config, heap, experts=experts, shared_expert=nn.Linear(hidden, hidden))
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-
-def named(model: nn.Module, first: int) -> Iterator[tuple[str, int | None, torch.Tensor]]:
-    """Every tensor by the name it has whatever the ranks: (name, global expert or None, tensor of that expert)."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if ".experts." not in name:
-            yield name, None, tensor
-            continue
-        layer, _, leaf = name.rpartition(".")
-        digits = leaf.removeprefix("weight")
-        if digits.isdigit():
-            yield f"{layer}.weight", first + int(digits), tensor
-        else:
-            yield from ((name, first + g, part) for g, part in enumerate(tensor))
-
-
-def draw(label: str, like: torch.Tensor) -> torch.Tensor:
-    """Values that follow from the label alone."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little"))
-    return (torch.randn(like.shape, generator=generator) * 100).to(like.dtype)
-
-
-@torch.no_grad()
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, first: int, seed: int) -> None:
-    """Sets every tensor, and the moments of every parameter, to what they are in state `seed`."""
-    for name, expert, tensor in named(model, first):
-        tensor.copy_(draw(f"{seed}/{name}/{expert}", tensor))
-    if optimizer is None:
-        return
-    for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = {"step": torch.tensor(seed + 0.5)}
-        for kind in ("exp_avg", "exp_avg_sq"):
-            moment = optimizer.state[parameter][kind] = torch.empty_like(parameter)
-            fill_moment(moment, parameter, name, kind, first, seed)
-    for group in optimizer.param_groups:
-        group.update(lr=seed / 7, betas=(0.5, seed / 9))
-
-
-def fill_moment(moment: torch.Tensor, parameter: nn.Parameter, name: str, kind: str, first: int, seed: int) -> None:
-    if ".experts." in name:
-        leaf = name.rpartition(".")[2].removeprefix("weight")
-        rows = [moment] if leaf.isdigit() else list(moment)
-        name = name.removesuffix(leaf) if leaf.isdigit() else name
-        for g, row in enumerate(rows):
-            row.copy_(draw(f"{seed}/{name}/{kind}/{first + g + (int(leaf) if leaf.isdigit() else 0)}", row))
-    else:
-        moment.copy_(draw(f"{seed}/{name}/{kind}", moment))
-
-
-def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bits:
-    """What this rank has, byte for byte."""
-    found = {name: raw(tensor) for name, tensor in model.state_dict().items()}
-    if optimizer is not None:
-        for name, parameter in model.named_parameters():
-            for kind, value in optimizer.state[parameter].items():
-                found[f"{name}/{kind}"] = raw(value)
-        found["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]).encode()
-    return found
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def alone_or_world(num_ranks: int) -> dist.ProcessGroup:
@@ -183,7 +119,7 @@ ROUTES += [pytest.param(*route, marks=pytest.mark.slow) for route in FOUR_RANKS]
 
 @pytest.mark.parametrize(("source", "target", "written", "read"), ROUTES)
 def test_every_bit_survives_the_change_of_ranks(
-    cluster: Callable[..., Cluster], tmp_path: Path, source: int, target: int, written: str, read: str
+    cluster, tmp_path: Path, source: int, target: int, written: str, read: str
 ):
     saved = cluster(source).run(save_on, str(tmp_path), written, 3)
     assert len({mine["moe.router.weight"] for mine in saved}) == 1
@@ -220,7 +156,7 @@ def load_with_torch(rank: int, num_ranks: int, directory: str) -> tuple[torch.Te
     return found[0], found[1].full_tensor()
 
 
-def test_torch_loads_it_at_any_layout(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_torch_loads_it_at_any_layout(cluster, tmp_path: Path):
     for tensors in cluster(2).run(load_with_torch, str(tmp_path)):
         for tensor in tensors:
             assert tensor.flatten().tolist() == list(range(24))
@@ -255,7 +191,7 @@ def load_and_use(rank: int, num_ranks: int, directory: str, precision: str) -> t
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "full"])
-def test_a_checkpoint_does_not_depend_on_the_precision(cluster: Callable[..., Cluster], tmp_path: Path, precision: str):
+def test_a_checkpoint_does_not_depend_on_the_precision(cluster, tmp_path: Path, precision: str):
     """The same files byte for byte; each loads into the other layer, which then computes as its precision does."""
     ranks, other = cluster(2), {"full": precision, precision: "full"}
     saved = {name: ranks.run(save_in_use, str(tmp_path / name), name) for name in other}
@@ -282,7 +218,7 @@ def replicas_of_experts(rank: int, num_ranks: int, directory: str) -> tuple[Bits
         return bits(model, optimizer), bits(other, other_optimizer)
 
 
-def test_experts_with_replicas_are_written_once(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_experts_with_replicas_are_written_once(cluster, tmp_path: Path):
     for saved, found in cluster(4).run(replicas_of_experts, str(tmp_path)):
         assert saved == found
     assert len(stored_in(tmp_path / "step-00000005")["model.moe.experts.fc2.weight"].chunks) == 2
@@ -330,7 +266,7 @@ def disagree(rank: int, num_ranks: int, directory: str, case: str) -> str:
         "no tensor": "ArgumentError: on rank 1: model.x is of type str",
     }.items(),
 )
-def test_one_ranks_problem_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path, case: str, text: str):
+def test_one_ranks_problem_is_every_ranks_error(cluster, tmp_path: Path, case: str, text: str):
     cluster(2).run(disagree, str(tmp_path), "nothing")
     before = tree(tmp_path)
     errors = cluster(2).run(disagree, str(tmp_path), case)
@@ -350,9 +286,7 @@ def save_experts(rank: int, num_ranks: int, directory: str) -> None:
     )
 
 
-def test_a_rank_reads_its_own_rows_only(
-    cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rank_reads_its_own_rows_only(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cluster(4).run(save_experts, str(tmp_path))
     rows: list[tuple[int, int, int]] = []
     real = HuggingFaceStorageReader.read_data
@@ -393,10 +327,6 @@ def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
         save_checkpoint(tmp_path, step, model=state(step))
     return tmp_path
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def newest(directory: Path, step: int | None = None) -> int:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import FILE, names
 from cluster import Cluster, RankFailure
 
 import symmoe
@@ -30,7 +31,6 @@ from symmoe.errors import ArgumentError, CheckpointError, PeerLost, SymmoeError
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
-FILE = "rank-00000-0000.safetensors"
 
 
 def tensors_of(seed: int, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
@@ -56,10 +56,6 @@ def load_both(rank: int, num_ranks: int, directory: str) -> int:
     assert torch.equal(found["dense"], expected["dense"])
     assert torch.equal(found["experts"].tensor, expected["experts"].tensor)
     return step
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def newest(directory: Path) -> int:
@@ -171,7 +167,7 @@ def hang_in_a_save(rank: int, num_ranks: int, directory: str) -> tuple[str, type
     raise AssertionError("it was saved")
 
 
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster, tmp_path: Path):
     first, second = cluster(2).run(hang_in_a_save, str(tmp_path))
     assert first[0].startswith("rank 1 has not come within the process group's timeout: ")
     assert first[1] is symmoe.errors.PeerTimeout
@@ -222,9 +218,7 @@ def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[s
         ("waiting", "KeyboardInterrupt: ", "KeyboardInterrupt has ended the call"),
     ],
 )
-def test_an_interrupt_of_one_rank_reaches_its_peers(
-    cluster: Callable[..., Cluster], tmp_path: Path, case: str, own: str, told: str
-):
+def test_an_interrupt_of_one_rank_reaches_its_peers(cluster, tmp_path: Path, case: str, own: str, told: str):
     ranks = cluster(2)
     assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 2
     first, second = ranks.run(interrupted, str(tmp_path), case)
@@ -285,7 +279,7 @@ def interrupted_everywhere(rank: int, num_ranks: int, directory: str, stride: in
     return reports
 
 
-def test_an_interrupt_at_any_line_of_a_save(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
     ranks = cluster(2)
     first, second = ranks.run(interrupted_everywhere, str(tmp_path), 17)
     assert len(second) > 20
@@ -314,7 +308,7 @@ def save_with_little_room(rank: int, num_ranks: int, directory: str) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_file_that_does_not_fit_is_named_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_file_that_does_not_fit_is_named_on_every_rank(cluster, tmp_path: Path):
     ranks = cluster(2)
     assert ranks.run(save_both, str(tmp_path), 1) == ["saved"] * 2
     errors = ranks.run(save_with_little_room, str(tmp_path))
@@ -357,7 +351,7 @@ def load_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
-def test_no_path_on_one_rank_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path, wrong: Any):
+def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong: Any):
     ranks = cluster(2)
     text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
     assert ranks.run(save_nowhere, str(tmp_path), wrong) == [text] * 2
@@ -368,7 +362,7 @@ def test_no_path_on_one_rank_is_every_ranks_error(cluster: Callable[..., Cluster
         read_manifest(wrong)
 
 
-def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster, tmp_path: Path):
     (tmp_path / "file").touch()
     first, second = cluster(2).run(save_both, str(tmp_path / "file" / "c"), 1)
     assert first == second
@@ -421,7 +415,7 @@ def save_at_once(rank: int, num_ranks: int, directory: str) -> str:
         Path(directory, "refused").touch()
 
 
-def test_the_first_of_two_jobs_is_not_disturbed(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_the_first_of_two_jobs_is_not_disturbed(cluster, tmp_path: Path):
     first, second = cluster(2).run(save_at_once, str(tmp_path))
     assert first == "saved"
     assert f"another job is saving to {tmp_path}/c" in second

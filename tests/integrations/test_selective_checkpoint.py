@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from cluster import Cluster
 from small_model import Block, counted_barriers
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from worker import without_semaphores
@@ -99,7 +98,7 @@ def compiled(rank: int, num_ranks: int) -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_checkpoints(cluster: Callable[..., Cluster]):
+def test_compiled_checkpoints(cluster):
     cluster(2).run(compiled)
 
 
@@ -111,7 +110,7 @@ FIELDS = {
 
 
 @pytest.fixture(scope="module", params=FIELDS.values(), ids=FIELDS)
-def results(request, cluster: Callable[..., Cluster]) -> list[dict[str, dict]]:
+def results(request, cluster) -> list[dict[str, dict]]:
     return cluster(2).run(train, request.param)
 
 

@@ -14,8 +14,7 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 import transformers
-from hf_cases import batch_of, random_model
-from test_transformers_swap import BOUND, WRONG, error, mean_gradients
+from hf_cases import BOUND, WRONG, batch_of, error, mean_gradients, random_model
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface

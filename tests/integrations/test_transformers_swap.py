@@ -23,7 +23,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import torch.distributed as dist
 import transformers
-from hf_cases import FAMILIES, batch_of, random_model
+from hf_cases import BOUND, FAMILIES, WRONG, batch_of, error, mean_gradients, random_model
 from limits import HANG_S
 from worker import open_heap
 
@@ -31,25 +31,6 @@ import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
 from symmoe.integrations.transformers.families import ACTIVATIONS
-
-BOUND = 5e-6  # measured: up to 1.9e-6
-WRONG = 1e-2  # what a negative control exceeds
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest difference over the largest wanted entry; infinite for a wrong shape or a zero that is none."""
-    if got.shape != want.shape:
-        return math.inf
-    worst, scale = (got - want).abs().max().item(), want.abs().max().item()
-    return worst / scale if scale else (0.0 if worst == 0 else math.inf)
-
-
-def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[dict, list]:
-    """Gradients of the mean loss by name, and (loss, logits, aux loss) of every batch; of an unmodified model."""
-    outputs = [model(batch, labels=batch) for batch in batches]
-    (sum(output.loss for output in outputs) / len(batches)).backward()
-    seen = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
-    return {name: p.grad for name, p in model.named_parameters()}, seen
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import transformers
 
@@ -10,6 +12,8 @@ transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_warning()
 
 VOCABULARY = 61
+BOUND = 5e-6  # measured: up to 1.9e-6
+WRONG = 1e-2  # what a negative control exceeds
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -85,3 +89,19 @@ def batch_of(rank: int, *, num_tokens: int | None = None) -> torch.Tensor:
     """int64 [2, S] of a rank: other tokens, and another S, on every rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return torch.randint(0, VOCABULARY, (2, num_tokens or 9 + 2 * rank), generator=generator)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference over the largest wanted entry; infinite for a wrong shape or a zero that is none."""
+    if got.shape != want.shape:
+        return math.inf
+    worst, scale = (got - want).abs().max().item(), want.abs().max().item()
+    return worst / scale if scale else (0.0 if worst == 0 else math.inf)
+
+
+def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[dict, list]:
+    """Gradients of the mean loss by name, and (loss, logits, aux loss) of every batch; of an unmodified model."""
+    outputs = [model(batch, labels=batch) for batch in batches]
+    (sum(output.loss for output in outputs) / len(batches)).backward()
+    seen = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
+    return {name: p.grad for name, p in model.named_parameters()}, seen

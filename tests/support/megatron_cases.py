@@ -151,6 +151,14 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     return parts
 
 
+def steered(model: Any, bias: dict[int, float] | None) -> Any:
+    """The model with these values, by expert, in its routers' expert biases."""
+    for layer in model.decoder.layers:
+        for expert, value in (bias or {}).items():
+            layer.mlp.router.expert_bias[expert] = value
+    return model
+
+
 def reference_spec(config: Any) -> Any:
     """Megatron's own layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -264,9 +272,7 @@ def compare(
             if form in ("experts", "dispatcher") and fault is not None:
                 for layer in model.decoder.layers:
                     damage(layer.mlp, fault)
-            for expert, value in (bias or {}).items():
-                for layer in model.decoder.layers:
-                    layer.mlp.router.expert_bias[expert] = value
+            steered(model, bias)
             if form == "experts":
                 for layer in model.decoder.layers:
                     note_rows(layer.mlp, received)

@@ -24,6 +24,7 @@ from megatron_cases import (
     opened_heap,
     reference_spec,
     results_of,
+    steered,
     use_groups,
 )
 from worker import without_semaphores
@@ -59,14 +60,14 @@ def main_grads(
     received: list[list[int]] = []
     with opened_heap() as heap:
         spec = reference_spec(config)
-        found["megatron"], _ = _reduced(_ddp(_steered(model_of(config, spec), bias), overlap))
+        found["megatron"], _ = _reduced(_ddp(steered(model_of(config, spec), bias), overlap))
         for fused in (False, True):
             for delayed in (False, True):
                 config = config_of(**fields)
                 # Its own checks ask for extensions (fused) and schedules (delayed) that CPUs do not have.
                 config.delay_wgrad_compute = delayed
                 ours = use_symmoe(spec, heap, options=DispatchOptions(order="slot"))
-                model = _steered(model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
+                model = steered(model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
                 for layer in model.decoder.layers:
                     note_rows(layer.mlp, received)
                 if fault:
@@ -85,14 +86,6 @@ def main_grads(
         "num_expert_params": expert_buckets,
         "received": received,
     }
-
-
-def _steered(model: Any, bias: dict[int, float] | None) -> Any:
-    """The model with these values in its routers' expert biases."""
-    for layer in model.decoder.layers:
-        for expert, value in (bias or {}).items():
-            layer.mlp.router.expert_bias[expert] = value
-    return model
 
 
 def _with_fused_gradients(spec: Any) -> Any:
@@ -195,10 +188,7 @@ def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any], bias: di
     for values in ({}, bias):
         num_bytes = heap_bytes(config, num_tokens=24, num_layers=num_layers)
         with open_heap(num_bytes) as heap:
-            model = model_of(config, use_symmoe(reference_spec(config), heap))
-            for layer in model.decoder.layers:
-                for expert, value in values.items():
-                    layer.mlp.router.expert_bias[expert] = value
+            model = steered(model_of(config, use_symmoe(reference_spec(config), heap)), values)
             for _ in range(3):
                 model(**batch_of()).mean().backward()
             used.append(heap.high_water_bytes / num_bytes)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import symmoe
+from symmoe.integrations.parallel import data_parallel, parallelize
 
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
@@ -53,17 +54,28 @@ class Model(nn.Module):
         return self.last(x), aux_loss
 
 
+def model_of(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = CONFIG) -> Model:
+    model = Model(heap, config)
+    set_weights(model, heap)
+    return model
+
+
+def on_mesh(mesh: DeviceMesh, heap: symmoe.SymmetricHeap, wrap: str, config: symmoe.MoEConfig = CONFIG) -> nn.Module:
+    """The model in FSDP2 ("fsdp") or in DDP ("ddp")."""
+    return {"fsdp": parallelize, "ddp": data_parallel}[wrap](model_of(heap, config), mesh)
+
+
 @torch.no_grad()
-def set_weights(model: Model, *, ep_rank: int, num_ep_ranks: int) -> None:
+def set_weights(model: nn.Module, heap: symmoe.SymmetricHeap) -> None:
     """Each parameter from a generator of its own; a rank takes its experts from the whole."""
     for number, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator().manual_seed(number)
         shape = list(parameter.shape)
         is_expert = ".experts." in name
         if is_expert:
-            shape[0] *= num_ep_ranks
+            shape[0] *= heap.num_ranks
         whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / 2
-        parameter.copy_(whole.chunk(num_ep_ranks)[ep_rank] if is_expert else whole)
+        parameter.copy_(whole.chunk(heap.num_ranks)[heap.rank] if is_expert else whole)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,25 +39,15 @@ Endings = dict[str, dict[str, Any]]  # by test: outcome, reason, num_calls, of r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Project:
-    """How the tests of a project run.
+    """How the tests of a project run."""
 
-    Attributes:
-        plugin: the module that puts symmoe in.
-        forms: what the plugin can put in.
-        sources: folders of the checkout on the module path.
-        tests: that are run, in the checkout.
-        left_out: parts of names of tests that are not, and why.
-        num_ranks: processes of a run.
-        version_of: the module whose version is recorded.
-    """
-
-    plugin: str
-    forms: tuple[str, ...]
-    sources: tuple[str, ...]
-    tests: tuple[str, ...]
-    left_out: dict[str, str]
-    num_ranks: int
-    version_of: str
+    plugin: str  # the module that puts symmoe in
+    forms: tuple[str, ...]  # what the plugin can put in
+    sources: tuple[str, ...]  # folders of the checkout on the module path
+    tests: tuple[str, ...]  # that are run, in the checkout
+    left_out: dict[str, str]  # parts of names of tests that are not, and why
+    num_ranks: int  # processes of a run
+    version_of: str  # the module whose version is recorded
 
 
 PROJECTS = {

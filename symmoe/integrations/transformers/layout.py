@@ -44,38 +44,23 @@ _KNOWN = {f"mlp.{linear}.{kind}" for linear in ("fc1", "fc2") for kind in ("weig
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """Where a tensor lies."""
 
-    Attributes:
-        file: name within the folder.
-        dtype: None if torch or this module has no such dtype.
-        shape: as stored.
-        start: position of its first byte in the file.
-        num_bytes: contiguous, row-major.
-    """
-
-    file: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+    file: str  # name within the folder
+    dtype: torch.dtype | None  # None if torch or this module has no such dtype
+    shape: tuple[int, ...]  # as stored
+    start: int  # position of its first byte in the file
+    num_bytes: int  # contiguous, row-major
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All weight files of a checkpoint.
+    """All weight files of a checkpoint."""
 
-    Attributes:
-        headers: file name to the bytes before its tensors.
-        file_bytes: file name to its size.
-        tensors: key to where it lies.
-        index: the bytes of model.safetensors.index.json, or None.
-    """
-
-    headers: dict[str, bytes]
-    file_bytes: dict[str, int]
-    tensors: dict[str, StoredTensor]
-    index: bytes | None
+    headers: dict[str, bytes]  # file name to the bytes before its tensors
+    file_bytes: dict[str, int]  # file name to its size
+    tensors: dict[str, StoredTensor]  # key to where it lies
+    index: bytes | None  # the bytes of model.safetensors.index.json, or None
 
 
 def read_layout(folder: Path) -> Layout:
@@ -148,25 +133,16 @@ def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, ma
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor on disk, or one expert's part of it.
+    """A tensor on disk, or one expert's part of it."""
 
-    Attributes:
-        key: in the checkpoint.
-        shape: shape of the whole tensor on disk.
-        dtype: dtype in the model.
-        index: the piece's index in the first dimension; None: the piece is the whole tensor.
-        tensor: the model's memory, viewed in the layout on disk; None on ranks that do not hold this expert.
-        writer: the rank that saves it.
-        is_everywhere: whether every rank has it.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    index: int | None
+    key: str  # in the checkpoint
+    shape: tuple[int, ...]  # shape of the whole tensor on disk
+    dtype: torch.dtype  # dtype in the model
+    index: int | None  # the piece's index in the first dimension; None: the piece is the whole tensor
+    # the model's memory, viewed in the layout on disk; None on ranks that do not hold this expert
     tensor: torch.Tensor | None
-    writer: int
-    is_everywhere: bool = False
+    writer: int  # the rank that saves it
+    is_everywhere: bool = False  # whether every rank has it
 
 
 def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
