@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,17 +71,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """On a rank, where there is no monkeypatch."""
-    old = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, old)
-
-
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 60
     while not path.exists():
@@ -97,7 +87,7 @@ def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
     def die(path: Path, data: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with replaced(files, "write", die if rank == 1 else files.write):
+    with patch.object(files, "write", die if rank == 1 else files.write):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     Path(directory, f"heard-{rank}").write_text(text)
 
@@ -118,7 +108,7 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
     time.sleep(2.0 * (rank // 2))
     text = ""
     try:
-        with replaced(dist, "isend", isend if rank else refuse):
+        with patch.object(dist, "isend", isend if rank else refuse):
             meetings.barrier()
     except PeerLost as error:
         text = str(error)
@@ -158,7 +148,7 @@ def hang_in_a_save(rank: int, num_ranks: int, directory: str) -> tuple[str, type
         wait_for(Path(directory, "given-up"))
 
     try:
-        with replaced(files, "write", hang if rank == 1 else files.write):
+        with patch.object(files, "write", hang if rank == 1 else files.write):
             save_checkpoint(f"{directory}/c", 1, model=tensors_of(1, rank, num_ranks), group=group)
     except CheckpointError as error:
         if rank == 0:
@@ -205,7 +195,7 @@ def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[s
         write = slowly if rank == 0 else files.write
     else:
         write = interrupt if rank == 1 else files.write
-    with replaced(files, "write", write):
+    with patch.object(files, "write", write):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     return text, time.monotonic() - began
 
@@ -338,26 +328,23 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert newest(saved) == 4
 
 
-def save_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
-    return save_both(rank, num_ranks, directory if rank == 0 else wrong, 2)
-
-
-def load_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
+def nowhere(rank: int, num_ranks: int, directory: str, wrong: Any, loads: bool) -> str:
+    place, model = directory if rank == 0 else wrong, tensors_of(2, rank, num_ranks)
     try:
-        load_checkpoint(directory if rank == 0 else wrong, model=tensors_of(9, rank, num_ranks))
+        load_checkpoint(place, model=model) if loads else save_checkpoint(place, 2, model=model)
     except ArgumentError as error:
         return f"{type(error).__name__}: {error}"
-    return "loaded"
+    return "no error"
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
 def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong: Any):
     ranks = cluster(2)
     text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
-    assert ranks.run(save_nowhere, str(tmp_path), wrong) == [text] * 2
+    assert ranks.run(nowhere, str(tmp_path), wrong, False) == [text] * 2
     assert not list(tmp_path.iterdir())
     assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
-    assert ranks.run(load_nowhere, str(tmp_path), wrong) == [text] * 2
+    assert ranks.run(nowhere, str(tmp_path), wrong, True) == [text] * 2
     with pytest.raises(ArgumentError, match="directory is"):
         read_manifest(wrong)
 
@@ -409,7 +396,7 @@ def save_at_once(rank: int, num_ranks: int, directory: str) -> str:
     try:
         if rank == 1:
             wait_for(Path(directory, "writing"))
-        with replaced(files, "write", slowly if rank == 0 else files.write):
+        with patch.object(files, "write", slowly if rank == 0 else files.write):
             return save_both(0, 1, f"{directory}/c", 1 + rank, group=alone)
     finally:
         Path(directory, "refused").touch()

@@ -122,7 +122,7 @@ def compiled_rank(rank: int, num_ranks: int, fields: dict) -> None:
     torch._dynamo.reset()
 
 
-def test_two_ranks(cluster):
+def test_compiled_block_on_two_ranks_gives_the_eager_results(cluster):
     cluster(2).run(compiled_rank, STATIC)
 
 

@@ -148,7 +148,7 @@ def test_tensor_and_sequence_parallel(ranks):
 
 
 @pytest.mark.parametrize("options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}])
-def test_options(ranks, options: dict[str, Any]):
+def test_options_of_dispatch_equal_alltoall(ranks, options: dict[str, Any]):
     results = ranks(2).run(compare, ep=2, fields={}, options=options)
     assert_equal(results, exact=False)
     assert all(result["staging_copies"] == 0 for result in results)
@@ -163,8 +163,8 @@ def test_ranks_with_different_numbers_of_tokens(ranks):
 
 @pytest.mark.parametrize("recompute", ["plain", "recomputed MoE layers"])
 def test_rank_and_expert_without_tokens(ranks, recompute: str):
-    bias = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token, all of them on rank 0
-    results = ranks(2).run(compare, ep=2, fields={**SIGMOID_BIAS, **FIELDS[recompute]}, bias=bias)
+    fields = {**SIGMOID_BIAS, **FIELDS[recompute]}
+    results = ranks(2).run(compare, ep=2, fields=fields, bias=megatron_training.ALL_ON_RANK_0)
     assert_equal(results)
     assert all(min(rows) == 0 < max(rows) for rows in results[0]["received"])
     assert all(max(rows) == 0 for rows in results[1]["received"])
@@ -191,7 +191,7 @@ def assert_main_grads(result: dict[str, Any], *, ep: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW), (2, 2)])
-def test_main_grad(ranks, num_ranks: int, ep: int, overlap: bool):
+def test_main_grad_equals_megatrons_gradients(ranks, num_ranks: int, ep: int, overlap: bool):
     """Under Megatron's DDP, with two micro-batches: fused, delayed, both. Four ranks: experts have two replicas."""
     for result in ranks(num_ranks).run(megatron_training.main_grads, ep=ep, overlap=overlap):
         assert_main_grads(result, ep=ep)
@@ -199,8 +199,7 @@ def test_main_grad(ranks, num_ranks: int, ep: int, overlap: bool):
 
 def test_main_grad_of_a_rank_without_tokens(ranks):
     """Its hooks must fire all the same, or a reduction that overlaps with backward would wait for ever."""
-    bias = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token, all of them on rank 0
-    results = ranks(2).run(megatron_training.main_grads, ep=2, overlap=True, bias=bias)
+    results = ranks(2).run(megatron_training.main_grads, ep=2, overlap=True, bias=megatron_training.ALL_ON_RANK_0)
     for result in results:
         assert_main_grads(result, ep=2)
     assert all(max(rows) > 0 for rows in results[0]["received"])
@@ -251,40 +250,19 @@ def test_heap_of_an_interleaved_stage_is_exact(ranks, name: str):
 
 
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
-def test_memory_on_the_heap(ranks, name: str):
-    for result in ranks(2).run(megatron_training.memory, fields=FIELDS[name]):
-        assert result["leased"] == [0, 0, 0, 0]
-        assert (result["during"] > 0) == (name == "plain")  # the rows of two layers
+def test_a_step_leaves_nothing_on_the_heap(ranks, name: str):
+    ranks(2).run(megatron_training.memory, fields=FIELDS[name], keeps_rows=name == "plain")
 
 
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
 def test_heap_of_the_planned_size_is_enough(ranks, name: str):
-    fields = {**SIGMOID_BIAS, **FIELDS[name]}
-    for used in ranks(2).run(megatron_training.smallest_heap, fields=fields, bias={0: 50.0, 1: 50.0, 2: 50.0}):
-        assert all(0.1 < share < 1 for share in used)
-        assert max(used) > 0.4  # and it is not wasteful when the routing is as uneven as can be
+    ranks(2).run(megatron_training.smallest_heap, fields={**SIGMOID_BIAS, **FIELDS[name]})
 
 
 @pytest.mark.parametrize("name", ["plain", "capacity, by prob", "recomputed layers"])
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 def test_metrics_and_recorded_routing_are_those_of_megatrons_routers(ranks, form: str, name: str):
-    for result in ranks(2).run(megatron_training.watched, fields=FIELDS[name], form=form):
-        assert result["same maps"] == [True, True]
-        assert result["names"] == ["decoder.layers.0.mlp", "decoder.layers.1.mlp"]
-        for number, record in enumerate(result["records"]):
-            load = result["loads"][number]
-            assert record.name == result["names"][number]
-            assert record.num_calls == 2  # not what is recomputed, nor in eval mode
-            assert list(record.tokens_per_expert) == [2 * slots for slots in load]
-            assert record.tokens_per_rank == (2 * sum(load[:4]), 2 * sum(load[4:]))
-            assert record.dispatch_bytes == 2 * result["sent"][number] > 0
-            assert record.combine_bytes == 2 * result["read"][number] > 0
-            assert record.aux_loss is None
-            assert 0 < record.dispatch_s + record.combine_s < record.forward_s
-        assert len(result["errors"]) == 2
-        for text in result["errors"]:
-            assert "layer 'decoder.layers.0.mlp' (SymmMoELayer) must be a MoELayer" in text
-            assert "moe_router_force_load_balancing" in text
+    ranks(2).run(megatron_training.watched, fields=FIELDS[name], form=form)
 
 
 @pytest.mark.slow
@@ -305,8 +283,7 @@ def test_torch_compile_leaves_the_trips_alone(ranks, form: str):
 
 
 def test_half_precision_is_as_good_as_megatrons(ranks):
-    for errors in ranks(2).run(megatron_training.half_precision):
-        assert 0 < errors["symmoe"] < 1.2 * errors["megatron"]
+    ranks(2).run(megatron_training.half_precision)
 
 
 def test_experts_start_from_megatrons_generators(ranks):
@@ -318,9 +295,7 @@ def test_experts_start_from_megatrons_generators(ranks):
 
 
 def test_state_of_other_forms(ranks):
-    for wrong, text in ranks(2).run(megatron_training.other_state):
-        assert wrong == []
-        assert "flattened part slice(0, 8" in text
+    ranks(2).run(megatron_training.other_state)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +324,9 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, what: str, error: str, t
         ("megatron", True),
     ],
 )
-def test_checkpoint(ranks, tmp_path: Path, saved_by: str, per_expert_keys: bool):
+def test_checkpoints_move_between_layouts_and_kinds_of_layers(
+    ranks, tmp_path: Path, saved_by: str, per_expert_keys: bool
+):
     """Saved at EP 2; loaded at EP 2, EP 1 x 2 replicas, EP 4 and EP 2 x 2 replicas, by both kinds of layers."""
     layouts = ((2, 1), (4, 4)) if per_expert_keys else ((2, 2), (2, 1), (4, 4), (4, 2))
     how = {"path": str(tmp_path), "per_expert_keys": per_expert_keys}

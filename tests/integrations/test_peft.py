@@ -114,7 +114,7 @@ def test_files_of_peft(cluster, tmp_path: Path, family: str, config: str, order:
 def adapted_curve(rank: int, num_ranks: int, config: str, order: str) -> Run:
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = wrapped(small_model(), config_of(config), heap, order)
-        return with_torch(model, Job(rank, num_ranks, max_norm=0.02))
+        return with_torch(model, Job(rank, num_ranks, max_norm=0.02, reduces=True))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -143,7 +143,7 @@ def in_a_trainer(rank: int, num_ranks: int, folder: str, order: str) -> tuple[li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_trainer(cluster, tmp_path: Path, order: str):
+def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, tmp_path: Path, order: str):
     plain = wrapped_by_peft(small_model(), config_of("target_parameters"))
     _, logs = trained(transformers.Trainer, plain, str(tmp_path / "one"), 1, max_grad_norm=0.02)
     losses, after, names = cluster(2).run(in_a_trainer, str(tmp_path / "two"), order)[0]
@@ -202,7 +202,7 @@ def refused(rank: int, num_ranks: int, folder: str) -> None:
         attention(ids).logits.sum().backward()
 
 
-def test_what_is_refused(cluster, tmp_path: Path):
+def test_adapters_that_experts_cannot_have_are_refused(cluster, tmp_path: Path):
     cluster(2).run(refused, str(tmp_path))
 
 

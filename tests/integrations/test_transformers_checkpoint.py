@@ -18,20 +18,13 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import torch
 import transformers
-from hf_cases import FAMILIES, batch_of, random_model
+from hf_cases import FAMILIES, batch_of, random_model, share_of
 from safetensors.torch import load_file, save_file
 from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
-from symmoe.integrations.transformers import (
-    ExpertParallelExperts,
-    checkpoint,
-    from_pretrained,
-    load_checkpoint,
-    save_checkpoint,
-    swap_moe,
-)
+from symmoe.integrations.transformers import checkpoint, from_pretrained, load_checkpoint, save_checkpoint, swap_moe
 
 SHARD = 50_000  # bytes; makes three to six files of every model
 
@@ -56,28 +49,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def named_shares(model: torch.nn.Module) -> list[tuple[str, ExpertParallelExperts]]:
-    return [(path, m) for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)]
-
-
-def differing(model: torch.nn.Module, whole: torch.nn.Module, rank: int) -> list[str]:
+def differing(model: torch.nn.Module, whole: torch.nn.Module, rank: int, num_ranks: int) -> list[str]:
     """Tensors of a swapped model that are not, bit for bit, this rank's part of an unmodified one."""
-    wanted, wrong = whole.state_dict(), []
-    transposed = model.config.model_type == "gpt_oss"
-    for path, share in named_shares(model):
-        for ours, theirs in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
-            for kind, suffix in (("weight", ""), ("bias", "_bias")):
-                mine = getattr(getattr(share.mlp, ours), kind)
-                if mine is None:
-                    continue
-                mine = mine.transpose(1, 2) if transposed and kind == "weight" else mine
-                name = f"{path}.{theirs}{suffix}"
-                if not torch.equal(mine, wanted[name][rank * len(mine) : (rank + 1) * len(mine)]):
-                    wrong.append(name)
-    mine = {name: tensor for name, tensor in model.state_dict().items() if ".experts.mlp." not in name}
-    wrong += [name for name in mine if not torch.equal(mine[name], wanted[name])]
-    wrong += [name for name in wanted if name not in mine and ".mlp.experts." not in name]
-    return wrong
+    wanted = share_of(whole.state_dict(), rank, num_ranks, model.config.model_type)
+    found = model.state_dict()
+    return sorted(
+        (wanted.keys() ^ found.keys())
+        | {name for name in wanted.keys() & found.keys() if not torch.equal(found[name], wanted[name])}
+    )
 
 
 # -- there and back -----------------------------------------------------------------------------------------------
@@ -100,8 +79,8 @@ def round_trip(rank: int, num_ranks: int, source: str, target: str) -> tuple[lis
         assert all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         save_checkpoint(model, target, like=source)
         if num_ranks > 1:  # negative control
-            assert len(differing(model, whole, num_ranks - 1 - rank)) >= 2
-        return differing(model, whole, rank), off
+            assert len(differing(model, whole, num_ranks - 1 - rank, num_ranks)) >= 2
+        return differing(model, whole, rank, num_ranks), off
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -168,7 +147,7 @@ def trained(rank: int, num_ranks: int, source: str, target: str) -> list[str]:
         symmoe.reduce_gradients(model)
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         save_checkpoint(model, target, like=source)
-        return differing(model, transformers.AutoModelForCausalLM.from_pretrained(target), rank)
+        return differing(model, transformers.AutoModelForCausalLM.from_pretrained(target), rank, num_ranks)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -188,7 +167,7 @@ def load_into_other_dtypes(rank: int, num_ranks: int, source: str, target: str) 
         return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
-def test_dtypes(cluster, saved, tmp_path: Path):
+def test_dtypes_are_those_of_transformers_from_pretrained(cluster, saved, tmp_path: Path):
     source, target = saved("deepseek_v3"), tmp_path / "target"
     dtypes = cluster(2).run(load_into_other_dtypes, str(source), str(target))[0]
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}

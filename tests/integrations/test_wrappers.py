@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -33,7 +32,6 @@ from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.integrations.transformers import swap_moe
 
 STEPS = 20
@@ -327,7 +325,7 @@ def test_a_model_leaves_its_ddp(cluster):
     cluster(2).run(unwrapped_again)
 
 
-def clipped(rank: int, num_ranks: int) -> str:
+def clipped(rank: int, num_ranks: int) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = equal_shares(num_ranks)
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -342,16 +340,13 @@ def clipped(rank: int, num_ranks: int) -> str:
         found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
         assert found == pytest.approx(expected, rel=BOUND)
         wrapped = DistributedDataParallel(prepared(model_of(heap)))
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
             losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
         rank_loss(plain, 0, rank, shares).backward()
-        return str(caught.value)
 
 
-def test_clipping(cluster):
-    for text in cluster(2).run(clipped):
-        assert "dense parameters differ" in text
-        assert "symmoe.clip_grad_norm" in text
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(cluster):
+    cluster(2).run(clipped)
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
@@ -385,8 +380,8 @@ WRONG = {
 }
 
 
-def refused(rank: int, num_ranks: int, wrap: str, in_transformers: bool) -> str:
-    """The text of the first forward pass; the next correct call works."""
+def refused(rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool) -> None:
+    """In the first forward pass and every other; the next correct call works."""
     without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         if in_transformers:
@@ -397,45 +392,35 @@ def refused(rank: int, num_ranks: int, wrap: str, in_transformers: bool) -> str:
         else:
             model, batch = model_of(heap), (torch.randn(5, FEATURES),)
         wrapped = WRONG[wrap][0](model)
-        texts = []
-        for _ in range(2):  # not only the first time
-            with pytest.raises(ArgumentError) as caught:
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=text):
                 wrapped(*batch)
-            texts.append(str(caught.value))
-        assert texts[0] == texts[1]
         torch._dynamo.reset()
         model_of(heap)(torch.randn(5, FEATURES))[0].sum().backward()
-        return texts[0]
 
 
 @pytest.mark.parametrize("wrap", WRONG)
 def test_wrong_wrappers_are_refused_in_the_first_forward(cluster, wrap: str):
-    for text in cluster(2).run(refused, wrap, False):
-        assert re.search(WRONG[wrap][1], text)
+    cluster(2).run(refused, wrap, WRONG[wrap][1], False)
 
 
-@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
-def test_swapped_models_refuse_them_too(cluster, wrap: str):
-    for text in cluster(2).run(refused, wrap, True):
-        assert ("register" in text) == (wrap == "fully_shard")
+@pytest.mark.parametrize(("wrap", "text"), [("DDP", "overwritten experts"), ("fully_shard", "transformers.register")])
+def test_swapped_models_refuse_them_too(cluster, wrap: str, text: str):
+    cluster(2).run(refused, wrap, text, True)
 
 
-def unknown_replicas(rank: int, num_ranks: int) -> str:
+def unknown_replicas(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(2, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         wrapped = DistributedDataParallel(prepared(model_of(heap)))
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=r"has the ranks \[0, 1, 2, 3\].*have 1 replica.*data_parallel"):
             wrapped(torch.randn(5, FEATURES))
         wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
         wrapped(torch.randn(5, FEATURES))[0].sum().backward()
-        return str(caught.value)
 
 
-def test_replicas_that_nobody_has_named(cluster):
-    for text in cluster(4).run(unknown_replicas):
-        assert "has the ranks [0, 1, 2, 3]" in text
-        assert "have 1 replica" in text
-        assert "data_parallel" in text
+def test_replicas_that_nobody_has_named_are_refused(cluster):
+    cluster(4).run(unknown_replicas)
 
 
 def options_refused(rank: int, num_ranks: int) -> None:
@@ -453,16 +438,14 @@ def test_gradients_that_ddp_would_not_see(cluster):
     cluster(2).run(options_refused)
 
 
-def right_calls(rank: int, num_ranks: int) -> None:
-    """Neither of symmoe's own wrappers is taken for a wrong one; nor is a layer that shares a group with its copy."""
+def copied_with_its_group(rank: int, num_ranks: int) -> None:
+    """A copy of a layer shares its group."""
     mesh = open_mesh(1, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
-        for wrap in (parallelize, data_parallel):
-            wrap(model_of(heap), mesh)(torch.randn(5, FEATURES))[0].sum().backward()
         layer = symmoe.MoELayer(CONFIG, heap, expert_group=mesh["efsdp"].get_group())
         copied = copy.deepcopy(layer)
         assert copied.replicas.group is layer.replicas.group
 
 
-def test_right_wrappers_pass(cluster):
-    cluster(2).run(right_calls)
+def test_a_copied_layer_keeps_its_expert_group(cluster):
+    cluster(2).run(copied_with_its_group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 
 import torch
 import transformers
@@ -105,3 +107,17 @@ def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple
     (sum(output.loss for output in outputs) / len(batches)).backward()
     seen = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
     return {name: p.grad for name, p in model.named_parameters()}, seen
+
+
+def share_of(whole: Mapping[str, torch.Tensor], rank: int, num_ranks: int, model_type: str) -> dict[str, torch.Tensor]:
+    """Tensors of a plain model, by the names and in the parts that a rank has of them when the model is swapped."""
+    share = {}
+    for name, tensor in whole.items():
+        own, part = name, tensor
+        if match := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?", name):
+            kind = "bias" if match[3] else "weight"
+            own = f"{match[1]}.mlp.{'fc1' if match[2] == 'gate_up' else 'fc2'}.{kind}"
+            part = tensor.chunk(num_ranks)[rank]
+            part = part.transpose(1, 2) if model_type == "gpt_oss" and kind == "weight" else part
+        share[own] = part
+    return share

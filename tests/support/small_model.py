@@ -193,3 +193,40 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
+
+
+def check_metrics(
+    model: nn.Module, expected: dict[str, tuple[torch.Tensor, int, int]], loss_of: Callable[[], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Metrics of two steps of a model whose 8 experts are on two ranks and whose router is a trainer's; they count
+    neither what is recomputed nor what runs in eval mode. Collective.
+
+    Args:
+        expected: by layer, the experts that this rank's tokens choose, and bytes sent and read.
+
+    Returns:
+        the routing of one forward more, as record_routing has it.
+    """
+    logger = symmoe.MetricsLogger(model.train(), times_forward=True)
+    for _ in range(2):
+        loss_of().backward()
+    with torch.no_grad():
+        model.eval()
+        loss_of()
+    records = {record.name: record for record in logger.step(0)}
+    logger.close()
+    with torch.no_grad(), symmoe.record_routing(model) as routing:
+        loss_of()
+    assert records.keys() == routing.keys() == expected.keys()
+    for path, (chosen, sent, read) in expected.items():
+        record, load = records[path], chosen[chosen >= 0].bincount(minlength=8)
+        dist.all_reduce(load)
+        assert record.num_calls == 2
+        assert record.tokens_per_expert == tuple(2 * slots for slots in load.tolist())
+        assert record.tokens_per_rank == (2 * load[:4].sum().item(), 2 * load[4:].sum().item())
+        assert (record.dispatch_bytes, record.combine_bytes) == (2 * sent, 2 * read)
+        assert min(sent, read) > 0
+        assert record.num_dropped == 0
+        assert record.aux_loss is None  # the trainer's own
+        assert 0 < record.dispatch_s + record.combine_s < record.forward_s
+    return routing

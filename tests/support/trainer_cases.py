@@ -58,18 +58,6 @@ def small_model(**changes: Any) -> nn.Module:
     return random_model("qwen3_moe", output_router_logits=False, **changes)
 
 
-def share_of(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """The state of a plain model, by the names and in the parts that rank `rank` of two has of it."""
-    share = {}
-    for name, tensor in model.state_dict().items():
-        own, part = name, tensor
-        for theirs, ours in (("gate_up_proj", "mlp.fc1.weight"), ("down_proj", "mlp.fc2.weight")):
-            if name.endswith(f"experts.{theirs}"):
-                own, part = name.replace(theirs, ours), tensor.chunk(2)[rank]
-        share[own] = part
-    return share
-
-
 @dataclass
 class Run:
     """What a loop did: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
@@ -92,6 +80,7 @@ class Job:
     folder: str = ""  # where it saves after half of the steps; "": nowhere
     resumes: bool = False  # go on from there
     max_norm: float = MAX_NORM  # of gradients; there are larger ones
+    reduces: bool = False  # symmoe.reduce_gradients in place of DDP
 
     @property
     def batch_size(self) -> int:
@@ -127,10 +116,17 @@ class Job:
 def with_torch(model: nn.Module, job: Job) -> Run:
     """The reference; and, with a DDP and symmoe's own functions in three places, the loop of one's own."""
     run, optimizer = Run(), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    plain, clip = model, lambda: nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
-    if job.num_ranks > 1:
+    plain = model
+    if job.num_ranks > 1 and not job.reduces:
         model = DistributedDataParallel(model)
-        clip = lambda: symmoe.clip_grad_norm(model, job.max_norm)  # noqa: E731
+
+    def clip() -> torch.Tensor:
+        if job.num_ranks == 1:
+            return nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
+        if job.reduces:
+            symmoe.reduce_gradients(model)
+        return symmoe.clip_grad_norm(model, job.max_norm)
+
     if job.resumes:
         checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)
     micro_batches = [

@@ -95,36 +95,29 @@ def read_layout(folder: Path) -> Layout:
 
 
 def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int) -> Layout:
-    """A layout as transformers and safetensors make it: files filled one after the other up to a size.
+    """A layout as transformers and safetensors make it.
 
     Args:
         tensors: key to dtype and shape, in the order in which files are filled.
         max_shard_bytes: a file gets no more than this, unless it holds a single tensor.
     """
-    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    filled = total = 0
-    for key, (dtype, shape) in tensors.items():
-        num_bytes = dtype.itemsize * torch.Size(shape).numel()
-        if shards[-1] and filled + num_bytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][key] = (dtype, shape)
-        filled += num_bytes
-        total += num_bytes
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    headers, file_bytes, stored = {}, {}, {}
-    for name, shard in zip(names, shards, strict=True):
-        headers[name] = header = _new_header(shard)
+    from huggingface_hub import split_torch_state_dict_into_shards  # which transformers has brought
+
+    split = split_torch_state_dict_into_shards(
+        {key: torch.empty(shape, dtype=dtype, device="meta") for key, (dtype, shape) in tensors.items()},
+        filename_pattern=WEIGHTS.replace(".", "{suffix}.", 1),
+        max_shard_size=max_shard_bytes,
+    )
+    headers, file_bytes, stored, index = {}, {}, {}, None
+    for name, keys in split.filename_to_tensors.items():
+        headers[name] = header = _new_header({key: tensors[key] for key in keys})
         there = _tensors_of(Path(name), header)
         stored.update(there)
         file_bytes[name] = len(header) + sum(tensor.num_bytes for tensor in there.values())
-    index = None
-    if len(shards) > 1:
+    if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
         content = {
-            "metadata": {"total_parameters": parameters, "total_size": total},
+            "metadata": {"total_parameters": parameters, **split.metadata},
             "weight_map": {key: tensor.file for key, tensor in stored.items()},
         }
         index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
