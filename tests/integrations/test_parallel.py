@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -132,44 +133,36 @@ def test_reference_learns_and_clips(alone):
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fsdp_curves_are_those_of_one_process(cluster, alone, layout: str):
-    replicas, ep = LAYOUTS[layout]
-    results = cluster(replicas * ep).run(sharded, (replicas, ep))
+def slow(function: str, **fields: Any) -> Any:
+    return pytest.param(function, fields, marks=pytest.mark.slow)
+
+
+CURVES = [  # (kind of case, arguments of `sharded`)
+    *(("FSDP", {"layout": layout}) for layout in LAYOUTS.values()),
+    ("DDP", {"layout": (1, 2), "wrap": "ddp"}),
+    slow("DDP", layout=(2, 2), wrap="ddp", steps=15),
+    ("few or no tokens", {"layout": (1, 2), "shares": (TOKENS, 0), "steps": 10}),
+    slow("few or no tokens", layout=(1, 2), shares=(17, 31), steps=10),
+    slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(TOKENS, 0), steps=10),
+    ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31), "steps": 10}),
+    *(slow("hybrid sharding of experts", layout=layout, steps=10) for layout in ((2, 1, 2), (2, 2, 1))),
+    # EP groups that span virtual nodes, and experts that are sharded or copied over other ranks.
+    ("nodes", {"layout": (1, 2), "steps": 5, "ranks_per_node": 1}),
+    *(
+        slow("nodes", layout=layout, wrap=wrap, ranks_per_node=ranks_per_node)
+        for layout, ranks_per_node in (((1, 2), 1), ((2, 2), 1), ((1, 4), 2))
+        for wrap in ("fsdp", "ddp")
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "fields"), CURVES, ids=str)
+def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: dict[str, Any]):
+    results = cluster(math.prod(fields["layout"])).run(sharded, **fields)
     for result in results:
         assert_same_training(result, alone)
-    assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
-
-
-@pytest.mark.parametrize("layout", EP_AND_REPLICAS)
-def test_ddp_curves_are_those_of_one_process(cluster, alone, layout: str):
-    replicas, ep = LAYOUTS[layout]
-    steps = STEPS if layout == "EP2" else 15
-    for result in cluster(replicas * ep).run(sharded, (replicas, ep), wrap="ddp", steps=steps):
-        assert_same_training(result, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "ranks_per_node"), [((1, 2), 1), ((2, 2), 1), ((1, 4), 2)], ids=str)
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_curves_on_several_nodes(cluster, alone, layout, ranks_per_node: int, wrap: str):
-    """EP groups that span virtual nodes, and experts that are sharded or copied over other ranks."""
-    for found in cluster(layout[0] * layout[1]).run(sharded, layout, wrap, ranks_per_node=ranks_per_node):
-        assert_same_training(found, alone)
-
-
-def test_a_mesh_on_two_nodes(cluster, alone):
-    """The beginning of the above."""
-    for found in cluster(2).run(sharded, LAYOUTS["EP2"], steps=5, ranks_per_node=1):
-        assert len(found[0]) == 5
-        assert_same_training(found, alone)
-
-
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-@pytest.mark.parametrize("shares", [(TOKENS, 0), (17, 31)], ids=str)
-def test_ranks_with_few_or_no_tokens(cluster, alone, shares: tuple[int, ...], wrap: str):
-    for result in cluster(2).run(sharded, LAYOUTS["EP2"], wrap=wrap, shares=shares, steps=10):
-        assert_same_training(result, alone)
+    if function == "FSDP":
+        assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
 
 
 @pytest.mark.parametrize("layout", EP_AND_REPLICAS)
@@ -182,13 +175,6 @@ def test_wrong_scale_of_expert_gradients_is_seen(cluster, alone, layout: str):
         assert_same_training(result, alone)
     deviation = max(abs(a[0] / b[0] - 1) for a, b in zip(result[0], alone[0], strict=False))
     assert deviation > 100 * CURVE_BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)], ids=str)
-def test_hybrid_sharding_of_experts(cluster, alone, layout: tuple[int, ...]):
-    for result in cluster(4).run(sharded, layout, steps=10):
-        assert_same_training(result, alone)
 
 
 def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tensor]:

@@ -300,32 +300,28 @@ def edited(source: Path, target: Path, edit) -> Path:
     return target
 
 
+KEY, FUSED = "model.layers.1.mlp.experts.6.up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+WRONG_KEYS = [
+    ("qwen3_moe", lambda t: t.pop(KEY) is None or t, f"{KEY} is missing (the model has shape [24, 32])"),
+    ("qwen3_moe", lambda t: t | {KEY: torch.zeros(24, 31)}, f"{KEY} has shape [24, 31]; the model has [24, 32]"),
+    ("qwen3_moe", lambda t: t | {"more": torch.zeros(2, 3)}, "more of shape [2, 3] is not in the model"),
+    ("qwen3_moe", lambda t: {"lm_head.weight": torch.ones(61, 32)}, "; and "),
+    (
+        "qwen3_moe",
+        lambda t: t | {KEY: t[KEY].to(torch.float8_e4m3fn)},
+        f"{KEY} has a dtype that cannot become torch.float32; is the checkpoint quantised?",
+    ),
+    ("gpt_oss", lambda t: t | {FUSED: torch.zeros(8, 48, 32)}, f"{FUSED} has shape [8, 48, 32]; the model has [8, 32"),
+]
+
+
 def test_wrong_keys_are_named_with_both_shapes(cluster, saved, tmp_path: Path):
-    source = saved("qwen3_moe")
-    key = "model.layers.1.mlp.experts.6.up_proj.weight"
-    assert load_file(edited(source, tmp_path / "same", lambda t: t) / "model.safetensors")[key].shape == (24, 32)
-
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "a", lambda t: t.pop(key) is None or t))
-    assert f"{key} is missing (the model has shape [24, 32])" in text
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "b", lambda t: t | {key: torch.zeros(24, 31)}))
-    assert f"{key} has shape [24, 31]; the model has [24, 32]" in text
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "c", lambda t: t | {"more": torch.zeros(2, 3)}))
-    assert "more of shape [2, 3] is not in the model" in text
-    text = failures(
-        cluster, "qwen3_moe", edited(source, tmp_path / "d", lambda t: {"lm_head.weight": torch.ones(61, 32)})
-    )
-    assert re.search(r"; and \d\d more$", text)
-
-    def quantise(tensors):
-        return tensors | {key: tensors[key].to(torch.float8_e4m3fn)}
-
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "e", quantise))
-    assert f"{key} has a dtype that cannot become torch.float32; is the checkpoint quantised?" in text
-    fused = "model.layers.0.mlp.experts.gate_up_proj"
-    text = failures(
-        cluster, "gpt_oss", edited(saved("gpt_oss"), tmp_path / "f", lambda t: t | {fused: torch.zeros(8, 48, 32)})
-    )
-    assert f"{fused} has shape [8, 48, 32]; the model has [8, 32, 48]" in text
+    unchanged = edited(saved("qwen3_moe"), tmp_path / "same", lambda t: t)
+    assert load_file(unchanged / "model.safetensors")[KEY].shape == (24, 32)
+    for number, (family, edit, text) in enumerate(WRONG_KEYS):
+        found = failures(cluster, family, edited(saved(family), tmp_path / str(number), edit))
+        assert text in found
+        assert (re.search(r"; and \d\d more$", found) is not None) == (text == "; and ")
 
 
 def test_broken_files(cluster, saved, tmp_path: Path):

@@ -63,7 +63,7 @@ def main_grads(
     received: list[list[int]] = []
     with opened_heap() as heap:
         spec = reference_spec(config)
-        found["megatron"], _ = _reduced(_ddp(steered(model_of(config, spec), bias), overlap))
+        found["megatron"] = _reduced(_ddp(steered(model_of(config, spec), bias), overlap))
         for fused in (False, True):
             for delayed in (False, True):
                 config = config_of(**fields)
@@ -79,9 +79,7 @@ def main_grads(
                 name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
                 ddp = _ddp(model, overlap)
                 expert_buckets[name] = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
-                found[name], grads = _reduced(ddp)
-                if fused:
-                    expert_buckets[f"{name}: .grad"] = sum(grad is not None for grad in grads)
+                found[name] = _reduced(ddp)
     return {
         **{name: differences(found[name], found["megatron"]) for name in found if name != "megatron"},
         "fused to unfused": differences(found["main_grad"], found["grad"]),
@@ -121,8 +119,8 @@ def _ddp(model: Any, overlap: bool) -> Any:
     return DistributedDataParallel(model.config, choice, model)
 
 
-def _reduced(ddp: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """main_grad of every parameter after two micro-batches and the reduction; and `.grad` of the experts' weights."""
+def _reduced(ddp: Any) -> dict[str, torch.Tensor]:
+    """main_grad of every parameter after two micro-batches and the reduction."""
     ddp.zero_grad_buffer()
     for step in range(NUM_MICRO_BATCHES):
         # DDP starts to reduce with overlap once it has seen every gradient of the last micro-batch.
@@ -133,8 +131,7 @@ def _reduced(ddp: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
                 for layer in ddp.module.decoder.layers:
                     layer.mlp.backward_dw()
     ddp.finish_grad_sync()
-    found = {name: parameter.main_grad.clone() for name, parameter in named_parameters(ddp)}
-    return found, [p.grad for name, p in named_parameters(ddp) if ".mlp.experts." in name]
+    return {name: parameter.main_grad.clone() for name, parameter in named_parameters(ddp)}
 
 
 def _scale_wgrad(linear: Any) -> None:
