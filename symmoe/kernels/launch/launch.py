@@ -7,7 +7,7 @@ makes the first launch, which compiles, and player.py the others, if it knows ho
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import JITFunction, OutOfResources
 
 from symmoe.kernels.launch import driver, triton_internals
-from symmoe.kernels.launch.player import Describe, Kernel, known_kernel
+from symmoe.kernels.launch.player import Describe, Kernel, known_kernel, picker
 from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMBER, RANGE
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_device, current_stream
@@ -275,13 +275,6 @@ class _Globals:
             modules[id(module)] = module
         reads = {key: _getter(names[key]) for key in names}
         return [_Globals(modules[key], read, read(modules[key])) for key, read in reads.items()]
-
-
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Function from a sequence to the tuple of its elements at `places`."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return (lambda row: (row[places[0]],)) if places else (lambda row: ())
 
 
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:

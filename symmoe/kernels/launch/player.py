@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 import subprocess
 from array import array
@@ -148,11 +149,19 @@ _LAUNCH, _RECORD, _WAIT = range(3)
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
 _STREAM, _ZERO, _FIRST = range(3)  # indices of values: of a launch's stream, of 0, of the first argument
+_REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 
 MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
 Describe = Callable[[torch.Tensor], TensorDescriptor]
 Parts = tuple[tuple[int, ...], object]  # values (the address of a tensor map, or 0; integers), and what keeps them
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Function from a sequence to the tuple of its elements at `places`."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return (lambda row: (row[places[0]],)) if places else (lambda row: ())
 
 
 class _Parameter(ctypes.Structure):
@@ -187,7 +196,12 @@ class Kernel:
             for n, place in enumerate(i for i, kind in enumerate(self.kinds) if kind == "tensordesc")
         }
         self._numbers = [i for i, arg in enumerate(args) if i not in self._tensors and self.kinds[i] != "constexpr"]
-        self._floats = [(n, self.kinds[i]) for n, i in enumerate(self._numbers) if self.kinds[i] in _FLOATS]
+        self._pick = picker(self._numbers)
+        first_number = _FIRST + len(tensors)
+        self._floats = [
+            (n, kind) for n, i in enumerate(self._numbers, first_number) if (kind := self.kinds[i]) in _FLOATS
+        ]
+        self._mapped = [(self._tensors[place], maps) for place, maps in self._maps.items()]
         values = {place: _FIRST + n for n, place in enumerate((*tensors, *self._numbers))}
         parts = iter(range(_FIRST + len(values), 1 << 30))
         self._op = _Op()
@@ -210,16 +224,16 @@ class Kernel:
         args: tuple[Any, ...],
     ) -> None:
         """Launches it. tensors, addresses: those among the arguments."""
-        numbers = [args[i] for i in self._numbers]
+        words = [stream, 0, *addresses, *self._pick(args)]
         for n, kind in self._floats:
-            numbers[n] = _bits(numbers[n], kind)
-        words = [stream, 0, *addresses, *numbers]
-        parts = [maps.of(tensors[self._tensors[place]]) for place, maps in self._maps.items()]
-        for part, _ in parts:
-            words += part
-        x, y, z = (*grid, 1, 1)[:3]
+            words[n] = _bits(words[n], kind)
+        kept = []
+        for n, maps in self._mapped:
+            parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
+            words += parts
+            kept.append(map_object)  # another thread may drop it
         driver.ensure_context()
-        if error := self._launch(*self._addresses, _values(words), x, y, z):
+        if error := self._launch(*self._addresses, _values(words), *grid, *_REST_OF_GRID[len(grid)]):
             driver.check(error, f"the launch of {self.name}")
 
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
