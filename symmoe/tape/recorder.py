@@ -31,7 +31,6 @@ from symmoe.tape.tape import (
     CallInteger,
     Entry,
     Event,
-    Free,
     Launch,
     LeaseOffset,
     Mark,
@@ -120,17 +119,6 @@ def owed() -> Iterator[None]:
         yield
     finally:
         current.is_owed = before
-
-
-class _Token:
-    """Lives as long as memory that was made while recording, and says when it is freed."""
-
-    def __init__(self, recorder: Recorder, slot: int) -> None:
-        self._recorder, self._slot = recorder, slot
-
-    def __del__(self) -> None:
-        if _thread.recorder is self._recorder:
-            self._recorder.entries.append(Free(self._slot))
 
 
 class Recorder(TorchDispatchMode):
@@ -354,9 +342,6 @@ class Recorder(TorchDispatchMode):
         """A new slot for a new tensor."""
         slot = self._new_slot()
         self._note_span(tensor, slot)
-        storage = tensor.untyped_storage()
-        if _thread.recorder is self and not hasattr(storage, "_tape_token"):
-            storage._tape_token = _Token(self, slot)  # type: ignore[attr-defined]  # our attribute
         return slot
 
     def _note_span(self, tensor: torch.Tensor, slot: int) -> None:

@@ -287,17 +287,6 @@ class Call(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Free(Entry):
-    """Memory that nobody needs any more."""
-
-    slot: int
-
-    def play(self, playing: Playing) -> None:
-        """Lets it go."""
-        playing.things[self.slot] = None
-
-
-@dataclass(frozen=True, slots=True)
 class Mark(Entry):
     """What an interruption means from here on."""
 
@@ -325,8 +314,7 @@ class Tape:
     def difference(self, other: Tape) -> str:
         """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in
         the numbers that a call brings."""
-        ours, theirs = ([entry for entry in tape.entries if type(entry) is not Free] for tape in (self, other))
-        for n, (a, b) in enumerate(zip_longest(ours, theirs)):
+        for n, (a, b) in enumerate(zip_longest(self.entries, other.entries)):
             if type(a) is not type(b) or not a.same(b):
                 return f"step {n} was {a}, and is {b}" + (" with other arguments" if str(a) == str(b) else "")
         is_same = self.num_slots == other.num_slots and _same(self.outputs, other.outputs)

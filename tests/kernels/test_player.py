@@ -20,7 +20,7 @@ from symmoe.kernels.launch import player
 from symmoe.kernels.launch.launch import Constants, fast_launch
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
-from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Free, Launch, Mark, Memory, ObjectSlot, Tape
+from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
 
 # -- sections -------------------------------------------------------------------------------------------------------
 
@@ -66,19 +66,17 @@ def played(*entries: Entry) -> tuple[object, ...]:
     return tape.entries
 
 
-def test_memory_comes_before_the_launches_and_goes_after_them(lists):
-    first, second, told, ends = launch(), launch(), note(1), end_of(1)
-    memory, taken, freed = new(0), lease(1), Free(0)
-    found = played(memory, first, freed, taken, Mark("even"), told, second, ends)
-    assert found == (memory, taken, told, [first, second], Mark("even"), ends, freed)
+def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
+    first, second, told, ends, memory, taken = launch(), launch(), note(1), end_of(1), new(0), lease(1)
+    found = played(memory, first, taken, Mark("even"), told, second, ends)
+    assert found == (memory, taken, told, [first, second], Mark("even"), ends)
 
 
 def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
-    first, last, freed, wait, mine = launch(), launch(), Free(0), Event(5, 7, is_wait=True), new(0)
-    found = played(mine, first, operators := operator(0), freed, other := new(1), wait, last)
-    assert found == (mine, other, [first], operators, [wait, last], freed)
-    found = played(mine, first, operators, freed)
-    assert found == (mine, [first], operators, freed)
+    first, last, wait, mine = launch(), launch(), Event(5, 7, is_wait=True), new(0)
+    found = played(mine, first, operators := operator(0), other := new(1), wait, last)
+    assert found == (mine, other, [first], operators, [wait, last])
+    assert played(mine, first, operators) == (mine, [first], operators)
 
 
 @pytest.mark.parametrize("given", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"])

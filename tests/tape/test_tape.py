@@ -24,7 +24,7 @@ from symmoe.moe.ep_step import _Forward
 from symmoe.moe.router import Router
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.tape.recorder import Recorder, Tapes, recorded
-from symmoe.tape.tape import CallInteger, Free, Playing
+from symmoe.tape.tape import CallInteger, Playing
 
 H, I, E, K, T = 16, 24, 8, 3, 200
 CPU = torch.device("cpu")
@@ -575,26 +575,6 @@ def test_views_and_writes_in_place_land_where_they_should():
         assert torch.equal(b, a.reshape(-1)[1:])
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     assert tapes.num_played == 3
-
-
-def test_memory_is_freed_where_it_was():
-    def function(x: torch.Tensor) -> tuple[torch.Tensor]:
-        y = x + 1
-        z = y * 2
-        del y
-        return (z - 3,)
-
-    with Recorder([x := torch.rand(5)], {}, ()) as recording:
-        outputs = function(x)
-    tape = recording.finish(outputs)
-    kinds = [type(entry).__name__ for entry in tape.entries]
-    assert kinds == ["Call", "Call", "Free", "Call", "Free"]
-    playing = Playing(tape.num_slots, {}, 0, lambda: twin)
-    playing.put(0, x)
-    for entry in tape.entries:
-        entry.play(playing)
-        if isinstance(entry, Free):
-            assert playing.things[entry.slot] is None
 
 
 def test_a_large_integer_of_a_kernel_may_be_an_address():

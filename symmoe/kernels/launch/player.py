@@ -34,7 +34,6 @@ from symmoe.tape.tape import (
     CallInteger,
     Entry,
     Event,
-    Free,
     Launch,
     LeaseOffset,
     Mark,
@@ -97,50 +96,33 @@ static int launch_one(const Driver *driver, const Op *op, const int64_t *values,
                           pointers, NULL);
 }}
 
-static int play_all(const Driver *driver, const Op *op, int64_t num_ops, const int64_t *values)
-{{
-    for (; num_ops--; op++) {{
-        void *stream = (void *)values[op->stream];
-        int error = op->kind == 1   ? driver->record(op->handle, stream)
-                    : op->kind == 2 ? driver->wait(stream, op->handle, 0)
-                                    : launch_one(driver, op, values, op->x, op->y, op->z);
-        if (error)
-            return error;
-    }}
-    return 0;
-}}
-
-static PyObject *launch(PyObject *self, PyObject *args)
-{{
-    unsigned long long driver, op;
-    int x, y, z, error;
-    Py_buffer values;
-    if (!PyArg_ParseTuple(args, "KKy*iii", &driver, &op, &values, &x, &y, &z))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    error = launch_one((const Driver *)driver, (const Op *)op, (const int64_t *)values.buf, x, y, z);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&values);
-    return PyLong_FromLong(error);
-}}
-
+/* play(driver, ops, their number, values, and, if there is one launch, its grid) */
 static PyObject *play(PyObject *self, PyObject *args)
 {{
-    unsigned long long driver, ops;
+    unsigned long long driver_address, ops;
     long long num_ops;
-    int error;
-    Py_buffer values;
-    if (!PyArg_ParseTuple(args, "KKLy*", &driver, &ops, &num_ops, &values))
+    int x = 0, y = 0, z = 0, error = 0;
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(args, "KKLy*|iii", &driver_address, &ops, &num_ops, &buffer, &x, &y, &z))
         return NULL;
+    const Driver *driver = (const Driver *)driver_address;
+    const int64_t *values = buffer.buf;
     Py_BEGIN_ALLOW_THREADS
-    error = play_all((const Driver *)driver, (const Op *)ops, num_ops, (const int64_t *)values.buf);
+    for (const Op *op = (const Op *)ops; num_ops-- && !error; op++) {{
+        void *stream = (void *)values[op->stream];
+        if (op->kind == 1)
+            error = driver->record(op->handle, stream);
+        else if (op->kind == 2)
+            error = driver->wait(stream, op->handle, 0);
+        else
+            error = launch_one(driver, op, values, x ? x : op->x, y ? y : op->y, z ? z : op->z);
+    }}
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&values);
+    PyBuffer_Release(&buffer);
     return PyLong_FromLong(error);
 }}
 
-static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, NULL}}, {{"play", play, METH_VARARGS, NULL}},
-                                {{NULL, NULL, 0, NULL}}}};
+static PyMethodDef methods[] = {{{{"play", play, METH_VARARGS, NULL}}, {{NULL, NULL, 0, NULL}}}};
 static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "symmoe_player", NULL, -1, methods}};
 PyMODINIT_FUNC PyInit_symmoe_player(void) {{ return PyModule_Create(&module); }}
 """
@@ -212,8 +194,8 @@ class Kernel:
         )
         self._array = self.set_launch(self._op, parameters)
         _check_number(compiled.function, len(parameters))
-        self._launch = _player().launch
-        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._op)
+        self._play = _player().play
+        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._op), 1
 
     def launch(
         self,
@@ -233,7 +215,7 @@ class Kernel:
             words += parts
             kept.append(map_object)  # another thread may drop it
         driver.ensure_context()
-        if error := self._launch(*self._addresses, _values(words), *grid, *_REST_OF_GRID[len(grid)]):
+        if error := self._play(*self._addresses, _values(words), *grid, *_REST_OF_GRID[len(grid)]):
             driver.check(error, f"the launch of {self.name}")
 
     def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
@@ -370,7 +352,7 @@ def in_sections(tape: Tape) -> Tape | None:
     """What is played of a tape: its launches in sections, as few as possible, and calls from Python between them. None
     where nothing is launched by C.
 
-    All memory is made before the first launch, in the same order, and freed after the last one. So memory that a branch
+    All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
     stream uses comes from the current stream's, which gets it back only once it has waited for the branch, and no other
     thread gets it before our launches have happened. Otherwise a branch could get memory whose last user, on the
     current stream, it does not wait for.
@@ -378,19 +360,18 @@ def in_sections(tape: Tape) -> Tape | None:
     if _player() is None:
         return None
     made = [entry for entry in tape.entries if isinstance(entry, Call) and entry.kind == NEW]
-    freed = [entry for entry in tape.entries if isinstance(entry, Free)]
     events: dict[int, torch.cuda.Event] = {}
     steps: list[Entry] = []
     group = _Group()
     for entry in tape.entries:
-        if isinstance(entry, Free) or (isinstance(entry, Call) and entry.kind == NEW):
+        if isinstance(entry, Call) and entry.kind == NEW:
             continue
         if not group.takes(entry):
             steps += group.end(tape.num_slots, events)
             group = _Group()
             group.takes(entry)
     steps += group.end(tape.num_slots, events)
-    return replace(tape, entries=(*made, *steps, *freed))
+    return replace(tape, entries=(*made, *steps))
 
 
 class _Group:
