@@ -11,13 +11,16 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from fake_cuda import STREAM, FakeCuda, FakeJIT, fake_cuda  # noqa: F401
+from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT, fake_cuda  # noqa: F401
 
 from symmoe.errors import raise_for
 from symmoe.kernels import twin
+from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.launch import launch as launches
-from symmoe.kernels.launch import player
-from symmoe.kernels.launch.launch import Constants, fast_launch
+from symmoe.kernels.launch import player, triton_internals
+from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch
+from symmoe.kernels.launch.player import known_kernel
+from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
@@ -159,3 +162,30 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
     for section in (tape.entries[0], tape.entries[2]):
         section.play(playing)
     assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
+
+
+def test_parameters_are_those_of_the_compiled_kernel(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """As many, with a tensor map where PTX has 128 bytes: of a kernel in Gluon and one in Triton."""
+    made = {}
+
+    def kernel_of(fast: FastLaunch, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
+        options = {**launches.OPTIONS, **constants.named}
+        compiled = fast.kernel.run(*constants.described(args), grid=grid, warmup=True, **options)
+        compiled._run, compiled.function = FakeCompiled().run, 7
+        fake_cuda.num_parameters[7] = compiled.asm["ptx"].count("\t.param ")
+        parts = triton_internals.read_compiled(compiled), args, [i for i, arg in enumerate(args) if arg is not None]
+        made[compiled.name] = known_kernel(compiled.name, *parts, constants.descriptors), args, compiled.asm["ptx"]
+
+    for module in (hopper_gemm, gemm):
+        monkeypatch.setattr(module, "launch", kernel_of)
+    rows, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 64), (4, 256, 64), (128, 256)))
+    row_range = torch.empty(2, 4, dtype=torch.int32)
+    hopper_gemm.launch_gemm(rows, weight, row_range, out, weight_k_first=False, num_sms=8)
+    gemm.grouped_gemm(rows, weight, row_range, out, num_sms=8)
+    assert sorted(made) == ["grouped_gemm_kernel", "hopper_gemm_kernel"]
+    for kernel, args, ptx in made.values():
+        entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))].split(",")
+        parts = {place: [-2] * len(words) for place, (words, _) in kernel.maps(args).items()}
+        values = dict.fromkeys(range(len(kernel.kinds)), (1, 0))
+        maps = [index >= -2 and index != -1 for _, _, index in kernel.parameters(values, parts)]
+        assert maps == [".b8" in parameter and "[128]" in parameter for parameter in entry]
