@@ -508,20 +508,22 @@ def used_values(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     return tensor.flatten()[: sizes.num_used]
 
 
+def of_groups(name: str, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """What belongs to a group of a result of this name: its used rows; of parameters' gradients all."""
+    if name in ("y", "d_x"):
+        return used(tensor, sizes)
+    return used_values(tensor, sizes) if name == "d_scale" else tensor
+
+
 def assert_same_results(got: Ran, want: Ran, sizes: Sizes, *, close: tuple[str, ...] = ()) -> None:
-    """Bit for bit, where rows belong to a group; parameters' gradients altogether. Those named in `close`: nearly."""
+    """Bit for bit, where rows belong to a group. Those named in `close`: nearly."""
     assert got.tensors.keys() == want.tensors.keys()
     for name, tensor in want.tensors.items():
+        pair = [of_groups(name, each, sizes) for each in (got.tensors[name], tensor)]
         if name in close:
-            is_row = name == "d_scale"
-            pair = [used_values(t, sizes) if is_row else t for t in (got.tensors[name], tensor)]
-            assert_near(*pair, pair[0].dtype, name)
-        elif name in ("y", "d_x"):
-            assert_same_bits(used(got.tensors[name], sizes), used(tensor, sizes), name)
-        elif name == "d_scale":
-            assert_same_bits(used_values(got.tensors[name], sizes), used_values(tensor, sizes), name)
+            assert_near(*pair, tensor.dtype, name)
         else:
-            assert_same_bits(got.tensors[name], tensor, name)
+            assert_same_bits(*pair, name)
 
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -544,15 +546,9 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
     """`oracle` holds what :func:`linear_oracle` or :func:`mlp_oracle` gave."""
     for name, want in oracle.items():
         got = ran.tensors[name]
-        if name in ("y", "d_x"):
-            assert not got.flatten(0, -2)[sizes.num_used :].isnan().any(), f"{name}: the tail leaked"
-            got = used(got, sizes)
-        elif name == "d_scale":
-            assert not got.isnan().any(), "d_scale: the tail leaked"
-            got = used_values(got, sizes)
-        elif name.endswith("weight") and case.main_grad:
-            want = want + MAIN_GRAD_START
-        assert_near(got, want, case.dtype, name)
+        assert not got.isnan().any(), f"{name}: the tail leaked"
+        start = MAIN_GRAD_START if name.endswith("weight") and case.main_grad else 0.0
+        assert_near(of_groups(name, got, sizes), want + start, case.dtype, name)
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------
