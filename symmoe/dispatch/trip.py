@@ -321,13 +321,7 @@ class _Trip:
                 self._come[source] = self._branch.point()
 
     def _push(
-        self,
-        rows: torch.Tensor,
-        tokens: Plan,
-        *,
-        to: int | None = None,
-        but: int | None = None,
-        num_ctas: int | None = None,
+        self, x: torch.Tensor, tokens: Plan, to: int | None = None, but: int | None = None, num_ctas: int | None = None
     ) -> None:
         """Writes the rows of tokens to one rank of the node, or to all but one."""
         ranks = None if to is None else range(to, to + 1)
