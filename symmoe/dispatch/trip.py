@@ -185,6 +185,16 @@ def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
+def _with_slots(
+    travelling: Iterator[tuple[Plan, list[torch.Tensor]]], index: _Index, ready: torch.Tensor
+) -> Iterator[tuple[Plan, torch.Tensor]]:
+    """The plan and the rows [T, H] of what _travelling yields; its slots have been sent. Refers to no trip: a cycle
+    would keep leases."""
+    for tokens, (rows, *values) in travelling:
+        index.push(tokens, values[0] if values else None, ready)
+        yield tokens, rows
+
+
 class _Trip:
     """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
     division, on a branch.
@@ -205,7 +215,7 @@ class _Trip:
         division: Division | None,
     ) -> None:
         self._plan, self._heap, self._buffer, self._layout = plan, plan.heap, buffer, layout
-        self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
+        self._index, self._agreed, self._division = index, agreed, division
         self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
         self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
@@ -214,10 +224,11 @@ class _Trip:
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
             self._ready = self._heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+        self._tokens = _with_slots(travelling, index, self._ready)
 
     def send(self) -> None:
         """Sends and receives everything."""
-        for tokens, rows in self._with_slots():
+        for tokens, rows in self._tokens:
             if self._layout == "packed":
                 self._push(rows, tokens)
             else:
@@ -234,8 +245,7 @@ class _Trip:
         mark(FRAGILE)
         try:
             with heap.timed("dispatch"):
-                self._foreign = self._with_slots()
-                self._own, self._x = next(self._foreign)
+                self._own, self._x = next(self._tokens)
                 self._branch = heap.branch()
                 self._start = self._branch.point()
         except Exception as error:
@@ -259,13 +269,6 @@ class _Trip:
             with owed():
                 self._branch.join()
             mark(EVEN)
-
-    def _with_slots(self) -> Iterator[tuple[Plan, torch.Tensor]]:
-        """The plan and the rows [T, H] of this rank's tokens, and between nodes of the foreign ones; their slots have
-        been sent."""
-        for tokens, (rows, *values) in self._travelling:
-            self._index.push(tokens, values[0] if values else None, self._ready)
-            yield tokens, rows
 
     def _parts(self) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes."""
@@ -311,7 +314,7 @@ class _Trip:
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
         with self._branch.after(self._start), self._heap.timed("dispatch"):
-            for tokens, rows in self._foreign:
+            for tokens, rows in self._tokens:  # the foreign ones
                 for step in range(1, self._num_ranks + 1):
                     to = (self._rank + step) % self._num_ranks
                     self._push(rows, tokens, to=to, num_ctas=self._num_ctas)

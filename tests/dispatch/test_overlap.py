@@ -209,9 +209,9 @@ def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: 
     for num_rows in (512, 65536):
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
         chosen = overlap(sizes, 132, rates)
-        for name, (alone_s, times) in brute_force(sizes, 132, rates).items():
+        for name, (exclusive_s, times) in brute_force(sizes, 132, rates).items():
             division = getattr(chosen, name)
-            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * alone_s), name
+            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * exclusive_s), name
             if division is not None:
                 assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-12)
                 assert division.num_ctas + division.num_sms == 132
@@ -241,8 +241,8 @@ def brute_force_between_nodes(
             first_s = max(rail_s, own * push_s, gemm_s(own * products, n, rates.flops))
             last_s = (1 - own) * push_s + gemm_s((1 - own) * products, 0, rates.flops)
             times.append(first_s + last_s + parts * rates.part_s)
-        alone_s = rail_s + pushed / rates.link_bytes + gemm_s(products, 0, rates.flops)
-        return alone_s, times
+        exclusive_s = rail_s + pushed / rates.link_bytes + gemm_s(products, 0, rates.flops)
+        return exclusive_s, times
 
     first_s = gemm_s(1 - own, 0, rates.flops) + ends * rates.launch_s
     fc2 = [first_s + max(rail_s, gemm_s(own, n, rates.flops)) for n in counts]
@@ -266,9 +266,9 @@ def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], ra
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, num_nodes=num_nodes, sums_travel=False)
         chosen = overlap(sizes, 132, rates)
         found = brute_force_between_nodes(layer, num_ranks, num_nodes, num_rows, rates)
-        for name, (alone_s, times) in found.items():
+        for name, (exclusive_s, times) in found.items():
             division = getattr(chosen, name)
-            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * alone_s), name
+            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * exclusive_s), name
             if division is not None:
                 assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-9), name
                 assert division.num_ctas + division.num_sms == 132
