@@ -67,10 +67,6 @@ def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: tor
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def test_the_pipeline_is_1f1b():
-    assert pipeline(3, 2) == [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
-
-
 def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
     findings = Findings()
