@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from symmoe.grouped.quantized_experts import takes_parts
 from symmoe.kernels.gemm_parts import Division
 from symmoe.precision.recipes import Float8Block, Recipe
 
@@ -372,3 +373,21 @@ def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
     division = Division(4, num_sms - 4)
     combine = division if sizes.sums_travel or sizes.num_nodes > 1 else None
     return Overlap(dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine)
+
+
+@functools.lru_cache(maxsize=256)
+def overlap_of(schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None) -> Overlap:
+    """How a call of these sizes is overlapped on a device, with one of MoEConfig's schedules but "serial"."""
+    num_sms = num_sms_of(device)
+    if schedule == "always-overlapped":
+        chosen = overlap_everything(sizes, num_sms)
+    else:
+        chosen = overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
+    # Where GEMMs take no parts, they begin when all rows are there.
+    return chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
+
+
+def rounded_up(number: int) -> int:
+    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step

@@ -17,7 +17,8 @@ from symmoe import GroupedMLP, make_plan
 from symmoe.dispatch import nodes
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
-from symmoe.moe import ep_step
+from symmoe.moe import overlap as formulas
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import (
     H100,
     H200,
@@ -309,20 +310,20 @@ FORMULAS_GET = [
 def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int | None, int | None]]:
     """Of a call for each of FORMULAS_GET."""
     found = []
-    chosen = ep_step.overlap
+    chosen = formulas.overlap
 
     def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
         found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
         return chosen(sizes, num_sms, rates)
 
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ep_step, "overlap", noting)
+        patch.setattr(formulas, "overlap", noting)
         for precision, wire, limits, _ in FORMULAS_GET:
-            ep_step._overlap_of.cache_clear()
+            formulas.overlap_of.cache_clear()
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
             x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
-            ep_step.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
+            expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
     return found
 
 
@@ -358,7 +359,7 @@ def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])
 def test_numbers_near_each_other_are_cut_alike(number: int):
-    rounded = ep_step._rounded_up(number)
+    rounded = formulas.rounded_up(number)
     assert number <= rounded <= 1.125 * number
-    assert rounded == ep_step._rounded_up(rounded)
-    assert len({ep_step._rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
+    assert rounded == formulas.rounded_up(rounded)
+    assert len({formulas.rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
