@@ -19,7 +19,7 @@ from symmoe.combine.trip import collecting, combine, readable_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
-from symmoe.errors import ArgumentError, StaleLease, SymmoeError
+from symmoe.errors import ArgumentError, StaleLease, StalePlan, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.symm_mem.heap import told
@@ -248,8 +248,10 @@ def _combine_problem(
     error: SymmoeError | None = words_problem(order=order)
     if error is not None:
         return error
-    if plan.not_dispatched is not None:
-        return plan.not_dispatched
+    try:
+        plan.received_index()
+    except StalePlan as stale:
+        return stale
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
     error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:

@@ -31,7 +31,7 @@ _FIRST = (
     "test_compile",
     "test_megatron_example",
     "test_convergence",
-    "test_combine_oracle",
+    "test_oracle",
     "test_wrappers",
     "test_loops",
     "test_peft",

@@ -95,11 +95,7 @@ class RailCounts:
 
     def tell(self, number: torch.Tensor) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
-        before the plan's barrier.
-
-        Args:
-            number: int32 [1], of HEAD_RAIL_DROPPED.
-        """
+        before the plan's barrier. number: int32 [1], of HEAD_RAIL_DROPPED."""
         row = self._rows(barriers=1)[self._heap.rank : self._heap.rank + 1]
         for rank in range(self._heap.peers.num_ranks):
             self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, number)
@@ -161,21 +157,6 @@ class RailPlan:
     num_received: tuple[int, ...]
     number: int
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.token_to_sent_row.shape[0]
-
-    @property
-    def num_foreign(self) -> int:
-        """Tokens that other nodes send."""
-        return sum(self.num_received)
-
-    @property
-    def num_sent_rows(self) -> int:
-        """A."""
-        return self.sent_row_to_token.numel()
-
     @contextmanager
     def bring_in(
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
@@ -186,11 +167,12 @@ class RailPlan:
         phase, agreed: as in SymmetricHeap.meet.
 
         Yields:
-            a function that waits for what other nodes send: of each tensor, [num_foreign, .].
+            a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
         """
         heap = self.heap
         sends = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
-        foreign = [tensor.new_empty((self.num_foreign, *tensor.shape[1:])) for tensor in tensors]
+        num_foreign = sum(self.num_received)
+        foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         heap.meet(phase, **self.agreed_on_rail(agreed))
         with ExitStack() as travels:
             begin = partial(travels.enter_context, heap.moving(sends, [self.by_node(whole) for whole in foreign]))
@@ -210,16 +192,17 @@ class RailPlan:
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
-        if not self.num_tokens:
-            return tensor.new_zeros((self.num_sent_rows, *tensor.shape[1:]))
+        if not len(tensor):
+            return tensor.new_zeros((len(self._any_token), *tensor.shape[1:]))
         return tensor.index_select(0, self._any_token)
 
     def sent_rows_of_nodes(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the same of a tensor [T, N, .]: the rows for the node where each goes."""
-        if not self.num_tokens:
-            return tensor.new_zeros((self.num_sent_rows, *tensor.shape[2:]))
-        node = self.heap.rank_maps.other_nodes.repeat_interleave(max(self.num_sent), output_size=self.num_sent_rows)
-        return tensor.flatten(0, 1).index_select(0, self._any_token * len(self.num_sent) + node)
+        token, others = self._any_token, self.heap.rank_maps.other_nodes
+        if not len(tensor):
+            return tensor.new_zeros((len(token), *tensor.shape[2:]))
+        node = others.repeat_interleave(max(self.num_sent), output_size=len(token))
+        return tensor.flatten(0, 1).index_select(0, token * len(self.num_sent) + node)
 
     @cached_property
     def _any_token(self) -> torch.Tensor:
@@ -230,8 +213,8 @@ class RailPlan:
         """int32 [T, N], where what a node has for a token is, at home: among T of this rank's own tokens, and then the
         sent rows; -1 for nothing."""
         row = self.token_to_sent_row
-        home = (row + self.num_tokens).masked_fill_(row < 0, -1)
-        home[:, self.heap.topology.node] = torch.arange(self.num_tokens, dtype=torch.int32, device=home.device)
+        home = (row + len(row)).masked_fill_(row < 0, -1)
+        home[:, self.heap.topology.node] = torch.arange(len(row), dtype=torch.int32, device=home.device)
         return home
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
@@ -241,7 +224,7 @@ class RailPlan:
         return [sent[first : first + rows] for first, rows in zip(starts, self.num_sent, strict=True)]
 
     def by_node(self, foreign: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a tensor [num_foreign, .] that belong to each node."""
+        """The rows of a tensor [F, .] that belong to each node."""
         return [foreign[first:end] for first, end in self.foreign_ranges]
 
     @property
@@ -325,7 +308,7 @@ def plan_in_node(plan: P, rails: RailPlan, rail_capacity: int) -> NodesPlan[P]:
 
     # This rank's own tokens, then the foreign ones, which begin at 16 bytes. In place of what does not come: nothing.
     first_foreign = -(-num_tokens // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    lines = slots.new_full((first_foreign + rails.num_foreign, sent.shape[1]), -1)
+    lines = slots.new_full((first_foreign + sum(rails.num_received), sent.shape[1]), -1)
     lines[:num_tokens] = torch.cat([slots, on_nodes[:, node]], 1)
     foreign_regions = torch.zeros_like(regions)
     sends = [rails.to_nodes(sent), list(regions)]

@@ -29,17 +29,17 @@ __all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
-_NOTHING_DISPATCHED = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
 
 
 @dataclass(eq=False)
 class Plan(PlanIntegers):
-    """What :func:`make_plan` returns: its integers, on the heap's device, and what the host knows of them.
-
-    Rows that can be computed once the rows of a source rank have arrived, after those of the ranks before it in
-    :attr:`arrivals`, are in source_to_rows: [R, 2, e], the first and the one past the last.
+    """What :func:`make_plan` returns: tensors on the heap's device, and what the host knows of them.
 
     Attributes:
+        splits: int32 [e], rows of each local expert.
+        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
+        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank; -1 is none.
+            The other integers are described in symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
@@ -151,11 +151,6 @@ class Plan(PlanIntegers):
         """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
         return buffer if self.num_rows is None else buffer[: self.num_rows]
 
-    @property
-    def not_dispatched(self) -> StalePlan | None:
-        """The error of combining with this plan now, or None if something has been dispatched with it."""
-        return None if self.packed_to_row is not None else StalePlan(_NOTHING_DISPATCHED)
-
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
 
@@ -163,7 +158,7 @@ class Plan(PlanIntegers):
             StalePlan: nothing has been dispatched with this plan yet.
         """
         if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise StalePlan(_NOTHING_DISPATCHED)
+            raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
         return self.packed_to_row, self.row_to_packed_row
 
 

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
+from symmoe.dispatch.plan import PlanOptions, plan_call
 from symmoe.grouped.experts import CallExperts, evaluated
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
@@ -87,12 +87,13 @@ class RoutedExperts(torch_operators.EagerStep):
             heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
         with told(heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
-        plan = self.plan(topk_idx, tokens.dtype, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
+        options = self.plan_options(tokens.dtype)
+        plan = plan_call(topk_idx, heap, options, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
         if before_trips is not None:
             before_trips()
         y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
         if not plan.has_room:  # on all ranks; nothing has moved
-            plan = self.plan(topk_idx, tokens.dtype, lambda: None)
+            plan = plan_call(topk_idx, heap, options, lambda: None)
             y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows)
@@ -101,9 +102,8 @@ class RoutedExperts(torch_operators.EagerStep):
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
-        config = self.config
-        words = {name: getattr(config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        return words | {"layout": received_layout(config.layout, config.ffn, config.precision)}
+        words = {name: getattr(self.config, name) for name in _WORDS}
+        return words | {"layout": received_layout(self.config.layout, self.config.ffn, self.config.precision)}
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -124,12 +124,11 @@ class RoutedExperts(torch_operators.EagerStep):
             return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
         return room
 
-    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
-        """plan_call for tokens of `dtype`, as the configuration says. Collective."""
+    def plan_options(self, dtype: torch.dtype) -> PlanOptions:
+        """Those of plan_call for tokens of `dtype`, as the configuration says."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
-        return plan_call(topk_idx, self.heap, options, find_room)
+        return PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
 
 
 def is_traced(experts: GroupedMLP) -> bool:

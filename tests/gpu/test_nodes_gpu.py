@@ -14,11 +14,10 @@ import torch
 from cluster import Cluster
 from limits import PROMPT_S
 from test_captured_step import check_exact
-from test_combine_oracle import check_combine
-from test_dispatch_oracle import check_dispatch
 from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from test_nodes_devices import lose
 from test_nodes_faults import BOUND_S, Ready, wrong_calls
+from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_plan
@@ -30,16 +29,11 @@ layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 STEP = 3 * (len(routings.STRATA) + 1)
 
 
+@pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
 @layouts
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(0, len(routings.CASES), STEP))
-    assert cluster(num_ranks, "cuda").findings(check_dispatch, numbers, "cuda", ranks_per_node) == []
-
-
-@layouts
-def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(3, len(routings.CASES), STEP))
-    assert cluster(num_ranks, "cuda").findings(check_combine, numbers, "cuda", ranks_per_node) == []
+def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
+    numbers = list(range(first, len(routings.CASES), STEP))
+    assert cluster(num_ranks, "cuda").findings(check_cases, numbers, "cuda", check, ranks_per_node) == []
 
 
 @layouts

@@ -372,7 +372,7 @@ def check_mistakes(rank: int, num_ranks: int, stage_name: str) -> list[str]:
             if rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
                 findings.check(found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}")
             if stage_name == "expert_parallel_mlp":
-                findings.check(stage.plan.not_dispatched is not None, "tokens have been dispatched")
+                findings.check(stage.plan.packed_to_row is None, "tokens have been dispatched")
             if stage_name == "layer":
                 y.append(stage.function(stage.good["x"])[0].detach())
                 findings.equal("y of the next correct call", y[-1], y[0])

@@ -17,12 +17,11 @@ import routings
 import torch
 import torch.distributed as dist
 from limits import HANG_S
-from test_combine_oracle import check_combine
-from test_dispatch_oracle import check_dispatch
-from test_schedules import EXACT as BIG_EXACT
-from test_schedules import MOST_TOKENS as MOST_BIG_TOKENS
-from test_schedules import STATIC as BIG_STATIC
-from test_schedules import check_ways
+from stacks import EXACT as BIG_EXACT
+from stacks import MOST_TOKENS as MOST_BIG_TOKENS
+from stacks import STATIC as BIG_STATIC
+from stacks import check_ways
+from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -176,22 +175,17 @@ def test_wrong_numbers_of_ranks_per_node(cluster):
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(0, len(routings.CASES), STEP))
-    assert cluster(num_ranks).findings(check_dispatch, numbers, "cpu", ranks_per_node) == []
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(3, len(routings.CASES) + 3, STEP))
-    assert cluster(num_ranks).findings(check_combine, numbers, "cpu", ranks_per_node) == []
+def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
+    numbers = list(range(first, len(routings.CASES) + first, STEP))
+    assert cluster(num_ranks).findings(check_cases, numbers, "cpu", check, ranks_per_node) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [check_dispatch, check_combine])
 def test_all_cases(cluster, check):
-    assert cluster(4).findings(check, list(range(len(routings.CASES))), "cpu", 2) == []
+    assert cluster(4).findings(check_cases, list(range(len(routings.CASES))), "cpu", check, 2) == []
 
 
 BIG_LIMITS = {"capacity": 500, "max_tokens": MOST_BIG_TOKENS, "overflow": "drop", "rail_capacity": 350}

@@ -14,8 +14,8 @@ from kept_memory import bytes_kept
 from layers import WAYS, global_weights, local_part, tokens_of
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
+from stacks import Stack, compare_bits, pipeline, run_schedule, step
 from test_low_precision import ONE_PRODUCT, RECIPES, TWO_LAYERS, every_recipe
-from test_schedules import Stack, compare_bits, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap, poison
 
