@@ -12,7 +12,6 @@ import functools
 import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -317,7 +316,7 @@ def scaled_activation_grad_kernel(
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
-def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
+def scaled_activation(h, scale, out, activation):
     num_rows, ffn = out.shape
     constants = _constants(activation, ffn)
     if num_rows == 0:
@@ -327,14 +326,7 @@ def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, a
     )
 
 
-def scaled_activation_grad(
-    dout: torch.Tensor,
-    h: torch.Tensor,
-    scale: torch.Tensor,
-    dh: torch.Tensor,
-    dscale: torch.Tensor,
-    activation: Activation,
-) -> None:
+def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     num_rows, ffn = dout.shape
     constants = _constants(activation, ffn)
     if num_rows == 0:

@@ -239,36 +239,27 @@ def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
 
 
 def grouped_gemm(
-    rows: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    weight,
+    row_range,
+    out,
     *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    accumulate: bool = False,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    row_index=None,
+    bias=None,
+    bias_scale=None,
+    accumulate=False,
+    zero_tail=False,
+    num_sms=None,
+    config=None,
+):
     _launch_gemm(
         rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, False
     )
 
 
 def grouped_gemm_dgrad(
-    dout: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    dout, weight, row_range, out, *, row_index=None, accumulate=False, zero_tail=False, num_sms=None, config=None
+):
     _launch_gemm(dout, weight, row_range, out, row_index, None, None, accumulate, zero_tail, num_sms, config, True)
 
 
@@ -332,17 +323,8 @@ def _gemm_plan(
 
 
 def grouped_gemm_wgrad(
-    dout: torch.Tensor,
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    dout_index: torch.Tensor | None = None,
-    rows_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    dout, rows, row_range, out, *, dout_index=None, rows_index=None, accumulate=False, num_sms=None, config=None
+):
     _, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:

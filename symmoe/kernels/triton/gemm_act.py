@@ -119,7 +119,7 @@ def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) 
     return next(config for least, config in DACT_CONFIGS if min(ffn, most_columns) >= least)
 
 
-def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
+def dact_workspace_numel(num_rows, num_groups, ffn, activation):
     return num_scale_sums(ffn) * num_rows + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
 
 
@@ -499,19 +499,8 @@ def sum_dscale_kernel(
 
 
 def grouped_gemm_act(
-    rows: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    row_scale: torch.Tensor,
-    h: torch.Tensor,
-    a: torch.Tensor,
-    activation: Activation,
-    *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    rows, weight, row_range, row_scale, h, a, activation, *, row_index=None, bias=None, num_sms=None, config=None
+):
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
     plan = _act_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
@@ -580,22 +569,22 @@ def _describe_both(activation: Activation, config: TileConfig) -> Describe:
 
 
 def grouped_gemm_dact(
-    dout: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    dh: torch.Tensor,
-    a: torch.Tensor,
-    dscale: torch.Tensor | None,
-    workspace: torch.Tensor,
-    activation: Activation,
+    dout,
+    weight,
+    row_range,
+    h,
+    row_scale,
+    dh,
+    a,
+    dscale,
+    workspace,
+    activation,
     *,
-    row_index: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    config: DactConfig | None = None,
-) -> int:
+    row_index=None,
+    dbias=None,
+    num_sms=None,
+    config=None,
+):
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
@@ -642,9 +631,7 @@ def grouped_gemm_dact(
     return num_partials
 
 
-def sum_dact_partials(
-    workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
-) -> None:
+def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = dscale.shape[0]
     if num_rows == 0:
         return

@@ -4,7 +4,6 @@ A number and its index make one integer that is larger for the better choice, so
 copies of [T, E], and the result of a row depends only on the row.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -179,16 +178,7 @@ def choose_experts_grad_kernel(
     tl.store(d_logits + at, d_logit, mask=mask)
 
 
-def choose_experts(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    probs: torch.Tensor,
-    scores: torch.Tensor,
-    *,
-    rule: RoutingRule,
-) -> None:
+def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return
@@ -211,15 +201,7 @@ def choose_experts(
     )
 
 
-def choose_experts_grad(
-    d_probs: torch.Tensor | None,
-    d_scores: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    scores: torch.Tensor,
-    d_logits: torch.Tensor,
-    *,
-    rule: RoutingRule,
-) -> None:
+def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return

@@ -156,7 +156,7 @@ def router_wgrad_kernel(
     tl.store(out + expert[:, None] * WIDTH + column[None, :], total, mask=mask)
 
 
-def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+def router_gemm(x, weight, logits):
     num_tokens, width = x.shape
     num_experts = weight.shape[0]
     if num_tokens == 0:
@@ -178,13 +178,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
     )
 
 
-def router_gemm_grads(
-    d_logits: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dx: torch.Tensor | None,
-    d_weight: torch.Tensor | None,
-) -> None:
+def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     """A weight gradient is summed over some tokens at a time; these sums are added up in order."""
     num_tokens, num_experts = d_logits.shape
     if num_tokens == 0:

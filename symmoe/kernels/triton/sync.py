@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
 
@@ -250,17 +249,7 @@ def barrier_kernel(
             write_record(status, STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
 
 
-def barrier(
-    peers: Peers,
-    words: tuple[int, ...],
-    received: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    call: int,
-    fault: bool,
-    timeout_ns: int | None,
-    spoils: torch.Tensor | None = None,
-) -> None:
+def barrier(peers, words, received, status, *, call, fault, timeout_ns, spoils=None):
     barrier_kernel[(1,)](
         peers.bases,
         received,
@@ -301,7 +290,7 @@ def send_signal_kernel(
         tl.atomic_xchg(slot, tl.load(counters + BARRIER_EPOCH), sem="release", scope="sys")
 
 
-def send_signal(peers: Peers, rank: int) -> None:
+def send_signal(peers, rank):
     send_signal_kernel[(1,)](
         peers.bases, rank, RANK=peers.rank, COUNTERS=peers.layout.counters, SIGNALS=peers.layout.signals, num_warps=1
     )
@@ -351,16 +340,7 @@ def wait_for_signal_kernel(
         spoil(spoiled, num_spoiled_words)
 
 
-def wait_for_signal(
-    peers: Peers,
-    rank: int,
-    arrived: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    phase: int,
-    timeout_ns: int | None,
-    spoils: torch.Tensor | None = None,
-) -> None:
+def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, spoils=None):
     wait_for_signal_kernel[(1,)](
         peers.bases,
         arrived,

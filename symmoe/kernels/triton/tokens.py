@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control, hopper_choice
-from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
 
@@ -118,17 +117,7 @@ def push_rows_kernel(
             tl.store(row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column)
 
 
-def push_rows(
-    x: torch.Tensor,
-    token_to_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    *,
-    column: int,
-    ranks: range | None = None,
-    but: int | None = None,
-    num_ctas: int | None = None,
-) -> None:
+def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
     num_tokens = x.shape[0]
     ranks = range(peers.num_ranks) if ranks is None else ranks
     if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
@@ -215,19 +204,19 @@ def push_slots_kernel(
 
 
 def push_slots(
-    slot_to_row: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    probs: torch.Tensor | None,
-    token_to_packed_row: torch.Tensor,
-    block_tokens: torch.Tensor,
-    packed_start: torch.Tensor,
-    packed_limit: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
+    slot_to_row,
+    slot_to_rank,
+    probs,
+    token_to_packed_row,
+    block_tokens,
+    packed_start,
+    packed_limit,
+    peers,
+    received,
     *,
-    row_column: int,
-    prob_column: int,
-) -> None:
+    row_column,
+    prob_column,
+):
     num_tokens, top_k = slot_to_row.shape
     args = (
         slot_to_row,
@@ -297,16 +286,8 @@ def index_rows_kernel(
 
 
 def index_rows(
-    wire_to_row: torch.Tensor,
-    wire_probs: torch.Tensor | None,
-    packed_begin: torch.Tensor,
-    packed_end: torch.Tensor,
-    ready: torch.Tensor,
-    arrived: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    row_to_packed_row: torch.Tensor,
-    row_probs: torch.Tensor | None,
-) -> None:
+    wire_to_row, wire_probs, packed_begin, packed_end, ready, arrived, packed_to_row, row_to_packed_row, row_probs
+):
     num_slots, num_rows = packed_to_row.numel(), row_to_packed_row.numel()
     if max(num_slots, num_rows) == 0:
         return
@@ -374,15 +355,7 @@ def place_rows_kernel(
             tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
 
 
-def place_rows(
-    x: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    rows: torch.Tensor,
-    received: torch.Tensor,
-    *,
-    rank: int,
-) -> None:
+def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     num_tokens = x.shape[0]
     if num_tokens == 0 or rows.numel() == 0:
         return
@@ -431,15 +404,7 @@ def fan_out_kernel(
             tl.store(target, values, mask=((row >= 0) & (row != primary))[:, None] & is_column)
 
 
-def fan_out(
-    rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    *,
-    rank: int,
-    source: int | None = None,
-    num_ctas: int | None = None,
-) -> None:
+def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, num_ctas=None):
     (num_packed_cap, top_k), num_ranks = packed_to_row.shape, source_to_packed_start.numel() - 1
     # One slot per token: no secondary rows.
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
@@ -507,17 +472,7 @@ def push_sums_kernel(
             tl.store(target, total.to(ELEMENT), mask=mask)
 
 
-def push_sums(
-    rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    *,
-    column: int,
-    source: int | None = None,
-    num_ctas: int | None = None,
-) -> None:
+def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, source=None, num_ctas=None):
     num_packed_cap, top_k = packed_to_row.shape
     num_ranks, rank = peers.num_ranks, peers.rank
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
@@ -551,9 +506,7 @@ def gather_values_kernel(
     tl.store(packed_values + entry, value, mask=used)
 
 
-def gather_values(
-    row_values: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor, packed_values: torch.Tensor
-) -> None:
+def gather_values(row_values, packed_to_row, num_packed, packed_values):
     if packed_to_row.numel() == 0:
         return
     args = row_values, packed_to_row, num_packed, packed_values
@@ -625,15 +578,7 @@ def pull_rows_kernel(
         tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
 
 
-def pull_rows(
-    source_rank: torch.Tensor,
-    source_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    column: int,
-) -> None:
+def pull_rows(source_rank, source_row, peers, received, out, *, column):
     num_tokens = out.shape[0]
     if num_tokens == 0:
         return
@@ -768,19 +713,19 @@ def sum_home_kernel(
 
 
 def sum_home(
-    rows: torch.Tensor,
-    returned: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    packed_start: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    ready: torch.Tensor,
-    arrived: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    returned,
+    token_to_packed_row,
+    packed_start,
+    slot_to_rank,
+    slot_to_row,
+    ready,
+    arrived,
+    out,
     *,
-    rank: int,
-    num_ctas: int | None = None,
-) -> None:
+    rank,
+    num_ctas=None,
+):
     num_tokens = out.shape[0]
     if num_tokens == 0:
         return
@@ -832,15 +777,7 @@ def pull_values_kernel(
     tl.store(out + slot, tl.where(failed, float("nan"), value), mask=is_slot)
 
 
-def pull_values(
-    slot_to_rank: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    column: int,
-) -> None:
+def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
     num_tokens, top_k = out.shape
     if num_tokens == 0:
         return
