@@ -275,6 +275,8 @@ def main() -> int:
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):
             for module, values in sizes.items():
                 vars(module).update(values)
+            for cached in (tokens._cut, tokens._slots):
+                cached.cache_clear()
             wrong = differences(run_case(gpu, case), expected)
             failures += bool(wrong)
             print(f"{name}: {wrong or 'ok'} ({time.perf_counter() - start:.1f} s)")
