@@ -6,8 +6,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +15,10 @@ import torch
 from symmoe.dispatch.crossing import Crossing
 from symmoe.errors import StalePlan
 from symmoe.kernels import control
+from symmoe.kernels.contract.plan import PlanIntegers
 from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.symm_mem.heap import SymmetricHeap
 
-Layout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, number of elements, shape) of each tensor
 _NOTHING_DISPATCHED = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
 
 
@@ -42,70 +41,12 @@ class Region(NamedTuple):
     packed_limit: torch.Tensor
 
 
-class _Part:
-    """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, integers: PlanIntegers, owner: type) -> torch.Tensor:
-        first, numel, shape = integers.layout[self._name]
-        view = integers.storage[first : first + numel].view(shape)
-        vars(integers)[self._name] = view  # found before this descriptor from now on
-        return view
-
-
-@dataclass(eq=False)
-class PlanIntegers:
-    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan.
-
-    Attributes:
-        storage: the allocation.
-        layout: of its tensors.
-    """
-
-    storage: torch.Tensor
-    layout: Layout
-
-    splits, row_range, slot_start, slot_limit = _Part(), _Part(), _Part(), _Part()
-    slot_to_row, slot_to_rank, token_to_primary_row, token_to_packed_row = _Part(), _Part(), _Part(), _Part()
-    block_tokens, packed_start, packed_limit, source_to_packed_start = _Part(), _Part(), _Part(), _Part()
-    source_to_row_start, source_to_rows, expert_load, report = _Part(), _Part(), _Part(), _Part()
-
-
-@functools.lru_cache(maxsize=256)
-def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> tuple[int, Layout]:
-    """Elements of a plan's storage, and its layout."""
-    num_local = num_experts // num_ranks
-    shapes = {
-        "splits": (num_local,),
-        "row_range": (2, num_local),
-        "slot_start": (num_experts,),
-        "slot_limit": (num_experts,),
-        "slot_to_row": (num_tokens, top_k),
-        "slot_to_rank": (num_tokens, top_k),
-        "token_to_primary_row": (num_tokens, num_ranks),
-        "token_to_packed_row": (num_tokens, num_ranks),
-        "block_tokens": (num_blocks(num_tokens), num_ranks),
-        "packed_start": (num_ranks,),
-        "packed_limit": (num_ranks,),
-        "source_to_packed_start": (num_ranks + 1,),
-        "source_to_row_start": (num_ranks + 1, num_local),
-        "source_to_rows": (num_ranks, 2, num_local),
-        "expert_load": (num_experts,),
-        "report": (control.SUMMARY_WORDS,),
-    }
-    unit = control.ACCESS_BYTES // torch.int32.itemsize
-    first, layout = 0, {}
-    for name, shape in shapes.items():
-        layout[name] = first, math.prod(shape), shape
-        first += -(-math.prod(shape) // unit) * unit
-    return first, layout
-
-
 @dataclass(eq=False)
 class Plan(PlanIntegers):
-    """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
+    """What :func:`make_plan` returns: its integers, on the heap's device, and what the host knows of them.
+
+    Rows that can be computed once the rows of a source rank have arrived, after those of the ranks before it in
+    :attr:`arrivals`, are in source_to_rows: [R, 2, e], the first and the one past the last.
 
     Attributes:
         heap: the symmetric heap of the plan.
@@ -117,21 +58,7 @@ class Plan(PlanIntegers):
             tokens if these are fewer.
         num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
             room until it is settled.
-        splits: int32 [e], rows of each local expert.
-        row_range: int32 [2, e], where each local expert's rows begin and end.
-        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
-        token_to_primary_row, token_to_packed_row: int32 [T, R], per destination rank.
-        source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
-        source_to_row_start: int32 [R + 1, e], where the rows of each source rank and local expert start here; the last
-            row is where the experts' rows end.
-        source_to_rows: int32 [R, 2, e]: per source rank and local expert, the rows (first, one past the last) that can
-            be computed once that rank's rows have arrived, after those of the ranks before it in :attr:`arrivals`.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
-        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and how many are kept.
-        packed_start, packed_limit: int32 [R], this rank's first packed row on each rank, and the rows of its region.
-        block_tokens: int32 [blocks, R], tokens of each block of this rank's that go to each rank.
-        report: int32 [control.SUMMARY_WORDS], sizes and errors for the host.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
@@ -220,6 +147,10 @@ class Plan(PlanIntegers):
         """This plan as the ranks of a node have it: between nodes a plan of its own; else this one."""
         return self if self.across is None else self.across.own
 
+    def reads_rows_in_place(self, order: str) -> bool:
+        """Whether a combine in this order reads rows where they are, on the heap; else their sums are sent."""
+        return order != "rank" or self.across is not None
+
     @property
     def arrivals(self) -> list[int]:
         """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
@@ -261,8 +192,3 @@ class Across:
     own: Plan
     foreign: Plan
     own_rows: torch.Tensor | None
-
-
-def num_blocks(num_tokens: int) -> int:
-    """Blocks of tokens whose slots are counted together."""
-    return -(-num_tokens // control.TOKENS_PER_BLOCK)

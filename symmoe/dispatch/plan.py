@@ -15,13 +15,15 @@ from symmoe import kernels
 from symmoe.checks.arguments import is_choice, words_problem
 from symmoe.checks.buffers import tensor_problem
 from symmoe.dispatch.crossing import RailCounts, find_rail_rows, keep_first, make_crossing
-from symmoe.dispatch.maps import Layout, Plan, PlanIntegers, num_blocks, plan_layout
+from symmoe.dispatch.maps import Plan
 from symmoe.dispatch.node_plan import plan_inside
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
+from symmoe.kernels.contract.plan import PlanIntegers, num_blocks, plan_layout
 from symmoe.precision.recipes import Recipe, precision_word
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room
+from symmoe.tape.recorder import recorded_on_cpus
 
 __all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
 
@@ -206,7 +208,7 @@ def _place_slots(
     header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    sizes = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
+    sizes = num_tokens, top_k, num_experts, heap.num_ranks
     with heap.one_call():
         fill = partial(_fill, topk_idx, heap, header, config, sizes, tell, share)
         is_special = heap.spans_nodes or heap.first_step is not None
@@ -217,7 +219,7 @@ def _place_slots(
             heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
         storage=storage,
-        layout=sizes[1],
+        layout=plan_layout(*sizes)[1],
         heap=heap,
         num_rows=None,
         row_capacity=limit,
@@ -235,14 +237,14 @@ def _fill(
     heap: SymmetricHeap,
     header: tuple[int, ...],
     config: int,
-    sizes: tuple[int, Layout],
+    sizes: tuple[int, int, int, int],
     tell: Callable[[], None] | None,
     share: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor]:
-    """A new storage of a plan, filled. Collective."""
-    num_tokens, num_ranks, num_experts = len(topk_idx), heap.num_ranks, header[control.HEAD_NUM_EXPERTS]
+    """A new storage of a plan, filled. Collective. sizes: T, K, E, R."""
+    num_tokens, _, num_experts, num_ranks = sizes
     ops = kernels.for_device(heap.device)
-    integers = PlanIntegers(torch.empty(sizes[0], dtype=torch.int32, device=heap.device), sizes[1])
+    integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
     shape = num_blocks(num_tokens), num_experts + num_ranks + 2
     block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
     block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
@@ -265,42 +267,21 @@ def _fill(
         heap.count_peers,
         received,
         heap.status,
-        num_experts=num_experts,
+        integers,
         capacity=header[control.HEAD_CAPACITY],
         packed_capacity=header[control.HEAD_PACKED_CAPACITY],
         drop=header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP,
         record_errors=header[control.HEAD_CAPACITY] >= 0,  # what is launched before the host looks must move nothing
-        splits=integers.splits,
-        row_range=integers.row_range,
-        slot_start=integers.slot_start,
-        slot_limit=integers.slot_limit,
-        packed_start=integers.packed_start,
-        packed_limit=integers.packed_limit,
-        source_to_packed_start=integers.source_to_packed_start,
-        source_to_row_start=integers.source_to_row_start,
-        expert_load=integers.expert_load,
-        report=integers.report,
     )
-    ops.assign_rows(
-        topk_idx,
-        block_starts,
-        integers.slot_start,
-        integers.slot_limit,
-        integers.slot_to_row,
-        integers.slot_to_rank,
-        integers.block_tokens,
-        experts_per_rank=num_experts // num_ranks,
-    )
-    ops.assign_packed_rows(
-        integers.slot_to_row,
-        integers.slot_to_rank,
-        integers.block_tokens,
-        integers.packed_start,
-        integers.token_to_packed_row,
-        integers.token_to_primary_row,
-    )
+    ops.assign_rows(topk_idx, block_starts, integers)
+    ops.assign_packed_rows(integers)
     ops.split_by_source(integers.source_to_row_start, integers.source_to_rows, rank=heap.rank)
     return (integers.storage,)
+
+
+@recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
+def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
+    return PlanIntegers(storage, plan_layout(*sizes)[1])
 
 
 def _find_problem(
