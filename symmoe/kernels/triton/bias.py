@@ -178,16 +178,8 @@ def grouped_bias_dot_kernel(
 def grouped_bias_grad(dout, row_range, dbias, *, dout_index=None, scale=None):
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    launch(
-        grouped_bias_grad_kernel,
-        (ceil_div(width, block), num_groups),
-        _grad_constants(num_groups, width, block),
-        dout,
-        dout_index,
-        scale,
-        row_range,
-        dbias,
-    )
+    grid, constants = (ceil_div(width, block), num_groups), _grad_constants(num_groups, width, block)
+    launch(grouped_bias_grad_kernel, grid, constants, dout, dout_index, scale, row_range, dbias)
 
 
 @functools.cache
@@ -219,20 +211,14 @@ def _sum_constants(num_groups: int, width: int, tile_rows: int, neighbours: int)
 
 
 def grouped_bias_dot(dout, bias, row_range, dscale, *, dout_index=None, accumulate=False):
-    num_rows = dscale.shape[0]
-    num_groups, width = bias.shape
+    num_rows, num_groups = dscale.shape[0], bias.shape[0]
     if num_rows == 0:
         return
-    launch(
-        grouped_bias_dot_kernel,
+    grid, constants = (
         (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
-        _dot_constants(accumulate, num_groups, width, dout.dtype),
-        dout,
-        dout_index,
-        bias,
-        row_range,
-        dscale,
+        _dot_constants(accumulate, *bias.shape, dout.dtype),
     )
+    launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)
 
 
 @functools.cache

@@ -344,7 +344,8 @@ def place_rows_kernel(
         for k in range(SIZES.top_k):
             is_own = tl.load(slot_to_rank + token * SIZES.top_k + k, mask=is_token, other=-1) == rank
             row = tl.load(slot_to_row + token * SIZES.top_k + k, mask=is_own, other=-1)
-            tl.store(row_places(rows, row, column, SIZES), values, mask=(row >= 0)[:, None] & is_column)
+            target = row_places(rows, row, column, SIZES)
+            tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
 
 
 def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
