@@ -258,14 +258,7 @@ def store_column_sums(
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "row_index",
-        "weight_table",
-        "row_range",
-        "row_scale",
-        "scale_sums",
-        "bias_sums",
-    ],
+    do_not_specialize_on_alignment="row_index weight_table row_range row_scale scale_sums bias_sums".split(),
 )
 def grouped_gemm_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
