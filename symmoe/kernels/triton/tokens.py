@@ -7,6 +7,7 @@ so a caller may limit their number and leave SMs to a GEMM.
 import functools
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +49,7 @@ class Sizes:
     num_ranks: int = 0
     column: int = 0
     prob_column: int = 0
-    one_rank: bool = False
+    one_rank: int = False
     block: int = SLOTS_PER_PROGRAM
     unroll: int = field(init=False)
     peers_unroll: int = field(init=False)
@@ -74,7 +75,7 @@ class Sizes:
 
 
 def _tiles(
-    rows: torch.Tensor, num_rows: int, accesses: int, num_ctas: int | None = None, **sizes: int
+    rows: torch.Tensor, num_rows: int, accesses: int, num_ctas: int | None = None, **sizes: Any
 ) -> tuple[tuple[int], Constants]:
     """Grid and constants of a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and tile."""
     found, constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
@@ -83,7 +84,7 @@ def _tiles(
 
 
 @functools.cache
-def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **sizes: int) -> tuple[Sizes, Constants]:
+def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **sizes: Any) -> tuple[Sizes, Constants]:
     num_warps = ROW_WARPS if many_programs else CAPPED_ROW_WARPS
     row_bytes = width * dtype.itemsize
     tile_bytes = num_warps * 32 * 16 * accesses
@@ -96,7 +97,7 @@ def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **s
 
 
 @functools.cache
-def _slots(**sizes: int) -> Constants:
+def _slots(**sizes: Any) -> Constants:
     return Constants({"SIZES": Sizes(block=SLOTS_PER_PROGRAM, **sizes), "num_warps": 4})
 
 
@@ -566,9 +567,9 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
             is_own = tl.load(slot_to_rank + slot, mask=mask, other=-1) == rank
             places += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
         for step in tl.static_range(UNROLL):
-            has = places[step] >= 0
+            has = tl.expand_dims(places[step] >= 0, 1)
             source = row_places(rows, places[step], column, SIZES)
-            values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
+            values += (tl.load(source, mask=has & is_column, other=0.0),)
         for step in tl.static_range(UNROLL):
             # Where all rows are -0.0, a peer's sum is -0.0 and this is 0.0. The sum over ranks is the same.
             total += values[step].to(tl.float32)
@@ -619,9 +620,9 @@ def sum_home_kernel(
                 has = is_token & (packed[step] >= 0)
                 values += (tl.load(row_places(returned, row, column, SIZES), mask=has[:, None] & is_column, other=0.0),)
             if first == 0:  # while those rows are on their way
-                slots = slot_to_rank, slot_to_row
-                moves = is_token & (not failed)
-                own = sum_own_rows(slots, token, moves, top_k, own_rank, rows, column, is_column, SIZES)
+                slots = (slot_to_rank, slot_to_row)
+                own_tokens = is_token & (not failed)
+                own = sum_own_rows(slots, token, own_tokens, top_k, own_rank, rows, column, is_column, SIZES)
             for step in tl.static_range(UNROLL):
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
