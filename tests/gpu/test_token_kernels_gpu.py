@@ -8,8 +8,7 @@ from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, Case, differences, run_case
 
 from symmoe.kernels import control, twin
-from symmoe.kernels.contract.plan import PlanIntegers, plan_layout
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.routing_rule import RoutingRule
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,7 @@ from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
-from symmoe.kernels.contract.plan import PlanIntegers, plan_layout
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.triton import plan, route, sync, tokens
 
 gpu = SimpleNamespace(**vars(plan) | vars(tokens))  # symmoe.kernels.gpu, without the GEMMs

@@ -7,8 +7,7 @@ from compiled_launches import meta
 
 from symmoe.kernels import control
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.contract.plan import PlanIntegers, plan_layout
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.hopper import act as hopper_act
 from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad

@@ -12,8 +12,7 @@ from types import ModuleType
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.contract.plan import PlanIntegers, plan_layout
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
 ROWS, PACKED, SLOTS, PROBS, VALUES, RETURNED = range(6)  # buffers of a rank's arena

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
-from symmoe.kernels.contract.plan import PlanIntegers
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import Peers, PlanIntegers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
 from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.contract.plan import PlanIntegers
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import Peers, PlanIntegers
 from symmoe.kernels.gemm_parts import PART_ROWS
 
 _NO_SLOT = 2**31 - 1
