@@ -263,7 +263,7 @@ def main() -> int:
         for sizes in (DEFAULT_SIZES, SMALL_SIZES):
             for module, values in sizes.items():
                 vars(module).update(values)
-            for cached in (tokens._cut, tokens._slots):
+            for cached in (tokens._cut, tokens._slots, plan._constants):
                 cached.cache_clear()
             wrong = differences(run_case(gpu, case), expected)
             failures += bool(wrong)
