@@ -39,7 +39,7 @@ _FIRST = (
     "test_transformers_example",
     "test_fsdp2_example",
     "test_checkpoint_kills",
-    "test_gemm_act_compile",
+    "test_products_compile",
     "test_bad_input",
     "test_heap",
     "test_buffers",
