@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from symmoe.moe.layer import MoELayer, MoEMetrics
     from symmoe.moe.router import Router
     from symmoe.symm_mem.heap import SymmetricHeap
-    from symmoe.symm_mem.lease import Lease
+    from symmoe.symm_mem.memory import Lease
     from symmoe.tokens import combine_tokens, dispatch_tokens
     from symmoe.training.captured_step import CapturedStep, capture_step
     from symmoe.training.gradients import broadcast_parameters, clip_grad_norm, reduce_gradients
@@ -48,7 +48,7 @@ _HOME = {
     "GroupedLinear": "symmoe.grouped.linear",
     "GroupedMLP": "symmoe.grouped.mlp",
     "LayerRecord": "symmoe.training.metrics",
-    "Lease": "symmoe.symm_mem.lease",
+    "Lease": "symmoe.symm_mem.memory",
     "MemoryPlan": "symmoe.training.memory_plan",
     "MetricsLogger": "symmoe.training.metrics",
     "MoEConfig": "symmoe.moe.config",

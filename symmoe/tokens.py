@@ -24,7 +24,7 @@ from symmoe.dispatch.trip import send, send_rows
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.heap import told
+from symmoe.symm_mem.heap import FailPeersOnError
 
 
 @overload
@@ -78,7 +78,7 @@ def dispatch_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    with told(heap, SEND):
+    with FailPeersOnError(heap, SEND):
         heap.fail_for(
             _rows_problem("x", x, plan, plan.num_tokens) or _dispatch_problem(x, plan, probs, out, order), SEND
         )
@@ -119,7 +119,7 @@ class _Dispatch(Function):
     ) -> tuple[torch.Tensor | None, ...]:
         plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
         heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
-        with told(heap, COLLECT):
+        with FailPeersOnError(heap, COLLECT):
             if needs_x:
                 heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
             if needs_probs:
@@ -197,7 +197,7 @@ def combine_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    with told(heap, COLLECT):
+    with FailPeersOnError(heap, COLLECT):
         heap.fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
         y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
     return y
@@ -224,7 +224,7 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: _CombineContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
-        with told(plan.heap, SEND):
+        with FailPeersOnError(plan.heap, SEND):
             plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)
             if buffer is None:
                 d_rows = _receive_gradient(dy.contiguous(), plan)

@@ -17,6 +17,7 @@ import torch
 from symmoe import kernels
 from symmoe.dispatch.maps import Across, Plan
 from symmoe.kernels import control
+from symmoe.symm_mem.heap import nodes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +78,8 @@ class FromNodes:
         heap, crossing = self._plan.heap, self._crossing
         sends = [crossing.by_node(tensor) for tensor in self.foreign.tensors]
         receives = [crossing.to_nodes(tensor[crossing.num_tokens :]) for tensor in self._home.tensors]
-        heap.meet(control.PHASE_NODES_HOME, **crossing.agreed_on_rail(agreed))
-        with heap.moving(sends, receives) as wait:
+        nodes_of(heap).meet(control.PHASE_NODES_HOME, **crossing.agreed_on_rail(agreed))
+        with nodes_of(heap).moving(sends, receives) as wait:
             yield wait
 
     def add(self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor) -> None:
@@ -100,14 +101,14 @@ class FromNodes:
     def _slot_to_row(self) -> torch.Tensor:
         """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
         plan = self._plan
-        slot_to_node = plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]
+        slot_to_node = nodes_of(plan.heap).maps.to_node[plan.slot_to_rank.long()]
         row = self._token_to_row.gather(1, slot_to_node.clamp(min=0)) * plan.top_k
         row += torch.arange(plan.top_k, dtype=torch.int32, device=row.device)
         return row.masked_fill_(slot_to_node < 0, -1)
 
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
-        self._plan.heap.meet(control.PHASE_NODES_HOME, **self._crossing.agreed_on_rail(agreed))
+        nodes_of(self._plan.heap).meet(control.PHASE_NODES_HOME, **self._crossing.agreed_on_rail(agreed))
 
 
 def _inside(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Inside:

@@ -21,7 +21,7 @@ from symmoe.combine.nodes import FromNodes, Inside
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.memory import Lease
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
 # first region of these is, and where its per-row values are.
@@ -130,7 +130,7 @@ class Collection:
                 self._returned, rows_offset = returned.tensor, returned.offset
                 last_row_offset = rows_offset + (region_rows - 1) * width * self._rows.element_size()
             self._publish = (rows_offset, last_row_offset, values_offset)
-            self._exit.enter_context(heap.one_call())
+            self._exit.enter_context(heap.one_call)
             self._exit = self._exit.pop_all()
         return self
 
@@ -165,7 +165,7 @@ class Collection:
 
     def open_again(self) -> None:
         """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
-        if self._plan.heap.capture:
+        if self._plan.heap.streams.capture:
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
             # barrier, and ranks that do so after it, would wait for each other.
             self._come()
@@ -209,7 +209,7 @@ class Collection:
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.meet(self._agreed)
                 spoils = self.values if self.out is None else self.out
-            arrived = heap.barrier(control.PHASE_COMBINE_DONE, spoils=spoils, **self._agreed)
+            arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=spoils, **self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return
             self._ops.sum_home(

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 import torch
 
 from symmoe.kernels import control
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: 
 
     topk_idx: int [T, K]; ids that are out of range count as none.
     """
-    goes = (_slot_to_other_node(topk_idx, heap, num_experts)[:, :, None] == heap.rank_maps.nodes).any(1)
+    goes = (_slot_to_other_node(topk_idx, heap, num_experts)[:, :, None] == nodes_of(heap).maps.nodes).any(1)
     row = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1)
     return RailRows(topk_idx, row, goes.sum(0, dtype=torch.int32))
 
@@ -83,7 +83,7 @@ def keep_first(
 def _slot_to_other_node(topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int) -> torch.Tensor:
     """int64 [T, K], the node of each slot's expert; -1 for this node, and for no expert."""
     rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp(-1, heap.num_ranks)
-    return heap.rank_maps.to_other_node[rank.long()]
+    return nodes_of(heap).maps.to_other_node[rank.long()]
 
 
 class RailCounts:
@@ -113,13 +113,13 @@ class RailCounts:
     def share(self, config: int) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier. config: as in PlanOptions."""
-        topology, maps = self._heap.topology, self._heap.rank_maps
+        topology, maps = self._heap.topology, nodes_of(self._heap).maps
         table, to_row = self._table(self._heap.peers.rank), self._rows()
         ours = table.index_select(0, to_row[maps.by_node[topology.node]])
         mine = torch.cat([ours.flatten(), self._rails.num_sent])
         received = mine.new_zeros((topology.num_nodes - 1, mine.numel()))  # in place of what does not come
         receives = [*received[: topology.node], mine, *received[topology.node :]]
-        self.num_tokens = self._heap.exchange(
+        self.num_tokens = nodes_of(self._heap).exchange(
             [[mine] * topology.num_nodes],
             [receives],
             control.PHASE_NODES_PLAN,
@@ -196,12 +196,14 @@ class Crossing:
         heap = self.heap
         sends = [self.to_nodes(self.away_rows(tensor)) for tensor in tensors]
         foreign = [tensor.new_empty((self.num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        heap.meet(phase, **self.agreed_on_rail(agreed))
+        nodes_of(heap).meet(phase, **self.agreed_on_rail(agreed))
         with ExitStack() as travels:
-            begin = partial(travels.enter_context, heap.moving(sends, [self.by_node(whole) for whole in foreign]))
+            begin = partial(
+                travels.enter_context, nodes_of(heap).moving(sends, [self.by_node(whole) for whole in foreign])
+            )
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
             # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
-            wait = None if heap.capture else begin()
+            wait = None if heap.streams.capture else begin()
 
             def come() -> list[torch.Tensor]:
                 (wait or begin())()
@@ -228,7 +230,7 @@ class Crossing:
         """[A, .], the same of a tensor [T, N, .]: the rows for the node where each goes."""
         if not self.num_tokens:
             return tensor.new_zeros((self.num_away, *tensor.shape[2:]))
-        node = self.heap.rank_maps.other_nodes.repeat_interleave(max(self.num_sent), output_size=self.num_away)
+        node = nodes_of(self.heap).maps.other_nodes.repeat_interleave(max(self.num_sent), output_size=self.num_away)
         return tensor.flatten(0, 1).index_select(0, self._any_token * len(self.num_sent) + node)
 
     @cached_property
@@ -267,7 +269,7 @@ def make_crossing(
     """The crossing with these numbers of rows to and from each other node. Local."""
     here = heap.topology.node
     sent, received = ([0 if node == here else rows for node, rows in enumerate(each)] for each in (sent, received))
-    num_tokens, most, maps = len(token_to_rail_row), max(sent), heap.rank_maps
+    num_tokens, most, maps = len(token_to_rail_row), max(sent), nodes_of(heap).maps
     num_away = most * (heap.topology.num_nodes - 1)
     row, goes_not = token_to_rail_row + most * maps.others_before, token_to_rail_row < 0
     tokens = torch.arange(num_tokens, device=row.device)[:, None].expand_as(row).flatten()
@@ -275,4 +277,4 @@ def make_crossing(
     places = row.masked_fill(goes_not, num_away).flatten().long()
     token = tokens.new_full((num_away + 1,), -1).scatter_(0, places, tokens)
     row.masked_fill_(goes_not, -1)
-    return Crossing(heap, token[:num_away], row, tuple(sent), tuple(received), heap.num_meetings)
+    return Crossing(heap, token[:num_away], row, tuple(sent), tuple(received), nodes_of(heap).num_meetings)

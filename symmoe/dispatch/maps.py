@@ -170,17 +170,17 @@ class Plan(PlanIntegers):
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             self.heap.check()  # a fault of a peer is on record
-            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.spans_nodes:
+            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None:
                 self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
                 self.heap.synchronize()
-            raise self.heap.plan_failure(report)
+            raise self.heap.faults.of_plan(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])
         self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
             self.row_capacity = self.expected_rows = self.max_rows
             self.packed_row_capacity = self.max_packed_rows
-        self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+        self.heap.waits.flight.note(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
 
     def shrink(self) -> None:
         """After forward with room: later buffers have the rows that the routing needs. Local, as buffers are."""

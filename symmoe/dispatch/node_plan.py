@@ -19,6 +19,7 @@ from symmoe import kernels
 from symmoe.dispatch.crossing import Crossing
 from symmoe.dispatch.maps import Across, Plan, Region
 from symmoe.kernels import control
+from symmoe.symm_mem.heap import nodes_of
 
 _TOP_K_BITS = 8
 _ALIGNED_ROWS = 4  # of int32, however many columns
@@ -44,7 +45,7 @@ def plan_inside(plan: Plan, crossing: Crossing, rail_capacity: int) -> Across:
 
     rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
     """
-    heap, node, maps = plan.heap, plan.heap.topology.node, plan.heap.rank_maps
+    heap, node, maps = plan.heap, plan.heap.topology.node, nodes_of(plan.heap).maps
     slots = torch.cat([plan.slot_to_row, plan.slot_to_rank], 1)
     to_rows = (each[:, maps.by_node] for each in (plan.token_to_packed_row, plan.token_to_primary_row))
     on_nodes = torch.cat(list(to_rows), 2)  # [T, N, 2 G]
@@ -60,7 +61,7 @@ def plan_inside(plan: Plan, crossing: Crossing, rail_capacity: int) -> Across:
     sizes = rail_capacity << _TOP_K_BITS | plan.top_k
     sends = [crossing.to_nodes(away), list(regions)]
     receives = [crossing.by_node(lines[first_foreign:]), list(foreign_regions)]
-    heap.exchange(sends, receives, control.PHASE_NODES_PLAN, sizes=sizes)
+    nodes_of(heap).exchange(sends, receives, control.PHASE_NODES_PLAN, sizes=sizes)
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
 
     slot_to_row, slot_to_rank, packed, primary = lines.split([plan.top_k] * 2 + [len(heap.topology.ranks)] * 2, 1)

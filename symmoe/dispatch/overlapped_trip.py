@@ -60,7 +60,7 @@ def arriving(
     heap, agreed = plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
     with (
         Slots(plan, has_probs=True) as slots,
-        heap.one_call(),
+        heap.one_call,
         legs([x, probs], plan, agreed) as travelling,
     ):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
@@ -71,12 +71,12 @@ def arriving(
                 yield leg, rows
 
         with heap.timed("dispatch"):
-            ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+            ready = heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
             mark(FRAGILE)
             try:
                 trip = _Trip(with_slots(), buffer, ready, layout, division, agreed)
             except Exception as error:
-                heap.abort_for(error)  # peers wait for signals; only at a barrier could they be told
+                heap.abort(error)  # peers wait for signals; only at a barrier could they be told
                 raise
 
         def receive(source: int, arrived: torch.Tensor) -> None:
@@ -103,8 +103,8 @@ def rows_arriving(
     def receive(source: int, arrived: torch.Tensor) -> None:
         fan_out(buffer, packed_to_row, plan.inside, layout, source=source, num_ctas=division.num_ctas)
 
-    with heap.one_call(), legs([x], plan, agreed) as travelling:
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
+    with heap.one_call, legs([x], plan, agreed) as travelling:
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), nan_on_failure=buffer, **agreed)
         trip = _Trip(((leg, rows) for leg, (rows,) in travelling), buffer, ready, layout, division, agreed)
         with _travelling(trip, receive) as parts:
             yield parts
@@ -130,7 +130,7 @@ def _travelling(trip: _Trip, receive: Receive) -> Iterator[Iterator[Part]]:
             with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
                 trip.finish()
         except Exception as error:  # noqa: BLE001 - the exception that led here is raised
-            trip.heap.abort_for(error)
+            trip.heap.abort(error)
         raise
     finally:
         with owed():
@@ -159,7 +159,7 @@ class _Trip:
         self._buffer, self._ready, self._division = buffer, ready, division
         self._layout, self._agreed = layout, agreed
         self.heap = heap = self._plan.heap
-        self.branch = heap.branch()
+        self.branch = heap.streams.branch()
         self._start = self.branch.point()
         self._rank, self._num_ranks = heap.peers.rank, heap.peers.num_ranks
         self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
@@ -203,7 +203,7 @@ class _Trip:
                         self._push(self._x, self._plan, to, self._division.num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._plan.arrivals[step]
                 receive(source, arrived)
                 self._come[source] = self.branch.point()
@@ -215,7 +215,7 @@ class _Trip:
             for plan, rows in self._legs:
                 for step in range(1, self._num_ranks + 1):
                     self._push(rows, plan, (self._rank + step) % self._num_ranks, self._division.num_ctas)
-            arrived = self.heap.barrier(control.PHASE_DISPATCH_DONE, spoils=self._buffer, **self._agreed)
+            arrived = self.heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
             for source in self._plan.arrivals[self._num_ranks :]:
                 receive(source, arrived)
                 self._come[source] = self.branch.point()

@@ -19,6 +19,7 @@ from symmoe import kernels
 from symmoe.dispatch.maps import Plan
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.kernels import control
+from symmoe.symm_mem.heap import nodes_of
 
 
 def send(
@@ -38,16 +39,16 @@ def send(
     tensors = [x] if probs is None else [x, probs]
     with (
         Slots(plan, has_probs=probs is not None) as slots,
-        heap.one_call(),
+        heap.one_call,
         heap.timed("dispatch"),
         legs(tensors, plan, agreed) as travelling,
     ):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
-        ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+        ready = heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
         for leg, (rows, *values) in travelling:
             _push(rows, leg, buffer, ready, layout)
             slots.push(leg, values[0] if values else None, ready)
-        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
+        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=buffer, **agreed)
         slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
         fan_out(buffer, slots.packed_to_row, plan, layout)
     return slots.row_probs
@@ -61,11 +62,11 @@ def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str,
     heap = plan.heap
     agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
     packed_to_row, _ = plan.received_index()
-    with heap.one_call(), heap.timed("dispatch"), legs([x], plan, agreed) as travelling:
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
+    with heap.one_call, heap.timed("dispatch"), legs([x], plan, agreed) as travelling:
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), nan_on_failure=buffer, **agreed)
         for leg, (rows,) in travelling:
             _push(rows, leg, buffer, ready, layout)
-        heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
+        heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=buffer, **agreed)
         fan_out(buffer, packed_to_row, plan, layout)
 
 
@@ -90,7 +91,7 @@ def legs(tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields) ->
         def both() -> Iterator[Leg]:
             yield across.own, tensors
             yield across.foreign, come()
-            plan.heap.meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
+            nodes_of(plan.heap).meet(control.PHASE_NODES_OUT, **crossing.agreed_on_rail(agreed))
 
         yield both()
 

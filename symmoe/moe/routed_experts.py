@@ -20,8 +20,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
 from symmoe.moe.layer_checks import device_problem
 from symmoe.moe.overlap import received_layout
-from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
+from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
@@ -95,7 +95,7 @@ class RoutedExperts(torch_operators.EagerStep):
         """Same as a call, without an operator around it."""
         if not isinstance(experts, CallExperts):
             self.heap.fail_for(device_problem("experts", experts, self.heap.device), control.PHASE_PLAN)
-        with told(self.heap, control.PHASE_PLAN):
+        with FailPeersOnError(self.heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
         plan = self.plan(topk_idx, tokens.dtype, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
         if before_trips is not None:
@@ -115,20 +115,22 @@ class RoutedExperts(torch_operators.EagerStep):
 
     @property
     def _history(self) -> RowHistory:
-        return self.heap.row_history((self.config.num_experts, self.config.top_k))
+        return self.heap.row_histories[self.config.num_experts, self.config.top_k]
 
-    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> Room | None:
+    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> RowBudget | None:
         config, heap, num_tokens = self.config, self.heap, topk_idx.shape[0]
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
         layout = received_layout(config.layout, config.ffn, config.precision)
         received = room.packed_rows if layout == "packed" else room.rows
-        if heap.lacks(most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)):
+        if heap.memory.lacks(
+            most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)
+        ):
             return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
         return room
 
-    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
+    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], RowBudget | None]) -> Plan:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden

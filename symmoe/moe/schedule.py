@@ -124,7 +124,7 @@ class Overlapped:
         if plan.across is not None:
             return self._combine_between_nodes(rows, plan, plan.across, order, compute, division)
         # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
-        branch, sources = plan.heap.branch(), plan.arrivals[::-1]
+        branch, sources = plan.heap.streams.branch(), plan.arrivals[::-1]
         with Collection(rows, plan, order=order) as collection:
             compute(Part(plan.source_to_rows[sources[0]]))
             try:
@@ -144,7 +144,7 @@ class Overlapped:
         self, rows: torch.Tensor, plan: Plan, across: Across, order: str, compute: ComputePart, division: Division
     ) -> torch.Tensor:
         """Rows of other nodes' tokens first: their sums go home while those of this node's are computed."""
-        branch, inside = plan.heap.branch(), across.own
+        branch, inside = plan.heap.streams.branch(), across.own
         with Collection(rows, plan, order=order) as collection:
             for source in inside.arrivals[len(plan.heap.topology.ranks) :]:
                 compute(Part(inside.source_to_rows[source]))
@@ -170,7 +170,7 @@ class Overlapped:
 
     @contextmanager
     def _combine_while(self, collection: Collection, plan: Plan, num_ctas: int) -> Iterator[Collection]:
-        branch = plan.heap.branch()
+        branch = plan.heap.streams.branch()
         with collection:
             point = branch.point()
             yield collection

@@ -100,6 +100,13 @@ class Bootstrap:
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
 
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, of any length, in rank order."""
+        lengths = self.all_gather_bytes(len(payload).to_bytes(8, "little"), num_bytes=8)
+        sizes = [int.from_bytes(length, "little") for length in lengths]
+        gathered = self.all_gather_bytes(payload, num_bytes=max(1, *sizes))
+        return [data[:size] for data, size in zip(gathered, sizes, strict=True)]
+
     def attempt(self, step: Callable[[], _T]) -> _T:
         """Runs `step` on each rank and returns its result; raises the first rank's error on every rank. An error
         that is not symmoe's is raised as BackendUnavailable: something that a heap needs is missing."""
@@ -239,7 +246,7 @@ def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
         warnings.warn(
             f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
             "torch.distributed.init_process_group() first, if the ranks are to train together",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

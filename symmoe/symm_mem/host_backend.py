@@ -33,7 +33,13 @@ def preflight() -> str:
 
 
 class HostBackend:
-    """Arenas in shared memory. The constructor is collective over the group."""
+    """Arenas in shared memory. The constructor is collective over the group.
+
+    Attributes:
+        device: of the arenas.
+        arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
+        bases: by rank, the address of its arena in this process.
+    """
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device, self._rank = torch.device("cpu"), bootstrap.rank
@@ -46,11 +52,8 @@ class HostBackend:
         finally:
             for file in files:
                 os.close(file)
-        self.bases = [self.arena_tensor(rank).data_ptr() for rank in range(bootstrap.num_ranks)]
-
-    def arena_tensor(self, rank: int) -> torch.Tensor:
-        """A new uint8 tensor over rank `rank`'s arena, with a separate version counter."""
-        return torch.frombuffer(self._maps[rank], dtype=torch.uint8)
+        self.arenas = [partial(torch.frombuffer, mapped, dtype=torch.uint8) for mapped in self._maps]
+        self.bases = [make().data_ptr() for make in self.arenas]
 
     def close(self) -> None:
         """Frees this rank's arena, which reads as zeros from now on wherever it is mapped: no tokens are left, and a
@@ -58,6 +61,7 @@ class HostBackend:
         if self._maps:
             self._maps[self._rank].madvise(mmap.MADV_REMOVE)
         self._maps = []
+        self.arenas.clear()
 
     def abandon(self) -> None:
         """Same as :meth:`close`, which needs no peers."""
@@ -115,7 +119,7 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
         warnings.warn(
             f"num_bytes ({num_bytes}) times {num_ranks} ranks on this machine is more than the memory that is free for "
             f"them ({free_bytes} bytes): a rank that fills its arena may be killed",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.place import find_place
+from symmoe.nodes.topology import find_place
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _UNIQUE_ID_BYTES, _UUID_BYTES = 128, 60
@@ -61,7 +61,7 @@ def preflight(num_bytes: int) -> str:
 
 
 class NvshmemBackend:
-    """Arenas in GPU memory. The constructor is collective over the group and synchronises the device."""
+    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device."""
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         import nvshmem.bindings as bindings
@@ -103,16 +103,12 @@ class NvshmemBackend:
                 text += f", here between {num_machines} machines of one NVLink domain; ranks_per_node can part them"
             problem = BackendUnavailable(text)
         bootstrap.agree(problem)
-        self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
-
-    def arena_tensor(self, rank: int) -> torch.Tensor:
-        """A new uint8 tensor over rank `rank`'s arena, with a separate version counter."""
-        return self._ranges[rank].tensor()
+        self.arenas = [AddressRange(base, num_bytes, self.device).tensor for base in self.bases]
 
     def close(self) -> None:
         """Zeroes and frees the arena, and ends NVSHMEM in this process. Collective; tensors over the arena dangle
         afterwards."""
-        self.arena_tensor(self._rank).zero_()
+        self.arenas[self._rank]().zero_()
         torch.cuda.synchronize(self.device)
         self._bindings.free(self._address)
         self._core.finalize()

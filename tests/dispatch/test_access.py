@@ -209,7 +209,7 @@ def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
     inside, over = threading.Event(), threading.Event()
 
     def call() -> None:
-        with heap.one_call():
+        with heap.one_call:
             inside.set()
             over.wait()
 

@@ -19,7 +19,7 @@ from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, 
 from symmoe.checks.arguments import CHOICES
 from symmoe.combine.trip import Collection
 from symmoe.errors import ArgumentError, HeapExhausted
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 STASHES = CHOICES["stash"]
 NUM_LAYERS = 2
@@ -144,7 +144,7 @@ def check_ways(
                     Collection.send = send
                 early = order == "rank" and num_ranks > 1 and way["schedule"] == "always-overlapped"
                 peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
-                if not heap.spans_nodes:
+                if heap.nodes is None:
                     findings.equal("ranks that get sums", sent, peers if early else [None])
                 time.sleep(0.01 * generator.random())
                 found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]

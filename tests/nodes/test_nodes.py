@@ -31,11 +31,10 @@ from symmoe.dispatch import overlapped_trip
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe import schedule
-from symmoe.nodes import place
-from symmoe.nodes.place import Place, find_place
-from symmoe.nodes.topology import find_topology
+from symmoe.nodes import topology as topology_module
+from symmoe.nodes.topology import Place, find_place, find_topology
 from symmoe.precision import Float8Block
-from symmoe.symm_mem import heap as heap_module
+from symmoe.symm_mem import start
 
 # (ranks, ranks per node)
 LAYOUTS = [
@@ -106,7 +105,7 @@ class FakeNvml:
 @pytest.mark.parametrize("prefix", ["", "GPU-"])
 def test_an_nvlink_domain_of_several_machines(monkeypatch: pytest.MonkeyPatch, prefix: str):
     nvml = FakeNvml(cluster=b"one cluster of 9")
-    monkeypatch.setattr(place.ctypes, "CDLL", lambda name: nvml)
+    monkeypatch.setattr(topology_module.ctypes, "CDLL", lambda name: nvml)
     found = find_place(prefix + "1a-2b")
     assert found.domain == found.fabric == b"one cluster of 9" + bytes([7, 0, 0, 0])
     assert Place.unpack(found.pack()) == found
@@ -131,7 +130,7 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
             raise nvml
         return nvml
 
-    monkeypatch.setattr(place.ctypes, "CDLL", load)
+    monkeypatch.setattr(topology_module.ctypes, "CDLL", load)
     found = find_place("1a-2b")
     assert found == find_place(None) == Place.unpack(found.pack())
     assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
@@ -142,7 +141,7 @@ def in_one_domain(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     found = Place(b"machine %d" % (rank // 2), b"one domain".ljust(20))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap_module, "find_place", lambda gpu: found)
+        patch.setattr(start, "find_place", lambda gpu: found)
         for ranks_per_node, want in ((None, ((0, 1, 2, 3),)), (2, ((0, 1), (2, 3)))):
             with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
                 findings.equal("nodes", heap.topology.nodes, want)
@@ -225,15 +224,15 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY)
         layer = MoELayer(config, heap)
-        faults, found = heap._faults, []
+        rail_peers, found = heap.nodes.rail_peers, []
         with pytest.MonkeyPatch.context() as patch:
             for module in (overlapped_trip, schedule):
                 patch.setattr(module, "Part", noting_part)
             num_tokens, plan_exchanges = 150 * num_ranks, 2  # 300 rows from each rank to each: a whole tile and more
             x = torch.randn(num_tokens, 16, requires_grad=True)
             ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
-            patch.setattr(faults, "begin_to_move", noting("begin", faults.begin_to_move))
-            patch.setattr(faults, "end_to_move", noting("end", faults.end_to_move))
+            patch.setattr(rail_peers, "begin", noting("begin", rail_peers.begin))
+            patch.setattr(rail_peers, "end", noting("end", rail_peers.end))
             y, _ = layer(x, topk_idx=ids, probs=torch.full((num_tokens, 2), 0.5))
             found.append(events[2 * plan_exchanges :])
             events.clear()
@@ -321,7 +320,7 @@ def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[s
     machine = Path(folder) / f"host {rank % 2}"
     machine.write_text(f"host {rank % 2}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "_BOOT_ID", machine)
+        patch.setattr(topology_module, "_BOOT_ID", machine)
         with open_heap("cpu") as heap:
             nodes = heap.topology.nodes
         return nodes, train(rank, num_ranks, None, options, torch.bfloat16)
@@ -444,7 +443,7 @@ def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = 
             findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
             findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
             # As after the replay of a graph with an odd number of barriers, which hosts do not count.
-            heap._waits.flight.epoch += 1
+            heap.waits.flight.epoch += 1
     return findings.texts
 
 

@@ -28,8 +28,8 @@ from worker import open_heap
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
-from symmoe.symm_mem import faults, mates, rail_start
-from symmoe.symm_mem.inbox import Report, end_waits, mailbox, read_report
+from symmoe.symm_mem import faults, rail_peers, several_nodes
+from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
 
 
 class DeviceRail(GlooRail):
@@ -74,7 +74,11 @@ def make_payload(
 @contextlib.contextmanager
 def as_on_gpus(seed: int) -> Iterator[None]:
     """Heaps of this process behave as on GPUs; how late it notices an error is random."""
-    check, chance = SymmetricHeap.check, random.Random(seed)
+    check, hold_on_cpus, chance = SymmetricHeap.check, SymmetricHeap._hold, random.Random(seed)
+
+    def hold(heap: SymmetricHeap, parts: Any) -> None:
+        hold_on_cpus(heap, parts)
+        heap.raises_at_once = False
 
     def look(heap: SymmetricHeap, phase: int | None = None, *, waits: bool = False) -> None:
         late = control.STATUS_FAULT, control.STATUS_PLAN, control.STATUS_MISMATCH
@@ -85,8 +89,8 @@ def as_on_gpus(seed: int) -> Iterator[None]:
         check(heap)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SymmetricHeap, "raises_at_once", False)
-        patch.setattr(rail_start, "_make_payload", make_payload)
+        patch.setattr(SymmetricHeap, "_hold", hold)
+        patch.setattr(several_nodes, "_make_payload", make_payload)
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", look_now)
         yield
@@ -150,14 +154,14 @@ def lose(
         heap.synchronize()
         heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 60.0
         if how == "kill, deaf":
-            has_ended = heap._faults._mates._payload._ended
+            has_ended = heap.nodes.rail_peers.payload._ended
             patch = pytest.MonkeyPatch()
             patch.setattr(
                 faults, "end_waits", lambda *args, **options: has_ended.wait() and end_waits(*args, **options)
             )
         if rank in victims:
             code = signal.SIGSTOP if how == "stop" else signal.SIGKILL
-            heap._faults.begin_to_move = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
+            heap.nodes.rail_peers.begin = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
         start = time.monotonic()
         try:
             for _ in range(3):
@@ -209,14 +213,14 @@ def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
     """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
     is_told: list[bool] = []
     with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
-        rail = heap._faults._mates
-        hear = rail._lane.hear
+        rail = heap.nodes.rail_peers
+        hear = rail.lane.hear
         patch.setattr(
-            rail._lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
+            rail.lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
         )
         for capture in (0, 1):
-            patch.setattr(mates, "capture_id", lambda device, capture=capture: capture)
-            heap.meet(control.PHASE_START)
+            patch.setattr(rail_peers, "capture_id", lambda device, capture=capture: capture)
+            heap.nodes.meet(control.PHASE_START)
     return is_told[:2]
 
 

@@ -25,6 +25,7 @@ from symmoe.dispatch.crossing import Crossing
 from symmoe.kernels import control
 from symmoe.moe import ep_step, schedule
 from symmoe.nodes.rail import Messages, Started
+from symmoe.symm_mem import several_nodes
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
 LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow)]
@@ -270,7 +271,7 @@ def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
     """A rank ends while the rails are made."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 3:
-            patch.setattr(SymmetricHeap, "_make_mates", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr(several_nodes, "start_rail", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
         start = time.monotonic()
         name, _ = outcome(
             lambda: SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=TIMEOUT_S)
@@ -318,7 +319,8 @@ def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...
 def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None, number: int = 1) -> None:
     """This process ends, or stops, when it comes to that of its barriers or meetings of that phase, or to the end of
     that exchange."""
-    owner = heap._faults if phase is None else heap
+    owner: Any = heap.nodes if method == "meet" else heap
+    owner = heap.nodes.rail_peers if phase is None else owner
     original, left = getattr(owner, method), number
 
     def end(*arguments: Any, **options: Any) -> Any:
@@ -333,7 +335,7 @@ def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None
 
 def _stop_half_way(heap: SymmetricHeap, number: int) -> None:
     """This process stops when it has sent the tensors of that exchange to the last node, and to no other."""
-    payload = heap._faults._mates._payload
+    payload = heap.nodes.rail_peers.payload
     original, left = payload.begin, number
 
     def begin(sends: Messages, receives: Messages, timeout_s: float) -> Started:
@@ -358,13 +360,13 @@ POINTS = {
     "combine: barrier": (Ready, "barrier", control.PHASE_COMBINE_READY),
     "combine: rail": (Ready, "meet", control.PHASE_NODES_HOME),
     "overlapped: own rows": (Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
-    "overlapped: rows on the rail": (Overlapping, "end_to_move", None, 3),  # two are of the plan
+    "overlapped: rows on the rail": (Overlapping, "end", None, 3),  # two are of the plan
     "overlapped: rows of other nodes": (Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
     "overlapped: end of dispatch": (Overlapping, "meet", control.PHASE_NODES_OUT, 2),
     "overlapped: own sums": (Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
-    "overlapped: sums on the rail": (Overlapping, "end_to_move", None, 4),
+    "overlapped: sums on the rail": (Overlapping, "end", None, 4),
     "overlapped: end of combine": (Overlapping, "meet", control.PHASE_NODES_HOME, 2),
-    "overlapped: weight gradients": (Overlapping, "end_to_move", None, 6),
+    "overlapped: weight gradients": (Overlapping, "end", None, 6),
 }
 SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
 ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill", "stop") for point in POINTS]

@@ -104,7 +104,7 @@ def broken(rank: int, num_ranks: int, how: str, where: tuple[Any, ...], relays: 
 
 def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: int, is_after: bool) -> None:
     """The network breaks at a meeting of a step."""
-    original, left = heap.meet, number
+    original, left = heap.nodes.meet, number
 
     def meet(its_phase: int, **agreed: int) -> None:
         nonlocal left
@@ -116,7 +116,7 @@ def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: i
         if not is_after:
             original(its_phase, **agreed)
 
-    heap.meet = meet  # type: ignore[method-assign]
+    heap.nodes.meet = meet  # type: ignore[method-assign]
 
 
 def connections() -> int:

@@ -27,11 +27,10 @@ from test_nodes_network import connections
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
-from symmoe.nodes.nccl import NcclError
-from symmoe.nodes.nccl_rail import connect_together
+from symmoe.nodes.nccl import NcclError, connect_together
 from symmoe.nodes.rail import GlooRail
 from symmoe.nodes.reach import Endpoint
-from symmoe.symm_mem import rail_start
+from symmoe.symm_mem import several_nodes
 
 START_S = 20.0  # start_timeout_s where gloo waits for half of it
 
@@ -97,7 +96,7 @@ def refuses_gloo() -> Iterator[None]:
         stores.append(_Publishing(store, publish))
         return GlooRail(stores[-1], name, **options)
 
-    with patch.object(rail_start, "GlooRail", make):
+    with patch.object(several_nodes, "GlooRail", make):
         yield
 
 
@@ -109,7 +108,7 @@ def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str
     trouble = globals()[how] if rank == culprit else contextlib.nullcontext
     start_timeout_s = START_S if how == "refuses_gloo" else HANG_S / 2
     start, error = time.monotonic(), ""
-    with trouble(), patch.object(rail_start, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
+    with trouble(), patch.object(several_nodes, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
         try:
             open_nodes(start_timeout_s)
         except BackendUnavailable as raised:

@@ -392,8 +392,8 @@ def lease_twice(call: Call) -> None:
 def no_room(call: Call) -> None:
     call.random.choice([dispatch_call, combine_call, layer_call])(call)
     if call.is_culprit:
-        while call.heap._memory.arena.largest_free_bytes:
-            call.lease(call.heap._memory.arena.largest_free_bytes, dtype=torch.uint8)
+        while call.heap.memory.arena.largest_free_bytes:
+            call.lease(call.heap.memory.arena.largest_free_bytes, dtype=torch.uint8)
     call.wants("HeapExhausted", "lease '", "high-water mark")
 
 

@@ -21,7 +21,7 @@ from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.memory import Lease
 
 POISON = 0xFF
 
@@ -55,7 +55,7 @@ def wait_for_arrivals(heap: SymmetricHeap, ranks: Iterable[int]) -> None:
 
 def free_bytes(heap: SymmetricHeap) -> int:
     """Size of the largest lease that fits now."""
-    return heap._memory.arena.largest_free_bytes
+    return heap.memory.arena.largest_free_bytes
 
 
 def poison(heap: SymmetricHeap) -> None:

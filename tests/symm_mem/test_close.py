@@ -30,11 +30,11 @@ def raise_in_close(rank: int, num_ranks: int, where: str) -> dict:
     facts = {"exact": round_trip(heap)}
     dist.barrier()
     if rank == VICTIM and where == "before the barrier":
-        heap._streams.synchronize = raise_own_error
+        heap.streams.synchronize = raise_own_error
     if rank == VICTIM and where == "in the wait":
         signal.signal(signal.SIGALRM, raise_own_error)
-        wait = heap._waits.barrier
-        heap._waits.barrier = lambda call: signal.setitimer(signal.ITIMER_REAL, 0.2) and wait(call)
+        wait = heap.waits.barrier
+        heap.waits.barrier = lambda call: signal.setitimer(signal.ITIMER_REAL, 0.2) and wait(call)
     if rank == SLOW:  # so that the others wait
         time.sleep(0.5)
     start = time.monotonic()

@@ -19,7 +19,8 @@ from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.cli import main
 from symmoe.errors import ArgumentError, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.flight_record import FORMAT, MAX_FILES, NUM_CALLS
+from symmoe.symm_mem.flight_record import FORMAT, MAX_FILES
+from symmoe.symm_mem.waits import NUM_CALLS
 
 H, K = 8, 2
 FOLDER = "SYMMOE_FLIGHT_DIR"

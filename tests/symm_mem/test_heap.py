@@ -50,10 +50,10 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division
-from symmoe.nodes.place import Place
+from symmoe.nodes.topology import Place
 from symmoe.symm_mem import faults, host_backend, memory, nvshmem_backend
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 NUM_BYTES = 1 << 20
 
@@ -284,7 +284,7 @@ def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, mo
     gc.callbacks.append(note)
     try:
         fails(NUM_BYTES, 50)  # nobody holds anything
-        most = heap._memory.arena.largest_free_bytes
+        most = heap.memory.arena.largest_free_bytes
         kept = heap.lease((512,), torch.uint8)
         fails(2 * NUM_BYTES, 50)  # more than the whole heap
         assert len(full) == 0
@@ -357,7 +357,7 @@ def test_owns(heap: SymmetricHeap):
         # One of the two arenas lies above the other.
         assert not heap.owns(foreign.tensor)
         assert not other.owns(lease.tensor)
-    control_block = heap.peers.views[0][: heap._layout.num_bytes]
+    control_block = heap.peers.views[0][: heap.peers.layout.num_bytes]
     assert not heap.owns(control_block)
     assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
     with pytest.raises(StaleLease):  # half of it is past the end of the lease
@@ -707,7 +707,7 @@ def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
         name, text = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
         findings.check(name == "HeapPoisoned" and wanted in text, f"{name}: {text}")
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
-        offsets = heap._waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
+        offsets = heap.waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
         findings.equal("offsets", offsets.tolist(), [[-1] * control.NUM_PUBLISHED] * num_ranks)
         findings.equal("error of a lease", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned")
     dist.barrier()
@@ -749,7 +749,7 @@ def run_ahead(rank: int, num_ranks: int) -> list[str]:
             else:
                 phases = [control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE, control.PHASE_COMBINE_READY]
                 for phase in phases[: 1 + turn % 3]:
-                    words = heap._waits.barrier(control.pack_call(phase=phase), (512,), fault=False)
+                    words = heap.waits.barrier(control.pack_call(phase=phase), (512,), fault=False)
                     findings.check(bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}")
                 culprit = turn % num_ranks
                 findings.equal("error", outcome(heap.check), ("ArgumentError", f"on rank {culprit}: turn {turn}"))
@@ -879,9 +879,9 @@ def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:
     assert round_trip(heap)
     lease = heap.lease((1000, 8), torch.float32)
     lease.tensor.fill_(3.0)
-    arenas = [heap._backend.arena_tensor(peer) for peer in range(num_ranks)]
+    arenas = [arena() for arena in heap.memory.arenas]
     dist.barrier()
-    findings.check(all(bool(arena[heap._layout.num_bytes :].any()) for arena in arenas), "nothing to be zeroed")
+    findings.check(all(bool(arena[heap.peers.layout.num_bytes :].any()) for arena in arenas), "nothing to be zeroed")
     dist.barrier()
     if how == "close":
         heap.close()
@@ -891,7 +891,7 @@ def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:
     dist.barrier()
     for peer, arena in enumerate(arenas):
         # The peers write into the control block that they give up.
-        findings.check(not arena[heap._layout.num_bytes :].any(), f"rank {peer}'s arena holds something")
+        findings.check(not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something")
     dist.barrier()
     return findings.texts
 
@@ -1124,7 +1124,7 @@ def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, mo
     waits = []
     monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
     backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), 5000)
-    arena = backend.arena_tensor(0)
+    arena = backend.arenas[0]()
     assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
     arena.fill_(7)
     assert bytes(fake.memory) == b"\7" * 5000  # no copy

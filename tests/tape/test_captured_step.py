@@ -22,7 +22,7 @@ from worker import Findings, open_heap
 import symmoe
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
 
@@ -157,7 +157,7 @@ def check_exact(
         model.zero_grad()
         plain.zero_grad()
         del found, wanted, pairs
-        findings.check(heap.graph_bytes == 0, f"graphs hold {heap.graph_bytes} bytes")
+        findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
         return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
 

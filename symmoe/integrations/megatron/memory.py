@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from symmoe.integrations.megatron.compat import slots_per_token
 from symmoe.integrations.megatron.experts import activation_of
 from symmoe.moe.config import MoEConfig
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.training.memory_plan import plan_memory
 
 

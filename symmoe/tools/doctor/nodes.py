@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 
 from symmoe.errors import ArgumentError, BackendUnavailable
-from symmoe.nodes.nccl import Nccl
-from symmoe.nodes.nccl_rail import NcclRail
-from symmoe.nodes.place import find_place
+from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload, RailBroken
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
-from symmoe.nodes.topology import Topology, find_topology
+from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.tools.doctor import nvidia_smi
 from symmoe.tools.doctor.findings import Finding, Findings, worst_level
 from symmoe.tools.doctor.gpus import read_gpus
