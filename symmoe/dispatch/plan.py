@@ -213,7 +213,7 @@ def _place_slots(
         (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
         heap.waits.flight.note(generation, num_tokens=num_tokens, top_k=top_k)
-        if heap.raises_at_once:
+        if heap.streams.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
         storage=storage,

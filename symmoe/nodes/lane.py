@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from symmoe.errors import FAULT_BYTES
-from symmoe.nodes.rail import TO_LANE, Rail, RailBroken, Started
+from symmoe.nodes.rail import TO_LANE, GlooRail, RailBroken, Started
 
 GOES_ON, FAILED, UNRAISED, GAVE_UP = range(4)
 _WORDS = struct.Struct("<qqqqqq")
@@ -77,7 +77,7 @@ class Lane:
         number: headers that this rank has sent.
     """
 
-    def __init__(self, rail: Rail, last_words: Rail, *, node: int, num_nodes: int) -> None:
+    def __init__(self, rail: GlooRail, last_words: GlooRail, *, node: int, num_nodes: int) -> None:
         self._rail, self._last_words, self._node, self._num_nodes = rail, last_words, node, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
@@ -104,7 +104,7 @@ class Lane:
         """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
 
         Raises:
-            RailBroken: see Rail.wait.
+            RailBroken: see GlooRail.wait.
         """
         deadline = time.monotonic() + timeout_s
         headers = [self._said] * self._num_nodes
@@ -192,7 +192,7 @@ class Lane:
     def _listen(self) -> None:
         self._received, self._awaited = self._listen_on(self._rail)
 
-    def _listen_on(self, rail: Rail) -> tuple[list[torch.Tensor], Started]:
+    def _listen_on(self, rail: GlooRail) -> tuple[list[torch.Tensor], Started]:
         """Where the next headers of all nodes are going to be, and what brings them."""
         received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
         awaited: Started = []

@@ -165,7 +165,6 @@ class NcclRail:
             raise
 
     def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
-        """See Payload."""
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
                 # A longer bound of earlier exchanges holds until they have ended.
@@ -178,10 +177,9 @@ class NcclRail:
         return []
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        """See Payload."""
+        """The stream waits."""
 
     def problem(self) -> str:
-        """See Payload."""
         if not self._turn.acquire(blocking=False):
             return ""
         try:
@@ -192,7 +190,6 @@ class NcclRail:
             self._turn.release()
 
     def end(self) -> None:
-        """See Payload."""
         deadline = time.monotonic() + _MOMENT_S
         while self._is_moving and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -209,16 +209,13 @@ class NodeBootstrap(Bootstrap):
 
     @property
     def global_ranks(self) -> list[int]:
-        """See Bootstrap."""
         return [self._whole.global_ranks[rank] for rank in self.ranks]
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
-        """See Bootstrap."""
         gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
         return [gathered[rank] for rank in self.ranks]
 
     def agree(self, problem: SymmoeError | None) -> None:
-        """See Bootstrap."""
         self._whole.agree(problem)
 
 

@@ -73,6 +73,8 @@ class DryHeap(SymmetricHeap):
 
 
 class _DryStreams(NoStreams):
+    raises_at_once = False
+
     def __init__(self, num_rows: int, num_packed_rows: int) -> None:
         self._report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int64, device="cpu")
         self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
@@ -106,9 +108,7 @@ class _DryMemory:
         self._events.append((arena, span))
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """See Memory."""
         return hasattr(tensor.untyped_storage(), "_lease_span")
 
     def offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
-        """See Memory."""
         return 0, True

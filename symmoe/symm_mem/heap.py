@@ -30,6 +30,7 @@ from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.several_nodes import Nodes
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, Parts, pick_backend, start_heap
+from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorded, recorded_on_cpus
 from symmoe.tape.tapes import Tapes
 from symmoe.torch_internals import STOPS_RECOMPUTATION
@@ -96,7 +97,6 @@ class SymmetricHeap:
         configurations: numbers of layers' configurations, which plans compare.
         first_step: None, or what the next plan compares between the ranks of a node.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
-        raises_at_once: whether the host knows at the end of a barrier how it went; else it does when it next looks.
 
     Raises:
         ArgumentError: `num_bytes`, `backend`, `ranks_per_node` or a timeout is not usable, on every rank; or this rank
@@ -143,7 +143,6 @@ class SymmetricHeap:
         self.peers, self.count_peers, self.bootstrap = parts.peers, parts.count_peers, parts.bootstrap
         self.configurations, self.row_histories = parts.configurations, parts.row_histories
         self.device, self.statistics, self.status = self.waits.device, self.memory.statistics, self.waits.status
-        self.raises_at_once = self.device.type == "cpu"
         self.captured_reports: list[torch.Tensor] | None = None
         self.room_factor: float | None = None
         self.first_step: Compared | None = None
@@ -234,7 +233,7 @@ class SymmetricHeap:
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self.waits.some_are_bounded
             or self._is_watched()
-            or self.streams.capture
+            or capture_id(self.device)
             or (self.device.type == "cuda" and torch.cuda.current_device() != self.device.index)
         ):
             return function()
@@ -273,7 +272,7 @@ class SymmetricHeap:
             raise HeapClosed("the symmetric heap has been closed")
         if self.faults.poison is not None:
             raise HeapPoisoned(f"an earlier call failed: {self.faults.poison}")
-        if waits and self.waits.flight.is_in_dispatch and not self.streams.capture:
+        if waits and self.waits.flight.is_in_dispatch and not capture_id(self.device):
             self.streams.synchronize()  # an error of that dispatch may still be on its way
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             with self._access:
@@ -302,7 +301,7 @@ class SymmetricHeap:
                 publish = UNRAISED
             call = control.pack_call(phase=phase, **agreed)
             received = self.waits.barrier(call, publish, nan_on_failure=nan_on_failure)
-            if self.raises_at_once:
+            if self.streams.raises_at_once:
                 self.check()
             if self.faults.unraised is not None:
                 raise_for(self.faults.settle(self.streams.read_back(received)()))
@@ -324,7 +323,7 @@ class SymmetricHeap:
             int64[1]: 0, or -1 if the call has failed.
         """
         arrived = self.waits.signal(rank, phase, nan_on_failure)
-        if self.raises_at_once:
+        if self.streams.raises_at_once:
             self.check()
         return arrived
 

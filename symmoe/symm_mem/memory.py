@@ -23,7 +23,7 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.streams import Access, NoStreams, StreamOrder
+from symmoe.symm_mem.streams import Access, NoStreams, StreamOrder, capture_id
 from symmoe.tape.recorder import recorded
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
@@ -232,7 +232,7 @@ class Memory:
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
             self._take_back_dropped()
-            arena, capture = self.arena, self._streams.capture
+            arena, capture = self.arena, capture_id(self._device)
             if capture:  # the calls of a captured graph share spans among themselves
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
                 found = arena.take_or_grow(num_bytes, self.arena)
@@ -275,7 +275,7 @@ class Memory:
 
     def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
         self._live.pop(span[0], None)
-        if arena is not self.arena or not self._streams.capture:  # a capture begins after all earlier work
+        if arena is not self.arena or not capture_id(self._device):  # a capture begins after all earlier work
             note(span)
         if arena is not self.arena and arena not in self._graph_arenas.values():
             arena = self.arena  # the graph has been released meanwhile

@@ -80,7 +80,6 @@ class RailPeers(OneNode):
         self.hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
     def node_of(self, rank: int) -> int | None:
-        """See OneNode."""
         return None if rank < 0 else self._topology.node_of(rank)
 
     def meet(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
@@ -107,13 +106,11 @@ class RailPeers(OneNode):
         return fault
 
     def say(self, fault: Fault) -> None:
-        """See OneNode."""
         kind = UNRAISED if fault.is_unraised else FAILED
         self.lane.say(Header(kind, origin=fault.origin, message=fault.message))
         self._has_said = True
 
     def tell(self, fault: Fault) -> Fault | Report:
-        """See OneNode."""
         if not self._has_said:
             self.say(fault)
         self._has_said, self._is_first = False, not self._known_calls
@@ -175,11 +172,9 @@ class RailPeers(OneNode):
         return found is None
 
     def give_up(self, sender: int, report: Report) -> None:
-        """See OneNode."""
         self.lane.give_up(sender, report.pack())
 
     def leave(self) -> None:
-        """See OneNode."""
         self.payload.end()
 
     @contextmanager
@@ -196,7 +191,6 @@ class RailPeers(OneNode):
             self.leave()
 
     def close(self) -> None:
-        """See OneNode."""
         if self._watch_ends is not None:
             self._watch_ends.set()
         self.payload.end()

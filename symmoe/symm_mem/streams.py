@@ -99,7 +99,12 @@ class StreamOrder:
     """Orders a CUDA heap's calls and the reuse of its memory over streams.
 
     Calls in a capture are ordered apart: it begins after all before it, and who replays it orders that and other calls.
+
+    Attributes:
+        raises_at_once: whether the host knows at the end of a barrier how it went; else it does when it next looks.
     """
+
+    raises_at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -234,12 +239,11 @@ class NoStreams:
     """Same methods as StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = rail_stream = None
-    capture = 0
+    capture, raises_at_once = 0, True
     at_once = nullcontext
     branch = functools.partial(Branch, None)
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """See StreamOrder."""
         return tensor.tolist
 
     def _nothing(self, span: tuple[int, int] = (0, 0)) -> None:

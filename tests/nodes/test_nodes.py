@@ -341,14 +341,16 @@ def in_two_groups(rank: int, num_ranks: int) -> list[str]:
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
     group = groups[rank % 2]
     with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
-        findings.equal("ranks", (one.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
+        findings.equal("ranks", (one.bootstrap.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
         findings.equal("nodes of the other", other.topology.num_nodes, 1)
         x = torch.full((3, 8), float(rank))
         ids = torch.tensor([[0, 1], [1, 2], [3, -1]])
         for heap in (one, other, one):
             plan = make_plan(ids, num_experts=4, heap=heap)
             rows, _ = dispatch_tokens(x, plan)
-            findings.equal("sources of rows", sorted(set(rows[:, 0].tolist())), [float(r) for r in one.global_ranks])
+            findings.equal(
+                "sources of rows", sorted(set(rows[:, 0].tolist())), [float(r) for r in one.bootstrap.global_ranks]
+            )
             findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
     return findings.texts
 

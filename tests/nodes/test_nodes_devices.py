@@ -30,6 +30,7 @@ from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
 from symmoe.symm_mem import faults, rail_peers, several_nodes
 from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
+from symmoe.symm_mem.streams import NoStreams
 
 
 class DeviceRail(GlooRail):
@@ -74,11 +75,7 @@ def make_payload(
 @contextlib.contextmanager
 def as_on_gpus(seed: int) -> Iterator[None]:
     """Heaps of this process behave as on GPUs; how late it notices an error is random."""
-    check, hold_on_cpus, chance = SymmetricHeap.check, SymmetricHeap._hold, random.Random(seed)
-
-    def hold(heap: SymmetricHeap, parts: Any) -> None:
-        hold_on_cpus(heap, parts)
-        heap.raises_at_once = False
+    check, chance = SymmetricHeap.check, random.Random(seed)
 
     def look(heap: SymmetricHeap, phase: int | None = None, *, waits: bool = False) -> None:
         late = control.STATUS_FAULT, control.STATUS_PLAN, control.STATUS_MISMATCH
@@ -89,7 +86,7 @@ def as_on_gpus(seed: int) -> Iterator[None]:
         check(heap)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SymmetricHeap, "_hold", hold)
+        patch.setattr(NoStreams, "raises_at_once", False)
         patch.setattr(several_nodes, "_make_payload", make_payload)
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", look_now)
