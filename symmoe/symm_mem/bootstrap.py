@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import time
 import warnings
@@ -31,6 +32,7 @@ from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
+_SMALL_BYTES = 512
 _TAG = 0x5E41  # no message of the user of the group has this tag
 _GLOO_THREAD = "pt_gloo_runloop"
 _LONGEST_S = 5.0  # enough for a thread that has something to drop
@@ -99,6 +101,11 @@ class Bootstrap:
         for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order: of _SMALL_BYTES at most as JSON."""
+        gathered = self.all_gather_bytes(json.dumps(value).encode(), num_bytes=_SMALL_BYTES)
+        return [json.loads(each.rstrip(b"\0")) for each in gathered]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, of any length, in rank order."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import struct
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from symmoe.errors import BackendUnavailable
 from symmoe.symm_mem.bootstrap import Bootstrap
 
-_TICKET = struct.Struct("<qqqqq")  # pid, file descriptor, inode, pid namespace, user
+_Ticket = Sequence[int]  # pid, file descriptor, inode, pid namespace, user
 
 
 def preflight() -> str:
@@ -46,7 +46,7 @@ class HostBackend:
         files: list[int] = []
         try:
             namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files))
-            tickets = [_TICKET.unpack(t) for t in bootstrap.all_gather_bytes(ticket, num_bytes=_TICKET.size)]
+            tickets = bootstrap.gather(ticket)
             # No rank closes its descriptor before every peer has opened it, and all fail together.
             self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, tickets, bootstrap.rank, namespace))
         finally:
@@ -68,7 +68,7 @@ class HostBackend:
         self.close()
 
 
-def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
+def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, _Ticket]:
     """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -77,11 +77,11 @@ def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
         os.ftruncate(files[0], num_bytes)
     except OSError as error:
         raise BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}") from error
-    return namespace, _TICKET.pack(os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
+    return namespace, (os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
 
 
 def _map_arenas(
-    num_bytes: int, files: list[int], tickets: list[tuple[int, ...]], own: int, namespace: int
+    num_bytes: int, files: list[int], tickets: Sequence[_Ticket], own: int, namespace: int
 ) -> list[mmap.mmap]:
     """Every rank's arena in rank order. The peers' files are added to `files`."""
     for rank, peer in enumerate(tickets):
@@ -94,7 +94,7 @@ def _map_arenas(
         raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
 
 
-def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:
+def _open_peer(rank: int, ticket: _Ticket, namespace: int) -> int:
     pid, fd, inode, peer_namespace, user = ticket
     if peer_namespace != namespace or user != os.geteuid():
         raise BackendUnavailable(

@@ -21,7 +21,7 @@ from symmoe.errors import BackendUnavailable
 from symmoe.nodes.topology import find_place
 from symmoe.symm_mem.bootstrap import Bootstrap
 
-_UNIQUE_ID_BYTES, _UUID_BYTES = 128, 60
+_UNIQUE_ID_BYTES = 128
 _DL_CUDA, _DL_UINT = 2, 1
 _CAPSULE_NAME = b"dltensor"
 
@@ -121,27 +121,22 @@ class NvshmemBackend:
         """The number of machines of a node. Raises on all ranks unless its ranks are on different GPUs that can address
         each other. Collective."""
         index = self.device.index
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()[:_UUID_BYTES].ljust(_UUID_BYTES)
-        place = bootstrap.attempt(partial(find_place, None)).pack()
-        sent = uuid + index.to_bytes(2, "little") + place
-        peers = bootstrap.all_gather_bytes(sent, num_bytes=len(sent))
-        uuids, machines = {peer[:_UUID_BYTES] for peer in peers}, {peer[-len(place) :] for peer in peers}
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        machine = bootstrap.attempt(partial(find_place, None)).machine
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
+        uuids, indices, machines, views = zip(*bootstrap.gather([uuid, index, machine, visible]), strict=True)
         problem = None
-        if len(uuids) < len(peers):
+        if len(set(uuids)) < len(uuids):
             problem = BackendUnavailable(
                 "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
             )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
-        # Whether all ranks number the GPUs equally, so that a peer's index means something here.
-        has_same_view = len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
-        if has_same_view and problem is None:
-            here = [peer for peer in peers if peer.endswith(place)]
-            indices = [int.from_bytes(peer[_UUID_BYTES : _UUID_BYTES + 2], "little") for peer in here]
-            blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
+        if len(set(views)) == 1 and problem is None:  # all number the GPUs equally: a peer's index means something here
+            others = {i for i, of in zip(indices, machines, strict=True) if of == machine and i != index}
+            blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")
         bootstrap.agree(problem)
-        return len(machines)
+        return len(set(machines))
 
 
 @contextmanager

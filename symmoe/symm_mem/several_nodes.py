@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,13 @@ from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import Lane
 from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Messages, Payload
-from symmoe.nodes.reach import DEVICE_VARIABLE, ENDPOINT_BYTES, Endpoint, Listener, unreachable
+from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults
 from symmoe.symm_mem.rail_peers import RailPeers
 from symmoe.symm_mem.streams import Access
 
-_TOKEN_BYTES = 16
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
 _HINT = f"{DEVICE_VARIABLE} on each node names its network device; firewalls must let all ports pass"
 
@@ -160,7 +160,7 @@ def start_rail(
         BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to look at.
     """
     _check_reach(bootstrap, topology, min(_REACH_S, timeout_s / 2))
-    token = bootstrap.all_gather_bytes(os.urandom(_TOKEN_BYTES), num_bytes=_TOKEN_BYTES)[0].hex()
+    token = bootstrap.gather(os.urandom(16).hex())[0]
     name, store = f"symmoe/{token}/{topology.local_rank}", bootstrap.store
     node, num_nodes = topology.node, topology.num_nodes
     options: dict[str, Any] = {"node": node, "num_nodes": num_nodes, "timeout_s": timeout_s / 2}
@@ -180,8 +180,8 @@ def start_rail(
 def _check_reach(bootstrap: Bootstrap, topology: Topology, timeout_s: float) -> None:
     """Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     with bootstrap.attempt(Listener) as listener:
-        packed = bootstrap.all_gather_bytes(listener.endpoint.pack(), num_bytes=ENDPOINT_BYTES)
-        mates = {rank: Endpoint.unpack(packed[rank]) for rank in topology.rail if rank != topology.rank}
+        said = bootstrap.gather(asdict(listener.endpoint))
+        mates = {rank: Endpoint(**said[rank]) for rank in topology.rail if rank != topology.rank}
         refused, problem = unreachable(mates, timeout_s), None
         if refused:
             (rank, why), *_ = refused.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, PeerError, raise_for
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.nodes.topology import Place, Topology, find_place, find_topology
+from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, read_tape_mode, warn_if_alone_by_mistake
 from symmoe.symm_mem.faults import Faults, OneNode
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("symmoe")
 
 _PROTOCOL_VERSION = 6
-_FINGERPRINT = struct.Struct("<q q q d q")  # protocol version, num_bytes, backend, timeout_s, ranks_per_node
 _BACKENDS = ("host", "nvshmem")
 START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
@@ -205,22 +203,20 @@ def _timeout_problem(name: str, value: object) -> ArgumentError | None:
 
 def _agree_on(options: HeapOptions, bootstrap: Bootstrap) -> None:
     """Raises on every rank if ranks disagree. Collective."""
-    backend, per_node = _BACKENDS.index(options.backend), options.ranks_per_node or 0
-    mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, options.num_bytes, backend, options.timeout_s, per_node)
-    gathered = [_FINGERPRINT.unpack(f) for f in bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)]
-    fields = ("protocol version", "num_bytes", "backend", "timeout_s", "ranks_per_node")
-    for field, values in zip(fields, zip(*gathered, strict=True), strict=True):
+    names = ("num_bytes", "backend", "timeout_s", "ranks_per_node")
+    gathered = bootstrap.gather(
+        {"protocol version": _PROTOCOL_VERSION, **{name: getattr(options, name) for name in names}}
+    )
+    for field in gathered[0]:
+        values = [each[field] for each in gathered]
         if len(set(values)) > 1:
-            shown = [_BACKENDS[v] for v in values] if field == "backend" else list(values)
-            shown = [v or None for v in values] if field == "ranks_per_node" else shown
-            raise ConfigMismatch(f"{field} differs between ranks: {shown}")
+            raise ConfigMismatch(f"{field} differs between ranks: {values}")
 
 
-def _find_domains(backend: str, bootstrap: Bootstrap) -> list[bytes]:
+def _find_domains(backend: str, bootstrap: Bootstrap) -> list[str]:
     """Of each rank, what it has in common with those whose memory it can reach. Collective."""
     gpu = None
     if backend == "nvshmem":
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     place = bootstrap.attempt(partial(find_place, gpu))
-    places = bootstrap.all_gather_bytes(place.pack(), num_bytes=Place.NUM_BYTES)
-    return [Place.unpack(packed).domain for packed in places]
+    return bootstrap.gather(place.domain)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from test_heap import outcome, round_trip
+from heap_calls import outcome, round_trip
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
+from heap_calls import outcome
 from limits import PROMPT_S
 from test_bad_input import TRANSFORMS, layer_of, sets_of_culprits
-from test_heap import outcome
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory, shared_memory
-from test_heap import round_trip
+from heap_calls import round_trip
 
 from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from heap_calls import round_trip
 from limits import HANG_S
-from test_heap import round_trip
 from worker import wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -199,8 +199,8 @@ def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoin
     place, installed, nics = find_place(uuid), read_versions().installed, read_nics()
     return Facts(
         host=socket.gethostname(),
-        machine=place.machine.hex(),
-        domain=place.domain.hex(),
+        machine=place.machine,
+        domain=place.domain,
         endpoint=endpoint,
         problem=problem,
         versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},
