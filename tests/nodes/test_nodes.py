@@ -17,6 +17,7 @@ import routings
 import torch
 import torch.distributed as dist
 from limits import HANG_S
+from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
 from test_schedules import EXACT as BIG_EXACT
@@ -250,47 +251,6 @@ def test_rails_are_under_way_while_own_rows_are_computed(cluster, num_ranks: int
         assert backward == [*dispatch, begin, end], backward
 
 
-NUM_EXPERTS, HIDDEN, FFN, TOP_K = 12, 16, 24, 3
-MOST_TOKENS = 40
-
-
-def train(
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int | None,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    device: str = "cpu",
-) -> list[torch.Tensor]:
-    """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
-        config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=NUM_EXPERTS, top_k=TOP_K, aux_loss_coef=0.01, **options)
-        layer = MoELayer(config, heap, dtype=dtype)
-        for name, parameter in layer.named_parameters():
-            shape = parameter.shape if "router" in name else (NUM_EXPERTS, *parameter.shape[1:])
-            whole = torch.randn(shape, generator=generator) * 0.3
-            first = 0 if "router" in name else rank * parameter.shape[0]
-            parameter.data.copy_(whole[first : first + parameter.shape[0]])
-        for step in range(2):
-            tokens = torch.randn((num_ranks, MOST_TOKENS, HIDDEN), generator=generator)
-            num_tokens = (37, 0, 40, 5)[(rank + step) % 4]
-            x = tokens[rank, :num_tokens].to(heap.device, dtype).requires_grad_()
-            y, metrics = layer(x)
-            (y.float().square().sum() + metrics.aux_loss).backward()
-            found += [y.detach(), x.grad, metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped]
-        found += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
-        del y, metrics
-        heap.synchronize()
-        found.append(torch.tensor(heap.leased_bytes))
-        return [tensor.cpu() for tensor in found]
-
-
-EAGERLY = {"schedule": "always-overlapped"}
-EXACT: dict[str, Any] = {}
-STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
-ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 KINDS = [
     pytest.param({**EXACT, **EAGERLY, "layout": "packed"}, torch.bfloat16, id="exact"),
     pytest.param({**STATIC, **EAGERLY, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"),
@@ -416,35 +376,6 @@ def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
 
 
 # -- capacity of the rails --------------------------------------------------------------------------------------------
-
-
-def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
-    """Every token has an expert on every node, and the rails take the first ones of this rank's five."""
-    findings = Findings()
-    num_nodes = num_ranks // ranks_per_node
-    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
-        on = {"device": heap.device}
-        ids = torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
-        for capacity in (2, 3, 1):
-            findings.where = f"rank {rank}, rail_capacity {capacity}"
-            options = {"num_experts": num_ranks, "capacity": 100, "overflow": "drop", "rail_capacity": capacity}
-            x = torch.randn(5, 8, requires_grad=True, **on)
-            plan = make_plan(ids, heap=heap, **options)
-            probs = torch.ones(5, num_nodes, requires_grad=True, **on)
-            rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-            y = combine_tokens(rows * row_probs[:, None], plan)
-            y.sum().backward()
-            kept = torch.full((5, num_nodes), True, **on)
-            kept[capacity:] = False
-            kept[:, rank // ranks_per_node] = True
-            findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
-            findings.equal("num_dropped", plan.num_dropped, [(5 - capacity) * (num_nodes - 1) * num_ranks])
-            findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
-            findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
-            findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
-            # As after the replay of a graph with an odd number of barriers, which hosts do not count.
-            heap.waits.flight.epoch += 1
-    return findings.texts
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)

@@ -6,17 +6,15 @@ of a rail that breaks name each other. Ranks that hear of it from them name one 
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_S, PROMPT_S
+from node_calls import Overlapping, Ready, connections
 from relay import Relay, relayed
-from test_nodes_faults import Overlapping, Ready
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
@@ -117,11 +115,6 @@ def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: i
             original(its_phase, **agreed)
 
     heap.nodes.meet = meet  # type: ignore[method-assign]
-
-
-def connections() -> int:
-    """Sockets of this process."""
-    return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
+from node_calls import Ready, connections
 from relay import _ADDRESS, _Publishing
-from test_nodes_faults import Ready
-from test_nodes_network import connections
 
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
@@ -46,19 +45,6 @@ def what_is_there() -> Counter[str]:
 
 
 # -- what goes wrong on one rank --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def refuses() -> Iterator[None]:
-    """Nobody listens where this rank says that it does."""
-
-    def listen(self: reach.Listener) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.endpoint = Endpoint("lo", "127.0.0.1", listener.getsockname()[1])
-        self._socket = None
-
-    with patch.object(reach.Listener, "__init__", listen):
-        yield
 
 
 @contextlib.contextmanager
