@@ -23,8 +23,8 @@ _WORDS = struct.Struct("<qqqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _TO_NOBODY = 2  # a tag; TO_LANE and PAYLOAD are taken
-_REPORT_S = 0.5  # closing waits that long until mates that listen are told; they take no time
-_LAST_WORDS_S = 2.0  # a mate that has broken off gets that long to say why, if it lives; it takes no time
+_REPORT_S = 0.5  # closing waits that long until rail peers that listen are told; they take no time
+_LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Header:
 class Lane:
     """This rank's place on its rail.
 
-    It always listens for the next header of every mate: what a rank says when it gives up arrives although it waits for
+    It always listens for the next header of every peer: what a rank says when it gives up arrives although it waits for
     nobody.
 
     Args:
@@ -167,7 +167,7 @@ class Lane:
             self._rail.wait(self._reports, _REPORT_S)
         for rail in (self._last_words, self._rail):
             rail.abort()
-        # What is on its way keeps the connections open, and a mate that waits would not know that this rank has gone.
+        # What is on its way keeps the connections open, and a peer that waits would not know that this rank has gone.
         self._reports.clear()
         self._probes.clear()
         self._awaited.clear()
@@ -176,12 +176,12 @@ class Lane:
         self._sent.clear()
 
     def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
-        """What a mate says."""
+        """What a rail peer says."""
         self._rail.wait([(node, work)], timeout_s)
         return Header.unpack(self._received[node])
 
     def _has_given_up(self) -> Header | None:
-        """What a mate has said that gave up: it has closed before this rank came, or another one is late."""
+        """What a rail peer has said that gave up: it has closed before this rank came, or another one is late."""
         for node, work in self._awaited:
             with contextlib.suppress(RailBroken):
                 said = self._hear(node, work, 0.0)
@@ -196,7 +196,7 @@ class Lane:
         """Where the next headers of all nodes are going to be, and what brings them."""
         received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
         awaited: Started = []
-        with contextlib.suppress(RailBroken):  # a mate has closed after the last meeting: the next one finds that out
+        with contextlib.suppress(RailBroken):  # a peer has closed after the last meeting: the next one finds that out
             awaited = rail.start(self._nothing, received, tag=TO_LANE)
         return received, awaited
 

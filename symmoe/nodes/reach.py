@@ -1,7 +1,7 @@
 """Whether ranks on several nodes can connect to each other: asked before gloo tries.
 
 Of two ranks gloo has one connect and the other wait. Where a connection is refused, the one that waits does so for
-five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its mates try to
+five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its rail peers try to
 connect: the kernels of the two machines answer, and no byte is sent.
 """
 

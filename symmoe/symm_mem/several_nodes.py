@@ -181,13 +181,13 @@ def _check_reach(bootstrap: Bootstrap, topology: Topology, timeout_s: float) -> 
     """Raises on all ranks if two ranks of a rail cannot connect. Collective."""
     with bootstrap.attempt(Listener) as listener:
         said = bootstrap.gather(asdict(listener.endpoint))
-        mates = {rank: Endpoint(**said[rank]) for rank in topology.rail if rank != topology.rank}
-        refused, problem = unreachable(mates, timeout_s), None
+        others = {rank: Endpoint(**said[rank]) for rank in topology.rail if rank != topology.rank}
+        refused, problem = unreachable(others, timeout_s), None
         if refused:
             (rank, why), *_ = refused.items()
             problem = BackendUnavailable(
                 f"rank {topology.rank} on node {topology.node} cannot connect to rank {rank} on node "
-                f"{topology.node_of(rank)} at {mates[rank]}: {why}; {_HINT}"
+                f"{topology.node_of(rank)} at {others[rank]}: {why}; {_HINT}"
             )
         bootstrap.agree(problem)
 
