@@ -371,6 +371,7 @@ class Lease:
     def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.name, self.offset, self.generation = span.name, span.offset, span.generation
         self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
+        self._bytes = slice(self.offset, self.offset + self.num_bytes)
         self._memory: Memory | None = memory
         self._span = span
         self._tensor: torch.Tensor | None = None
@@ -381,7 +382,9 @@ class Lease:
         if self._memory is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
         if self._tensor is None:  # leases whose memory only peers and kernels look at need none
-            self._tensor = self._over(self._memory, self._memory.peers.rank)
+            arena = self._memory.arenas[self._memory.peers.rank]()
+            # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
+            self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
             self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
         return self._tensor
 
@@ -403,7 +406,7 @@ class Lease:
         num_ranks = self._memory.peers.num_ranks
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
-        return self._over(self._memory, rank)
+        return self._memory.arenas[rank]()[self._bytes].view(self.dtype).view(self.shape).detach()
 
     @recorded
     def release(self) -> None:
@@ -425,9 +428,3 @@ class Lease:
     def __exit__(self, *exc: object) -> None:
         if self._memory is not None:
             self.release()
-
-    def _over(self, memory: Memory, rank: int) -> torch.Tensor:
-        arena = memory.arenas[rank]()
-        tensor = arena[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
-        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
-        return tensor.detach()
