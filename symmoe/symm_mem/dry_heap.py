@@ -39,7 +39,6 @@ class DryHeap(SymmetricHeap):
     """
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
-        self.num_bytes, self.backend, self.backend_reason = _ENDLESS_BYTES, "none", "a dry step"
         self.num_rows, self.num_packed_rows, self.events = num_rows, num_packed_rows, list[Event]()
         bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
         peers = Peers(rank=0, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks))
@@ -52,7 +51,9 @@ class DryHeap(SymmetricHeap):
             Parts(
                 rank=0,
                 num_ranks=num_ranks,
-                backend=none,
+                backend="none",
+                backend_reason="a dry step",
+                arenas=none,
                 bootstrap=none,
                 tape_mode="off",
                 topology=none,
@@ -68,7 +69,8 @@ class DryHeap(SymmetricHeap):
                 others=none,
                 nodes=None,
                 row_histories=defaultdict(RowHistory),
-            )
+            ),
+            _ENDLESS_BYTES,
         )
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,14 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
-from symmoe.symm_mem.several_nodes import Nodes
-from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, Parts, pick_backend, start_heap
+from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, Parts, start_heap
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorded, recorded_on_cpus
 from symmoe.tape.tapes import Tapes
 from symmoe.torch_internals import STOPS_RECOMPUTATION
+
+if TYPE_CHECKING:
+    from symmoe.symm_mem.several_nodes import Nodes
 
 _NUMBERS = itertools.count()
 _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
@@ -116,25 +118,17 @@ class SymmetricHeap:
         start_timeout_s: float = START_TIMEOUT_S,
         ranks_per_node: int | None = None,
     ) -> None:
-        self.num_bytes = num_bytes
-        self.backend, self.backend_reason = pick_backend(backend)
-        options = HeapOptions(
-            num_bytes=num_bytes,
-            backend=self.backend,
-            reason=self.backend_reason,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-            ranks_per_node=ranks_per_node,
-        )
-        self._hold(start_heap(group, options))
+        options = HeapOptions(num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node)
+        self._hold(start_heap(group, options), num_bytes)
         for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self.waits.barrier(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
         if self.nodes is not None:
             self.nodes.meet(control.PHASE_START)
 
-    def _hold(self, parts: Parts) -> None:
+    def _hold(self, parts: Parts, num_bytes: int) -> None:
         """Sets all attributes. Local."""
+        self.num_bytes, self.backend, self.backend_reason = num_bytes, parts.backend, parts.backend_reason
         self.number = next(_NUMBERS)
         _HEAPS[self.number] = self
         self.rank, self.num_ranks, self.topology = parts.rank, parts.num_ranks, parts.topology
@@ -147,7 +141,7 @@ class SymmetricHeap:
         self.room_factor: float | None = None
         self.first_step: Compared | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self._closed, self._access, self._backend, self._others = False, parts.access, parts.backend, parts.others
+        self._closed, self._access, self._backend, self._others = False, parts.access, parts.arenas, parts.others
         self._status_words, self._is_watched = self.status.numpy(), kernels.watcher(self.device)
         self._plays, audits = parts.tape_mode != "off", parts.tape_mode == "audit"
         constants = self.peers.bases, self.status, *self.peers.views

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,13 +36,12 @@ START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HeapOptions:
-    """The arguments of SymmetricHeap but for the group. `backend` is the picked one, and `reason` why."""
+    """The arguments of SymmetricHeap but for the group; start_heap replaces the backend "auto"."""
 
     num_bytes: int
     backend: str
-    reason: str
     timeout_s: float
     start_timeout_s: float
     ranks_per_node: int | None
@@ -60,7 +59,8 @@ class Parts:
     """What a heap is made of.
 
     Attributes:
-        backend: which holds the arenas, and frees them.
+        backend, backend_reason: its name, and why it was picked.
+        arenas: what holds the memory, and frees it.
         bootstrap: of the whole group, with the bound of the group.
         tape_mode: one of tapes.MODES.
         nodes: what a heap has if its group spans several nodes, else None.
@@ -72,7 +72,9 @@ class Parts:
 
     rank: int
     num_ranks: int
-    backend: host_backend.HostBackend | nvshmem_backend.NvshmemBackend
+    backend: str
+    backend_reason: str
+    arenas: host_backend.HostBackend | nvshmem_backend.NvshmemBackend
     bootstrap: Bootstrap
     tape_mode: str
     topology: Topology
@@ -93,12 +95,14 @@ class Parts:
 def start_heap(group: dist.ProcessGroup | None, options: HeapOptions) -> Parts:
     """The parts of a heap whose control block is zeroed on all ranks. Collective over the group; see SymmetricHeap."""
     warn_if_alone_by_mistake(group)
+    name, reason = _pick_backend(options.backend)
+    options = replace(options, backend=name)
     patient, whole = Bootstrap(group), Bootstrap(group, options.start_bound_s)
     tape_mode = whole.attempt(partial(_check_options, options, whole))
     _agree_on(options, whole)
     topology = find_topology(_find_domains(options.backend, whole), whole.rank, options.ranks_per_node)
     node, is_single = topology.ranks, topology.num_nodes == 1
-    logger.info("rank %d: backend %s (%s)", whole.rank, options.backend, options.reason)
+    logger.info("rank %d: backend %s (%s)", whole.rank, name, reason)
     backend_class = host_backend.HostBackend if options.backend == "host" else nvshmem_backend.NvshmemBackend
     backend = backend_class(whole if is_single else NodeBootstrap(whole, node), options.num_bytes)
     device = backend.device
@@ -114,12 +118,9 @@ def start_heap(group: dist.ProcessGroup | None, options: HeapOptions) -> Parts:
     memory = Memory(peers, backend.arenas, access, streams)
     configurations = Configurations(whole)
     waits = Waits(peers, configurations, options.timeout_s, options.start_timeout_s)
-    one_call, others, count_peers = OneCall(access, memory.lock, streams), OneNode(), peers
-    histories: defaultdict[Hashable, RowHistory] = defaultdict(RowHistory)
-    nodes = None
-    if is_single:
-        faults = Faults(waits, streams, one_call, options.backend, others, histories.clear)
-    else:
+    one_call, histories = OneCall(access, memory.lock, streams), defaultdict[Hashable, RowHistory](RowHistory)
+    others, nodes, count_peers = OneNode(), None, peers
+    if not is_single:
         from symmoe.symm_mem import rail_peers, several_nodes
 
         try:
@@ -131,7 +132,8 @@ def start_heap(group: dist.ProcessGroup | None, options: HeapOptions) -> Parts:
             backend.abandon()
             raise
         others = peers_of_rail = rail_peers.RailPeers(lane, payload, topology, waits, streams, access)
-        faults = Faults(waits, streams, one_call, options.backend, others, histories.clear)
+    faults = Faults(waits, streams, one_call, name, others, histories.clear)
+    if not is_single:
         nodes = several_nodes.Nodes(topology, peers, access, faults, peers_of_rail)
         count_peers = several_nodes.make_count_peers(peers, topology)
     peers.views[peers.rank][: peers.layout.num_bytes].zero_()
@@ -140,7 +142,9 @@ def start_heap(group: dist.ProcessGroup | None, options: HeapOptions) -> Parts:
     return Parts(
         rank=whole.rank,
         num_ranks=whole.num_ranks,
-        backend=backend,
+        backend=name,
+        backend_reason=reason,
+        arenas=backend,
         bootstrap=patient,
         tape_mode=tape_mode,
         topology=topology,
@@ -159,7 +163,7 @@ def start_heap(group: dist.ProcessGroup | None, options: HeapOptions) -> Parts:
     )
 
 
-def pick_backend(backend: str) -> tuple[str, str]:
+def _pick_backend(backend: str) -> tuple[str, str]:
     """The backend, and why it is this one."""
     if backend != "auto":
         return backend, "asked for"
