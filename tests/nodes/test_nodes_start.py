@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
-from node_calls import Ready, connections
+from node_calls import Ready, connections, refuses
 from relay import _ADDRESS, _Publishing
 
 from symmoe import SymmetricHeap
@@ -86,12 +86,15 @@ def refuses_gloo() -> Iterator[None]:
         yield
 
 
+CONTEXTS = {each.__name__: each for each in (refuses, answers_not, has_no_such_device, refuses_gloo)}
+
+
 def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str, Any]:
     """What a rank raises, when, and what is left; then a heap works."""
     with open_nodes() as first:  # what torch keeps from then on is none of it
         Ready(first, rank).step()
     before = what_is_there()
-    trouble = globals()[how] if rank == culprit else contextlib.nullcontext
+    trouble = CONTEXTS[how] if rank == culprit else contextlib.nullcontext
     start_timeout_s = START_S if how == "refuses_gloo" else HANG_S / 2
     start, error = time.monotonic(), ""
     with trouble(), patch.object(several_nodes, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
