@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
+from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import outcome
+from layers import config_for, make_layer
 from limits import PROMPT_S
-from test_bad_input import TRANSFORMS, layer_of, sets_of_culprits
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -122,7 +123,7 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
 def check_transforms(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cuda") as heap:
-        layer = layer_of(heap)
+        layer, _ = make_layer(heap, config_for(num_ranks, "cuda"))
         x = torch.ones(T, layer.config.hidden, device=heap.device)
 
         def call(x: torch.Tensor) -> torch.Tensor:
