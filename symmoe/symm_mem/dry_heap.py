@@ -13,7 +13,6 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.kernels.meta_kernels import nothing
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import HeapStatistics, Span
 from symmoe.symm_mem.row_budget import RowHistory
@@ -26,8 +25,13 @@ _ENDLESS_BYTES = 1 << 62
 Event = tuple[int | None, Any]  # (bytes of a lease where it begins or None where it ends, the lease)
 
 
+def _nothing(*args: object, **options: object) -> int:
+    """Takes the place of what is not done."""
+    return 0
+
+
 class DryHeap(SymmetricHeap):
-    """Rank 0's heap of a group whose other ranks are not there. Calls on it are local; they move and compute nothing.
+    """Rank 0's heap of a group whose other ranks are not there. Calls on it are local; they move and compute _nothing.
 
     Args:
         num_ranks: R.
@@ -44,7 +48,7 @@ class DryHeap(SymmetricHeap):
         peers = Peers(rank=0, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks))
         configurations: Any = SimpleNamespace(number=lambda fields: 0)
         memory: Any = _DryMemory(peers, self.events)
-        faults: Any = SimpleNamespace(poison=None, unraised=None, fail=lambda error, phase: error, tell=nothing)
+        faults: Any = SimpleNamespace(poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing)
         one_call: Any = nullcontext()
         none: Any = None
         self._hold(
@@ -83,7 +87,7 @@ class _DryStreams(NoStreams):
         self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """The report of a plan: a call reads nothing else."""
+        """The report of a plan: a call reads _nothing else."""
         return self._report.tolist
 
 
@@ -91,7 +95,7 @@ class _DryMemory:
     """In place of Memory. Memory is planned for leases that stay as large as they are made."""
 
     base, is_closed = 0, False
-    lacks = shrink = nothing
+    lacks = shrink = _nothing
 
     def __init__(self, peers: Peers, events: list[Event]) -> None:
         self.peers, self.statistics, self._events = peers, HeapStatistics(), events

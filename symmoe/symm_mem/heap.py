@@ -30,8 +30,7 @@ from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, Parts, start_heap
 from symmoe.symm_mem.streams import capture_id
-from symmoe.tape.recorder import recorded, recorded_on_cpus
-from symmoe.tape.tapes import Tapes
+from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 if TYPE_CHECKING:
@@ -146,8 +145,8 @@ class SymmetricHeap:
         self._plays, audits = parts.tape_mode != "off", parts.tape_mode == "audit"
         constants = self.peers.bases, self.status, *self.peers.views
         fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
-        compiler = kernels.tape_compiler(self.device)
-        self.tapes = Tapes(self.device, self.abort, fail, constants, compiler, audits=audits)
+        seam = self.waits.kernels, kernels.tape_compiler(self.device)
+        self.tapes = Tapes(self.device, self.abort, fail, constants, *seam, audits=audits)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +303,7 @@ class SymmetricHeap:
     @recorded_on_cpus
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
-        self.waits.kernels.send_signal(self.peers, rank)
+        self.waits.kernels().send_signal(self.peers, rank)
 
     @recorded_on_cpus
     def wait_for_signal(self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from symmoe.kernels.control import Peers
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
-from symmoe.tape.tape import Number
+from symmoe.tape.tape import CallInteger
 
 ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
@@ -138,7 +138,8 @@ class Waits:
 
     Attributes:
         timeout_s, start_timeout_s: bounds, as in SymmetricHeap.
-        device, kernels: of the heap, and the kernels for it.
+        device: of the heap.
+        kernels: returns the kernels for it.
         peers, status: arguments of the kernels.
         configurations: of the layers whose plans the barriers compare.
         flight: the record of launched waits.
@@ -149,7 +150,7 @@ class Waits:
     def __init__(self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
-        self.kernels = kernels.for_device(self.device)
+        self.kernels = kernels.looked_up(self.device)
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
         )
@@ -183,13 +184,13 @@ class Waits:
                 plan = 0
             timeout_ns, _ = recording.launches_with(
                 self._note_barrier,
-                (call - plan, Number("plan") if plan else 0, fault),
+                (call - plan, CallInteger("plan") if plan else 0, fault),
                 {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
                 nan_on_failure,
             )
         self.is_inside = True
-        self.kernels.barrier(
+        self.kernels().barrier(
             self.peers,
             words,
             received,
@@ -213,7 +214,7 @@ class Waits:
                 self._note_signal, (phase, rank), {}, ("timeout_ns",), nan_on_failure
             )
         self.is_inside = True
-        self.kernels.wait_for_signal(
+        self.kernels().wait_for_signal(
             self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=nan_on_failure
         )
         self.is_inside = False
