@@ -31,7 +31,7 @@ def _nothing(*args: object, **options: object) -> int:
 
 
 class DryHeap(SymmetricHeap):
-    """Rank 0's heap of a group whose other ranks are not there. Calls on it are local; they move and compute _nothing.
+    """Rank 0's heap of a group whose other ranks are not there. Calls on it are local; they move and compute nothing.
 
     Args:
         num_ranks: R.
@@ -87,7 +87,7 @@ class _DryStreams(NoStreams):
         self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """The report of a plan: a call reads _nothing else."""
+        """The report of a plan: a call reads nothing else."""
         return self._report.tolist
 
 

@@ -19,6 +19,7 @@ from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.dry_heap import DryHeap, Event
@@ -154,7 +155,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         room = history.room(num_tokens, config.max_room)
         plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, lambda: room)
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
-        y = routed.apply(x, probs, experts, plan)
+        y = expert_parallel_mlp(x, probs, experts, plan, out_shape=None, **routed.words)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)
         storages = {
             storage_of(tensor): tensor.untyped_storage().nbytes()
