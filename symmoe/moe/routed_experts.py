@@ -13,17 +13,18 @@ from dataclasses import fields, replace
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, without_memory
+from symmoe.grouped.experts import CallExperts, evaluated
+from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
+from symmoe.moe.overlap import received_layout
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
 
-_WORDS = ("order", "stash", "layout", "schedule", "quantized_wire")
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
@@ -101,7 +102,8 @@ class RoutedExperts(torch_operators.EagerStep):
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
         words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        return words | {"layout": self.config.received_layout}
+        config = self.config
+        return words | {"layout": received_layout(config.layout, config.ffn, config.precision)}
 
     @functools.cached_property
     def _config_number(self) -> int:
