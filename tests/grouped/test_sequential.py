@@ -261,9 +261,13 @@ def test_module_that_stands_twice():
 # -- fusion -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "activation", [ScaledSwiGLU(), ScaledSReLU()], ids=lambda activation: type(activation).__name__
+)
 @pytest.mark.parametrize("path", PATHS)
-def test_paths_do_what_they_are_called(path, num_fused):
-    run_experts(path, PLAIN, INPUTS)
+def test_paths_do_what_they_are_called(path, activation, num_fused):
+    inputs = make_inputs(PLAIN, width=activation.activation.hidden_width(TINY.ffn))
+    run_experts(path, PLAIN, inputs, activation=activation)
     assert len(num_fused) == (path == "sequential")
 
 
@@ -292,8 +296,8 @@ def test_splits_that_are_the_same(first, second, fuses, num_fused):
 
 
 def unfusible():
+    """(what, three modules, op_kwargs)."""
     fc1, fc2 = linears()
-    inputs = (SPLITS, INPUTS.scale, SPLITS)
 
     class Subclass(GroupedLinear):
         def forward(self, *args, **kwargs):
@@ -303,36 +307,28 @@ def unfusible():
         def forward(self, h, scale):
             return super().forward(h, scale) * 2
 
-    sub = Subclass(4, 16, 16)
+    sub, plain = Subclass(4, 16, 16), (fc1, ScaledSwiGLU(), fc2)
     sub.load_state_dict(fc1.state_dict())
-    buffer, small = torch.empty(12, 16), torch.empty(12, 8)
-    other_scale = INPUTS.scale.clone()
-    yield "subclass", Sequential(sub, ScaledSwiGLU(), fc2), inputs, {}
-    yield "activation of its own", Sequential(fc1, Activation(), fc2), inputs, {}
-    yield "out of FC1", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {0: {"out": buffer}}
-    yield "grad_input_out of FC2", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {2: {"grad_input_out": small}}
-    yield "another bias scale", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {2: {"bias_scale": other_scale}}
-    yield "bias scale of FC1", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {0: {"bias_scale": INPUTS.scale}}
-    hooked = Sequential(fc1, ScaledSwiGLU(), fc2)
+    yield "subclass", (sub, ScaledSwiGLU(), fc2), {}
+    yield "activation of its own", (fc1, Activation(), fc2), {}
+    yield "out of FC1", plain, {0: {"out": torch.empty(12, 16)}}
+    yield "grad_input_out of FC2", plain, {2: {"grad_input_out": torch.empty(12, 8)}}
+    yield "another bias scale", plain, {2: {"bias_scale": INPUTS.scale.clone()}}
+    yield "bias scale of FC1", plain, {0: {"bias_scale": INPUTS.scale}}
+    hooked, pre_hooked, patched = (experts() for _ in range(3))
     hooked[1].register_forward_hook(lambda module, args, out: out * 3)
-    yield "forward hook", hooked, inputs, {}
-    pre_hooked = Sequential(*linears()[:1], ScaledSwiGLU(), linears()[1])
     pre_hooked[2].register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]))
-    yield "forward pre-hook", pre_hooked, inputs, {}
-    patched = Sequential(*linears()[:1], ScaledSwiGLU(), linears()[1])
     patched[1].forward = lambda h, scale: ScaledSwiGLU()(h, scale) * 3
-    yield "forward of its own", patched, inputs, {}
+    yield from (("forward hook", hooked, {}), ("forward pre-hook", pre_hooked, {}), ("forward of its own", patched, {}))
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()]
-)
-def test_what_keeps_modules_apart(model, inputs, op_kwargs, num_fused):
-    y = model(INPUTS.x, *inputs, op_kwargs=op_kwargs)
+@pytest.mark.parametrize(("modules", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()])
+def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
+    model = Sequential(*modules)
+    y = call(model, op_kwargs=op_kwargs)
     assert not num_fused
-    splits, scale, _ = inputs
-    h = model[0](INPUTS.x, splits, **op_kwargs.get(0, {}))
-    want = model[2](model[1](h, scale), splits, **op_kwargs.get(2, {}))
+    h = model[0](INPUTS.x, SPLITS, **op_kwargs.get(0, {}))
+    want = model[2](model[1](h, INPUTS.scale), SPLITS, **op_kwargs.get(2, {}))
     assert_same_bits(y[:9], want[:9])
 
 
@@ -383,12 +379,6 @@ def test_first_micro_batch_of_one_layer():
     call(Sequential(fc1, ScaledSwiGLU(), fc2), op_kwargs={0: {"is_first_microbatch": True}}).backward(INPUTS.d_y)
     assert not fc1.weight.main_grad[1].any()
     assert (fc2.weight.main_grad[1] == 0.5).all()
-
-
-def test_squared_relu_fuses(num_fused):
-    inputs = make_inputs(PLAIN, width=TINY.ffn)
-    run_experts("sequential", PLAIN, inputs, activation=ScaledSReLU())
-    assert len(num_fused) == 1
 
 
 # -- splits once for a pattern ----------------------------------------------------------------------------------------
