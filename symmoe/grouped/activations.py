@@ -114,22 +114,19 @@ def interleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.T
     Raises:
         ArgumentError: the dimension is no multiple of two blocks.
     """
-    shape, dim = _paired(tensor, block, dim)
-    halves = tensor.reshape(*shape[:dim], 2, -1, block, *shape[dim + 1 :])
-    return halves.transpose(dim, dim + 1).reshape(shape)
+    return _reordered(tensor, block, dim, (2, -1))
 
 
 def deinterleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:
     """The inverse of :func:`interleave_gate_up`."""
-    shape, dim = _paired(tensor, block, dim)
-    pairs = tensor.reshape(*shape[:dim], -1, 2, block, *shape[dim + 1 :])
-    return pairs.transpose(dim, dim + 1).reshape(shape)
+    return _reordered(tensor, block, dim, (-1, 2))
 
 
-def _paired(tensor: torch.Tensor, block: int, dim: int) -> tuple[torch.Size, int]:
+def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, int]) -> torch.Tensor:
     if block < 1 or tensor.shape[dim] % (2 * block):
         raise ArgumentError(f"dimension {dim} ({tensor.shape[dim]}) must be a multiple of 2 * block ({2 * block})")
-    return tensor.shape, dim % tensor.dim()
+    shape, dim = tensor.shape, dim % tensor.dim()
+    return tensor.reshape(*shape[:dim], *blocks, block, *shape[dim + 1 :]).transpose(dim, dim + 1).reshape(shape)
 
 
 class _ScaledActivationContext(Context, Protocol):

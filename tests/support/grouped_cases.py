@@ -91,12 +91,10 @@ class Sizes:
     def num_used(self) -> int:
         return sum(self.splits)
 
-    def group_of(self, row: int) -> int:
-        """The group of a row that is not in the tail."""
-        for group, end in enumerate(itertools.accumulate(self.splits)):
-            if row < end:
-                return group
-        raise ValueError(f"row {row} is in the tail")
+    @property
+    def groups(self) -> list[int]:
+        """The group of every row that is not in the tail."""
+        return [group for group, count in enumerate(self.splits) for _ in range(count)]
 
 
 TINY = Sizes()
@@ -638,11 +636,8 @@ def _oracle(inputs: Inputs, case: Case, of_row: Callable[..., torch.Tensor]) -> 
     if not case.bias:
         for name in names[1::2]:
             parameters[name] = torch.zeros_like(parameters[name])
-    used_rows = range(inputs.sizes.num_used)
-    groups = map(inputs.sizes.group_of, used_rows)
-    y = torch.stack(
-        [of_row(x[r], scale[r], *(p[g] for p in parameters.values())) for r, g in zip(used_rows, groups, strict=True)]
-    )
+    rows = [of_row(x[r], scale[r], *(p[g] for p in parameters.values())) for r, g in enumerate(inputs.sizes.groups)]
+    y = torch.stack(rows)
     y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
     found = {"y": y.detach(), "d_x": x.grad[: len(y)], "d_scale": None if scale.grad is None else scale.grad[: len(y)]}
     found |= {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
