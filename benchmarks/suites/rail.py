@@ -39,7 +39,7 @@ class Exchange:
 
     def move(self) -> None:
         """The exchange."""
-        self._heap.exchange([self._sends], [self._received], PHASE)
+        self._heap.nodes.exchange([self._sends], [self._received], PHASE)
 
     def verify(self) -> float:
         """0 if what has come is what was sent, else 1."""
@@ -83,7 +83,7 @@ def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
         run.heap.barrier(PHASE)
         run.ranks.barrier()
         start = time.perf_counter()
-        run.heap.meet(PHASE)
+        run.heap.nodes.meet(PHASE)
         times[n] = (time.perf_counter() - start) * 1e3
     run.heap.synchronize()
     return np.asarray(run.ranks.gather(times).max(0))
