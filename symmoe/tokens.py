@@ -13,8 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
-from symmoe.checks.arguments import words_problem
-from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
+from symmoe.checks.arguments import buffer_problem, memory_problem, tensor_problem, words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import collecting, combine, readable_rows
 from symmoe.dispatch.plan import Plan

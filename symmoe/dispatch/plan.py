@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import is_choice, words_problem
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.arguments import is_choice, tensor_problem, words_problem
 from symmoe.dispatch.nodes import NodesPlan, RailCounts, Region, find_rail_rows, make_rail_plan, plan_in_node
 from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control

@@ -23,16 +23,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem
-from symmoe.checks.arguments import kernel_rows, words_problem, wrapped_problem
-from symmoe.checks.buffers import memory_problem
+from symmoe.checks.arguments import kernel_rows, memory_problem, words_problem, wrapped_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
-from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
+from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, SecondInput, evaluated
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import CallExperts, ExpertForm, GroupedMLP, Held, evaluated, expert_weights
+from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire
 from symmoe.grouped.weight_gradients import Target
 from symmoe.kernels import control

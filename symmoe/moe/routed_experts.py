@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 import torch
 
 from symmoe.dispatch.plan import PlanOptions, plan_call
-from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, without_memory
+from symmoe.grouped.experts import CallExperts, evaluated
+from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
@@ -24,7 +25,6 @@ from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
 
-_WORDS = ("order", "stash", "layout", "schedule", "quantized_wire")
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
@@ -102,8 +102,9 @@ class RoutedExperts(torch_operators.EagerStep):
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
-        words = {name: getattr(self.config, name) for name in _WORDS}
-        return words | {"layout": received_layout(self.config.layout, self.config.ffn, self.config.precision)}
+        config = self.config
+        words = {name: getattr(config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
+        return words | {"layout": received_layout(config.layout, config.ffn, config.precision)}
 
     @functools.cached_property
     def _config_number(self) -> int:

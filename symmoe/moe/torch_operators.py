@@ -29,9 +29,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified
-from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.mlp import CallExperts, GroupedMLP, kind_of, local_tensors, of_tensors
+from symmoe.grouped.experts import CallExperts, of_tensors
+from symmoe.grouped.mlp import GroupedMLP, kind_of
+from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
@@ -121,7 +122,7 @@ def run_as_operator(
         raise problem
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
-    biases, weights, adapters = local_tensors(experts, tokens.dtype)
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
     own = [*(bias for bias in biases if bias is not None), *weights]
     if any(tensor.device != step.heap.device for tensor in (*own, *adapters)):
         raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
@@ -199,7 +200,7 @@ def _moe_forward(
     eager = call.eager
     eager.heap.check(control.PHASE_PLAN)
     fc1, fc2 = eager.meta_experts.fc1, eager.meta_experts.fc2
-    problem = ddp_problem() or width_problem(fc1, tensors[0]) or width_problem(fc2, tensors[0])
+    problem = ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0])
     eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     if not call.trains:

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
+from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import Plan, plan_call
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.kernels.control import ControlLayout
@@ -86,13 +87,9 @@ def plan_memory(
     Raises:
         ArgumentError: a number is out of range.
     """
-    numbers = {"num_ranks": num_ranks, "num_tokens": num_tokens}
-    numbers |= {"num_layers": num_layers, "num_in_flight": num_in_flight}
-    for name, value in numbers.items():
-        if value < 1:
-            raise ArgumentError(f"{name} ({value}) must be at least 1")
-    if config.num_experts % num_ranks:
-        raise ArgumentError(f"num_experts ({config.num_experts}) must be divisible by num_ranks ({num_ranks})")
+    sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_layers": num_layers}
+    raise_for(size_problem(**sizes, num_in_flight=num_in_flight))
+    config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
     rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
@@ -141,7 +138,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
 
     with torch.inference_mode(False):  # this turns gradients on
         experts = GroupedMLP(
-            config.num_experts // heap.num_ranks,
+            config.experts_per_rank(heap.num_ranks),
             config.hidden,
             config.ffn,
             activation=ScaledActivation(config.activation),
