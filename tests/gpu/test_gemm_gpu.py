@@ -141,7 +141,7 @@ VARIANTS = {
     "flatten": {"flatten": True, "block_n": 128},
     "wide": {"block_n": 256},
     "flatten groups": {"flatten": True, "block_n": 128, "group_m": 16},
-    "two programs": {"programs_per_sm": 2, "block_n": 64},
+    "narrow": {"block_n": 64},
 }
 
 

@@ -98,7 +98,7 @@ def launch_gemm(function, shape, dtype, *, gather=False, table=False, biased=Fal
         gemm.grouped_gemm_wgrad(h, x, row_range, out, rows_index=index, **options)
 
 
-def launch_activations(shape, activation, dtype=BF16, layout="gather", config=None):
+def launch_activations(shape, activation, dtype=BF16, layout="gather"):
     """Both GEMMs that are fused with an activation, and the activation by itself, forward and backward."""
     G, H, I, N = SHAPES[shape]
     W, table = activation.hidden_width(I), layout == "table"
@@ -112,7 +112,7 @@ def launch_activations(shape, activation, dtype=BF16, layout="gather", config=No
     gemm_act.grouped_gemm_act(x, w1, row_range, scale, h, a, activation, bias=bias, **options)
     workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=FP32)
     results = h, a, scale, workspace
-    gemm_act.grouped_gemm_dact(x, w2, row_range, h, scale, *results, activation, dbias=bias, config=config, **options)
+    gemm_act.grouped_gemm_dact(x, w2, row_range, h, scale, *results, activation, dbias=bias, **options)
     gpu_activation.scaled_activation(h, scale, a, activation)
     gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
 
