@@ -73,5 +73,5 @@ def test_sums_of_a_failed_call_are_nan(failed: str):
     received = {name: torch.tensor([[-1 if name == failed else 0]]) for name in ("ready", "arrived")}
     rows, to_rank, to_row = torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)
     packed, start, out = torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3, 4)
-    twin.sum_home(rows, rows, packed, start, to_rank, to_row, *received.values(), out, rank=0)
+    twin.sum_home((rows, rows), (packed, start, to_rank, to_row), tuple(received.values()), out, rank=0)
     assert out.isnan().all()

@@ -229,8 +229,8 @@ def launch_rows(shape, dtype):
     tokens.fan_out(rows, slots, starts, rank=peers.rank)
     tokens.push_sums(rows, slots, starts, peers, received, column=0)
     tokens.pull_rows(slots, slots, peers, received, x, column=0)
-    maps = per_token, meta(num_ranks), slots, slots
-    tokens.sum_home(rows, rows, *maps, received, received, x, rank=peers.rank)
+    index = per_token, meta(num_ranks), slots, slots
+    tokens.sum_home((rows, rows), index, (received, received), x, rank=peers.rank)
 
 
 def launch_slots(shape, with_probs):
@@ -241,8 +241,8 @@ def launch_slots(shape, with_probs):
     values, row_values = meta(num_tokens, top_k, dtype=FP32), meta(num_tokens, dtype=FP32)
     probs, row_probs = (values, row_values) if with_probs else (None, None)
     per_token, per_rank = meta(num_tokens, num_ranks), meta(num_ranks)
-    maps = per_token, meta(1, num_ranks), per_rank, per_rank
-    tokens.push_slots(slots, slots, probs, *maps, peers, received, row_column=1, prob_column=2)
-    tokens.index_rows(slots, probs, one, one, received, received, slots, rows, row_probs)
+    region = per_token, meta(1, num_ranks), per_rank, per_rank
+    tokens.push_slots((slots, slots, probs), region, peers, received, row_column=1, prob_column=2)
+    tokens.index_rows((slots, probs), (one, one), (received, received), (slots, rows, row_probs))
     tokens.gather_values(row_values, slots, one, values)
     tokens.pull_values(slots, per_token, peers, received, values, column=1)

@@ -6,8 +6,8 @@ Arguments that mean the same everywhere:
 
 * received: what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of the
   buffer concerned, or a negative number if the call has failed and nothing may be moved.
-* ready, arrived: results of the trip's barriers, or of the wait for a signal; a negative first word means that the call
-  has failed.
+* trip: the results of the trip's first barrier, and of its last one or of the wait for a signal; a negative first word
+  means that the call has failed.
 * x [T, H]: the tokens; out [T, H]: their sums; rows [N_cap, H]: the rows on this rank; rank: this rank.
 * Of the plan (control.PlanIntegers): slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start,
   packed_limit, source_to_packed_start; -1 means none. packed_to_row: int32 [P_cap, K] of index_rows.
@@ -27,6 +27,9 @@ from typing import Protocol
 from torch import Tensor
 
 from symmoe.kernels.control import Peers
+
+Slots = tuple[Tensor, Tensor, Tensor | None]
+Region = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class RowKernels(Protocol):
@@ -51,19 +54,7 @@ class RowKernels(Protocol):
         """
 
     def push_slots(
-        self,
-        slot_to_row: Tensor,
-        slot_to_rank: Tensor,
-        probs: Tensor | None,
-        token_to_packed_row: Tensor,
-        block_tokens: Tensor,
-        packed_start: Tensor,
-        packed_limit: Tensor,
-        peers: Peers,
-        received: Tensor,
-        *,
-        row_column: int,
-        prob_column: int,
+        self, slots: Slots, region: Region, peers: Peers, received: Tensor, *, row_column: int, prob_column: int
     ) -> None:
         """Writes, for each packed row, the rows of the token on that rank and their probs.
 
@@ -71,34 +62,29 @@ class RowKernels(Protocol):
         [K] get probs[t, k], else 0. Packed rows of this rank's region that no token uses get -1.
 
         Args:
-            probs: fp32 [T, K]; None: nothing is written to the probs' buffer.
+            slots: slot_to_row, slot_to_rank, and probs fp32 [T, K]; None: nothing is written to the probs' buffer.
+            region: token_to_packed_row, block_tokens, packed_start, packed_limit.
             row_column, prob_column: the columns of `received`.
         """
 
     def index_rows(
         self,
-        wire_to_row: Tensor,
-        wire_probs: Tensor | None,
-        packed_begin: Tensor,
-        packed_end: Tensor,
-        ready: Tensor,
-        arrived: Tensor,
-        packed_to_row: Tensor,
-        row_to_packed_row: Tensor,
-        row_probs: Tensor | None,
+        wire: tuple[Tensor, Tensor | None],
+        packed: tuple[Tensor, Tensor],
+        trip: tuple[Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor | None],
     ) -> None:
         """Turns the slots that arrived into index tensors of this rank.
 
-        If the call has failed, nothing has arrived: `packed_to_row` is filled with -1 and `row_to_packed_row` with 0,
-        so that kernels already on their way stay inside their buffers, and `row_probs` with NaN.
+        If the call has failed, nothing has arrived: packed_to_row is filled with -1 and row_to_packed_row with 0, so
+        that kernels already on their way stay inside their buffers, and row_probs with NaN.
 
         Args:
-            wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
-            wire_probs: fp32 [P_cap, K], the probs of the slots, or None.
-            packed_begin, packed_end: int32 [1]; first packed row that has arrived, and the one past the last.
-            packed_to_row: gets a copy.
-            row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
-            row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
+            wire: int32 [P_cap, K], row of each slot of a packed row, or -1; fp32 [P_cap, K], the probs of the slots, or
+                None.
+            packed: int32 [1] each; first packed row that has arrived, and the one past the last.
+            index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row;
+                row_probs fp32 [N_cap] or None, gets the prob of each row. The tails of the latter stay as they are.
         """
 
     def place_rows(
@@ -160,14 +146,9 @@ class RowKernels(Protocol):
 
     def sum_home(
         self,
-        rows: Tensor,
-        returned: Tensor,
-        token_to_packed_row: Tensor,
-        packed_start: Tensor,
-        slot_to_rank: Tensor,
-        slot_to_row: Tensor,
-        ready: Tensor,
-        arrived: Tensor,
+        rows: tuple[Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor, Tensor],
+        trip: tuple[Tensor, Tensor],
         out: Tensor,
         *,
         rank: int,
@@ -176,7 +157,11 @@ class RowKernels(Protocol):
         """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
 
         A peer's sum has returned. This rank's sum is made here with the same bits: fp32, in k order, rounded to the
-        dtype of `out`. If the call has failed, `out` gets NaN. returned: [(R - 1) * T, H].
+        dtype of `out`. If the call has failed, `out` gets NaN.
+
+        Args:
+            rows: the rows on this rank; those that have returned, [(R - 1) * T, H].
+            index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
         """
 
     def pull_values(
