@@ -472,7 +472,8 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
         starts = empty(3, dtype=torch.int32)
         rows.launch_fan_out(wide, table, starts, source=num_rows % 2, num_ctas=num_rows % 7)
         rows.launch_push_sums(wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3)
-        rows.launch_sum_home(wide, wide, table, starts[:2], table, table, received, received, wide, rank=0, num_ctas=3)
+        index = table, starts[:2], table, table
+        rows.launch_sum_home((wide, wide), index, (received, received), wide, rank=0, num_ctas=3)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
