@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import routings
 import torch
+from captured_cases import check_exact
 from cluster import Cluster
 from limits import PROMPT_S
-from test_captured_step import check_exact
 from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
 from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train

@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,151 +15,28 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from captured_cases import (
+    Batch,
+    H,
+    HostGraph,
+    I,
+    Model,
+    batches,
+    captured_on_host,
+    check_changes,
+    check_exact,
+    make_step,
+    other_memory,
+)
 from torch import nn
 from torch.utils._pytree import register_pytree_node
-from worker import Findings, open_heap
+from worker import open_heap
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
-from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
-
-H, I, E, K, T = 16, 24, 8, 3, 200
-
-
-@contextmanager
-def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """In this context calls do what a graph has of them: no host looks for errors. What hosts find out, room and what
-    they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
-    with ExitStack() as patches:
-        for name, value in (("capture", 1), ("raises_at_once", False)):
-            patches.enter_context(mock.patch.object(SymmetricHeap, name, mock.PropertyMock(return_value=value)))
-        patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
-        for owner, name in ((SymmetricHeap, "meet"), (RowHistory, "room")):
-            patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
-        yield
-
-
-class HostGraph:
-    """What a CUDA graph does: the function runs once for its memory, and again in every replay, with what the host has
-    found out then."""
-
-    def __init__(self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None]) -> None:
-        self._parameters, self._function = list(model.parameters()), function
-        self._found: list[Any] = []
-        before = [state.clone() for state in states]
-
-        def noting(method: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *given, **options: (self._found.append(method(*given, **options)), self._found[-1])[1]
-
-        with in_a_graph(noting):
-            function()
-        for state, kept in zip(states, before, strict=True):
-            state.copy_(kept)
-        self._gradients = [parameter.grad for parameter in self._parameters]
-
-    def replay(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-        found = iter(self._found)
-        with in_a_graph(lambda method: lambda *given, **options: next(found)):
-            self._function()
-        assert list(found) == []
-        for kept, parameter in zip(self._gradients, self._parameters, strict=True):
-            if kept is not None:
-                kept.copy_(parameter.grad)
-
-    def end(self) -> None:
-        self._gradients.clear()
-
-
-def captured_on_host(model: nn.Module, **options: int) -> symmoe.CapturedStep:
-    """The step of make_step, with a stand-in for CUDA graphs."""
-    captured = symmoe.capture_step(make_step(model), model, **options)
-    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
-    return captured
-
-
-class Model(nn.Module):
-    """Two layers of experts, and a buffer that every step changes."""
-
-    def __init__(self, heap: SymmetricHeap, **options) -> None:
-        super().__init__()
-        torch.manual_seed(heap.rank)
-        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options)
-        self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
-        # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
-        self.dropout = nn.Dropout(0.1 if heap.device.type == "cuda" else 0.0)
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-        self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64, device=heap.device))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        aux_loss = 0.0
-        for layer in self.layers:
-            y, metrics = layer(x)
-            x, aux_loss = self.activation(x + self.dropout(y)), aux_loss + metrics.aux_loss
-        self.num_tokens += len(x)
-        return x, aux_loss
-
-
-def make_step(model: Model) -> Callable[..., dict[str, torch.Tensor]]:
-    def step(batch: list[torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
-        losses = []
-        for x in batch:  # micro-batches
-            y, aux_loss = model(x)
-            loss = scale * y.float().square().mean() + aux_loss
-            loss.backward()
-            losses.append(loss)
-        return {"loss": torch.stack(losses).mean()}
-
-    return step
-
-
-def batches(rank: int, count: int):
-    """Two micro-batches of each step, of fewer tokens on later ranks; tokens of every fourth step are alike, so few
-    experts get them all."""
-    for number in range(count):
-        own = torch.Generator().manual_seed(1000 * number + rank)
-        batch = [torch.randn(T - 7 * rank, H, generator=own) for _ in range(2)]
-        yield [x[:1] + 0.01 * x for x in batch] if number % 4 == 3 else batch
-
-
-def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
-    loads = [layer.router.step_load for layer in model.layers]
-    return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
-
-
-def check_exact(
-    rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None
-) -> tuple[int, int, int, list[str]]:
-    findings = Findings()
-    with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
-        torch.use_deterministic_algorithms(False)
-        model, plain = Model(heap), Model(heap)
-        plain.load_state_dict(model.state_dict())
-        captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
-        if device == "cpu":
-            states = captured.modules.states()
-            captured.make_graph = lambda function, heaps: HostGraph(model, states, function)
-        for number, batch in enumerate(batches(rank, count)):
-            batch = [x.to(heap.device) for x in batch]
-            torch.manual_seed(number)
-            found = captured(batch, scale=0.5)["loss"]
-            plain.zero_grad()
-            torch.manual_seed(number)
-            wanted = eager(batch, scale=0.5)["loss"]
-            pairs = zip(results(model, found), results(plain, wanted), strict=True)
-            same = [torch.equal(a, b) for a, b in pairs]
-            findings.check(all(same), f"rank {rank}, step {number}: {same}")
-        captured.close()
-        model.zero_grad()
-        plain.zero_grad()
-        del found, wanted, pairs
-        findings.check(heap.graph_bytes == 0, f"graphs hold {heap.graph_bytes} bytes")
-        findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
-        return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
 
 
 @pytest.mark.parametrize(
@@ -239,51 +116,29 @@ def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(cluster, nu
         assert all(float(gradient.abs().sum()) > 0 for gradient in by_rank[0][1][9])
 
 
-def heap_and_model() -> tuple[SymmetricHeap, Model]:
-    heap = SymmetricHeap(num_bytes=16 << 20, backend="host")
-    return heap, Model(heap)
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        yield Model(heap)
 
 
-def test_on_cpus_every_call_is_eager():
-    heap, model = heap_and_model()
-    with heap:
-        captured = symmoe.capture_step(make_step(model), model)
-        for batch in batches(0, 5):
-            captured(batch, scale=1.0)
-        assert (captured.num_replays, captured.num_captures) == (0, 0)
-        assert all(parameter.grad is not None for parameter in model.parameters())
+def test_on_cpus_every_call_is_eager(model):
+    captured = symmoe.capture_step(make_step(model), model)
+    for batch in batches(0, 5):
+        captured(batch, scale=1.0)
+    assert (captured.num_replays, captured.num_captures) == (0, 0)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_arguments_that_require_gradients_are_refused():
-    heap, model = heap_and_model()
-    with heap:
-        captured = symmoe.capture_step(make_step(model), model)
-        with pytest.raises(ArgumentError, match=r"batch\[0\] \[5, 16\] requires a gradient"):
-            captured([torch.ones(5, H, requires_grad=True)], scale=1.0)
-        captured([torch.ones(5, H)], scale=1.0)
-
-
-def test_inputs_of_other_shapes_are_captured_apart():
-    heap, model = heap_and_model()
-    with heap:
-        captured = captured_on_host(model, num_eager=1)
-        for num_tokens in (5, 5, 9, 9, 5, 9):
-            captured([torch.ones(num_tokens, H)], scale=1.0)
-        assert captured.num_captures == 2
-        captured([torch.ones(5, H)], scale=2.0)  # another constant: another step
-        assert captured.num_captures == 2
-        captured([torch.ones(5, H)], scale=2.0)
-        assert captured.num_captures == 3
-        captured.close()
-
-
-def test_a_result_stays_when_the_next_call_writes_its_own():
-    heap, model = heap_and_model()
-    with heap:
-        captured = captured_on_host(model, num_eager=1)
-        losses = [captured(batch, scale=1.0)["loss"] for batch in batches(0, 3)]
-        assert len({float(loss) for loss in losses}) == 3
-        captured.close()
+def test_inputs_of_other_shapes_are_captured_apart(model):
+    captured = captured_on_host(model, num_eager=1)
+    for num_tokens in (5, 5, 9, 9, 5, 9):
+        captured([torch.ones(num_tokens, H)], scale=1.0)
+    assert captured.num_captures == 2
+    captured([torch.ones(5, H)], scale=2.0)  # another constant: another step
+    assert captured.num_captures == 2
+    captured([torch.ones(5, H)], scale=2.0)
+    assert captured.num_captures == 3
 
 
 @pytest.mark.parametrize(
@@ -295,131 +150,41 @@ def test_numbers_out_of_range(options, text):
         symmoe.capture_step(lambda: None, nn.Linear(2, 2), **options)
 
 
-def test_a_layer_that_was_not_called_before():
-    heap, model = heap_and_model()
-    with heap:
-        switch = []
-        captured: CapturedStep = symmoe.capture_step(
-            lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1
-        )
-        captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+def test_a_layer_that_was_not_called_before(model):
+    switch = []
+    captured: CapturedStep = symmoe.capture_step(lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1)
+    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+    captured(torch.ones(3, H))
+    switch.append(True)
+    with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
         captured(torch.ones(3, H))
-        switch.append(True)
-        with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
-            captured(torch.ones(3, H))
-        assert heap.captured_reports is None
+    assert model.layers[0].heap.captured_reports is None
 
 
-def test_nothing_is_replayed_on_a_heap_on_which_nothing_works():
-    heap, model = heap_and_model()
-    with heap:
-        captured = captured_on_host(model, num_eager=1)
-        for _ in range(2):
-            captured([torch.ones(3, H)], scale=1.0)
-        heap.abort("enough")
-        with mock.patch.object(HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
-            captured([torch.ones(3, H)], scale=1.0)
-        assert not replay.called
+def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
+    captured = captured_on_host(model, num_eager=1)
+    for _ in range(2):
+        captured([torch.ones(3, H)], scale=1.0)
+    model.layers[0].heap.abort("enough")
+    with mock.patch.object(HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
+        captured([torch.ones(3, H)], scale=1.0)
+    assert not replay.called
 
 
-def test_what_could_not_be_taken_back_is_refused():
-    heap, model = heap_and_model()
-    with heap:
-        for option in ("accumulate_into_main_grad", "delay_wgrad"):
-            fc2 = model.layers[1].experts.fc2
-            setattr(fc2, option, True)
-            with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False"):
-                symmoe.capture_step(make_step(model), model)
-            setattr(fc2, option, False)
-        with SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
-            both = nn.ModuleList([model, Model(other)])
-            with pytest.raises(ArgumentError, match="layers on several heaps"):
-                symmoe.capture_step(make_step(model), both)
+def test_what_could_not_be_taken_back_is_refused(model):
+    for option in ("accumulate_into_main_grad", "delay_wgrad"):
+        fc2 = model.layers[1].experts.fc2
+        setattr(fc2, option, True)
+        with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False"):
+            symmoe.capture_step(make_step(model), model)
+        setattr(fc2, option, False)
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
+        both = nn.ModuleList([model, Model(other)])
+        with pytest.raises(ArgumentError, match="layers on several heaps"):
+            symmoe.capture_step(make_step(model), both)
 
 
 # -- what decides a step -----------------------------------------------------------------------------------------------
-
-
-def double(module: nn.Module, args: object, outputs: tuple) -> tuple:
-    return 2 * outputs[0], outputs[1]
-
-
-def new_experts(layer: MoELayer) -> None:
-    experts = GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
-    experts.load_state_dict({name: 2 * tensor for name, tensor in layer.experts.state_dict().items()})
-    layer.set_experts(experts)
-
-
-def other_memory(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data * 2
-
-
-def other_load(router: nn.Module) -> None:
-    router.step_load = router.step_load.clone()
-
-
-CHANGES: dict[str, Callable[[Model], object]] = {
-    "nothing": lambda model: None,
-    "unfrozen": lambda model: model.requires_grad_(True),
-    "memory of a parameter": lambda model: other_memory(model.layers[1].experts.fc1.weight),
-    "memory of a buffer": lambda model: other_memory(model.num_tokens),
-    "a tensor of a module": lambda model: other_load(model.layers[0].router),
-    "a number of a module": lambda model: setattr(model.dropout, "p", 1.0),
-    "an object of a module": lambda model: setattr(model, "activation", torch.relu),
-    "mode": lambda model: model.eval(),
-    "forward hook": lambda model: model.layers[0].register_forward_hook(double),
-    "gradient hook": lambda model: model.layers[0].router.weight.register_hook(lambda gradient: 3 * gradient),
-    "experts": lambda model: new_experts(model.layers[0]),
-    "frozen": lambda model: model.layers[1].requires_grad_(False),
-}
-
-
-@contextmanager
-def deterministic(_: str) -> Iterator[None]:
-    torch.backends.cudnn.deterministic = True
-    yield
-    torch.backends.cudnn.deterministic = False
-
-
-AROUND: dict[str, Callable[[str], Any]] = {
-    "autocast": lambda device: torch.autocast(device, torch.bfloat16),
-    "autocast in fp16": lambda device: torch.autocast(device, torch.float16),
-    "deterministic": deterministic,
-}
-
-
-def check_changes(rank: int, num_ranks: int, device: str) -> list[str]:
-    """After each change the step is captured once more, and has the bits of an eager one."""
-    findings = Findings()
-    with open_heap(device, num_bytes=64 << 20) as heap:
-        torch.use_deterministic_algorithms(False)
-        model, plain = Model(heap), Model(heap)
-        plain.load_state_dict(model.state_dict())
-        for either in (model, plain):
-            either.layers[0].experts.requires_grad_(False)
-        captured, eager = symmoe.capture_step(make_step(model), model, num_eager=1), make_step(plain)
-        if device == "cpu":
-            captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
-        x, num_captures = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device), 0
-        for name in (*CHANGES, *AROUND):
-            findings.where = f"{name}, rank {rank}"
-            for either in (model, plain):
-                CHANGES.get(name, CHANGES["nothing"])(either)
-            for number in range(3):
-                plain.zero_grad()
-                with AROUND.get(name, nullcontext)(device):
-                    torch.manual_seed(number)
-                    found = captured([x], scale=0.5)["loss"]
-                    torch.manual_seed(number)
-                    wanted = eager([x], scale=0.5)["loss"]
-                pairs = zip(results(model, found), results(plain, wanted), strict=True)
-                same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs]
-                findings.check(all(same), f"call {number}: {same}")
-            num_captures += 1
-            findings.equal("captures", captured.num_captures, num_captures)
-        findings.equal("repeated", captured.num_repeated, 0)
-        captured.close()
-    return findings.texts
 
 
 def test_what_decides_a_step_is_captured_apart(cluster):
@@ -427,13 +192,6 @@ def test_what_decides_a_step_is_captured_apart(cluster):
 
 
 Pair = namedtuple("Pair", ["x", "y"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    x: torch.Tensor
-    y: torch.Tensor
-    scale: float = 1.0
 
 
 @dataclasses.dataclass
@@ -618,32 +376,26 @@ def test_modes_that_take_turns_are_captured_once():
     assert (captured.num_captures, captured.num_replays) == (2, 4)
 
 
-def test_memory_that_moves_after_an_error():
+def test_memory_that_moves_after_an_error(model):
     """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
-    heap, model = heap_and_model()
-    with heap:
-        captured = captured_on_host(model, num_eager=1)
-        for batch in ([torch.ones(3, H)], [torch.ones(3, H)], [torch.ones(3, H), {1}]):
-            with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
-                captured(batch, scale=1.0)
-        other_memory(model.layers[0].experts.fc1.weight)
-        for _ in range(2):
-            captured([torch.ones(3, H)], scale=1.0)
-        assert (captured.num_captures, captured.num_replays) == (2, 2)
-        captured.close()
+    captured = captured_on_host(model, num_eager=1)
+    for batch in ([torch.ones(3, H)], [torch.ones(3, H)], [torch.ones(3, H), {1}]):
+        with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
+            captured(batch, scale=1.0)
+    other_memory(model.layers[0].experts.fc1.weight)
+    for _ in range(2):
+        captured([torch.ones(3, H)], scale=1.0)
+    assert (captured.num_captures, captured.num_replays) == (2, 2)
 
 
-def test_options_set_later_that_could_not_be_taken_back_are_refused():
-    heap, model = heap_and_model()
-    with heap:
-        captured = captured_on_host(model, num_eager=1)
-        for _ in range(2):
-            captured([torch.ones(3, H)], scale=1.0)
-        model.layers[0].experts.fc1.delay_wgrad = True
-        captured([torch.ones(3, H)], scale=1.0)  # eager, and so right
-        with pytest.raises(ArgumentError, match=r"delay_wgrad \(True\) must be False"):
-            captured([torch.ones(3, H)], scale=1.0)
-        captured.close()
+def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
+    captured = captured_on_host(model, num_eager=1)
+    for _ in range(2):
+        captured([torch.ones(3, H)], scale=1.0)
+    model.layers[0].experts.fc1.delay_wgrad = True
+    captured([torch.ones(3, H)], scale=1.0)  # eager, and so right
+    with pytest.raises(ArgumentError, match=r"delay_wgrad \(True\) must be False"):
+        captured([torch.ones(3, H)], scale=1.0)
 
 
 def refuse_on(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> list[str]:
