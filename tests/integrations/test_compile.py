@@ -7,12 +7,10 @@ import dataclasses
 import gc
 import io
 import pickle
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from cluster import Cluster
 from small_model import Block, assert_same, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,6 +21,7 @@ from worker import Watching, without_semaphores
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
 from symmoe.moe import torch_operators
+from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
 
@@ -123,7 +122,7 @@ def compiled_rank(rank: int, num_ranks: int, fields: dict) -> None:
     torch._dynamo.reset()
 
 
-def test_two_ranks(cluster: Callable[..., Cluster]):
+def test_compiled_block_on_two_ranks_gives_the_eager_results(cluster):
     cluster(2).run(compiled_rank, STATIC)
 
 
@@ -355,3 +354,14 @@ def test_pickling_says_what_to_do_instead(heap):
     torch.save(layer.state_dict(), saved)
     saved.seek(0)
     symmoe.MoELayer(config(), heap).load_state_dict(torch.load(saved))
+
+
+def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
+    module = nn.Sequential(block(heap, **STATIC))
+    precise = dataclasses.replace(module[0].moe.config, ffn=16, precision=Float8Block())
+    module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
+    want = step(module, tokens())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with symmoe.constant_weights(module):
+        for _ in range(2):
+            assert_same(step(compiled, tokens()), want)
