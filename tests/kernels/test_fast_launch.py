@@ -16,15 +16,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from fake_cuda import (  # noqa: E402
-    STREAM,
-    FakeCompiled,
-    FakeJIT,
-    Launched,
-    assert_only_the_first_compiles,
-    fake_cuda,  # noqa: F401
-    fake_jits,
-)
+from fake_cuda import STREAM, FakeCompiled, FakeJIT, Launched, assert_only_the_first_compiles, fake_jits  # noqa: E402
 from limits import HANG_S  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
@@ -69,8 +61,8 @@ def example_kernel(
 class Example:
     """A fresh wrapper of the example, its JIT, and the driver."""
 
-    def __init__(self, cuda, monkeypatch):
-        self.cuda, self.jit = cuda, FakeJIT(example_kernel, cuda)
+    def __init__(self, fake_cuda, monkeypatch):
+        self.cuda, self.jit = fake_cuda, FakeJIT(example_kernel, fake_cuda)
         monkeypatch.setattr(example_kernel, "run", self.jit, raising=False)
         self.kernel = fast_launch(example_kernel)
 
@@ -85,8 +77,8 @@ class Example:
 
 
 @pytest.fixture
-def example(cuda, monkeypatch):
-    return Example(cuda, monkeypatch)
+def example(fake_cuda, monkeypatch):
+    return Example(fake_cuda, monkeypatch)
 
 
 def unaligned(tensor):
@@ -143,13 +135,13 @@ def words(args):
 
 
 def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
-    kernel, jit, cuda = example.kernel, example.jit, example.cuda
+    kernel, jit, fake_cuda = example.kernel, example.jit, example.cuda
     num_compiled = kernels.compiled_counter(torch.device("cuda"))
     before = num_compiled()
     args, kwargs = arguments()
     compiled = kernel[(3, 2)](*args, **kwargs)
     assert jit.calls == [(tuple(args), (3, 2), kwargs)]
-    assert not cuda.happened  # the JIT has launched it
+    assert not fake_cuda.happened  # the JIT has launched it
     assert num_compiled() == before + 1
 
     other, _ = arguments(number=-5, plain=2**63 + 5, fraction=-0.25)
@@ -160,7 +152,7 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
     assert len(jit.calls) == 3
     assert num_compiled() == before + 3
     bits = [word - 2**64 if word >= 2**63 else word for word in words(other)]
-    assert cuda.launches == [Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))]
+    assert fake_cuda.launches == [Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))]
 
 
 def test_nothing_is_launched_in_an_empty_grid(example):
@@ -178,7 +170,7 @@ def test_an_error_of_the_driver_is_raised(example, monkeypatch):
 
 
 def test_keywords_may_come_in_any_order_and_for_any_parameter(example):
-    kernel, jit, cuda = example.kernel, example.jit, example.cuda
+    kernel, jit, fake_cuda = example.kernel, example.jit, example.cuda
     args, kwargs = arguments()
     names = [*kernel.arg_names[: len(args)]]
     for split in range(len(args) + 1):
@@ -189,7 +181,7 @@ def test_keywords_may_come_in_any_order_and_for_any_parameter(example):
             assert jit.calls[-2:] == [(tuple(args[:split]), (1,), keywords)] * 2
         else:
             assert repeated is compiled
-            assert cuda.launches[-1].words == words(args)
+            assert fake_cuda.launches[-1].words == words(args)
     before = len(jit.calls)
     assert before == 2 * len(args) + 1
     for _ in range(2):
@@ -292,7 +284,7 @@ def test_a_callable_grid_takes_the_ordinary_way(example):
     assert example.seen == 6
 
 
-def test_wrong_calls_are_refused_by_the_jit(cuda):
+def test_wrong_calls_are_refused_by_the_jit(fake_cuda):
     kernel = fast_launch(example_kernel)
     args, kwargs = arguments()
     for wrong_args, wrong_kwargs in (
@@ -388,9 +380,9 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
     assert launches.OPTIONS == {"enable_fp_fusion": True}
 
 
-def test_every_launcher_makes_calls_that_are_understood(cuda, monkeypatch):
+def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     """All launches of a step after the first one are fast, whatever changes from step to step."""
-    jits = fake_jits(monkeypatch, cuda, sync, plan, tokens)
+    jits = fake_jits(monkeypatch, fake_cuda, sync, plan, tokens)
 
     def step(case, number):
         run_case(gpu, case)
@@ -408,9 +400,9 @@ def test_every_launcher_makes_calls_that_are_understood(cuda, monkeypatch):
     assert_only_the_first_compiles(jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others)))
 
 
-def test_every_gemm_launcher_makes_calls_that_are_understood(cuda, monkeypatch):
+def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
-    jits = fake_jits(monkeypatch, cuda, activation, bias, gemm, gemm_act, splits)
+    jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act, splits)
 
     def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=32):
         empty, act = torch.empty, Activation()
@@ -436,8 +428,8 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(cuda, monkeypatch):
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
-def test_every_launcher_for_hopper_makes_calls_that_are_understood(cuda, monkeypatch):
-    jits = fake_jits(monkeypatch, cuda, hopper_gemm, act, wgrad, rows)
+def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):
+    jits = fake_jits(monkeypatch, fake_cuda, hopper_gemm, act, wgrad, rows)
     arena = torch.zeros(1 << 16, dtype=torch.uint8)
     peers = Peers(rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2))
 
@@ -473,8 +465,8 @@ def table(matrices):
 class Described:
     """Calls of the example with a descriptor for its first argument."""
 
-    def __init__(self, kernel, jit, cuda):
-        self.kernel, self.jit, self.cuda = kernel, jit, cuda
+    def __init__(self, kernel, jit, fake_cuda):
+        self.kernel, self.jit, self.cuda = kernel, jit, fake_cuda
         self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])})
 
     def launch(self, desc, x=F32, index=None):
@@ -603,7 +595,7 @@ def test_a_triton_without_the_insides_that_are_read():
     assert done.returncode == 0, done.stderr
 
 
-def test_launches_happen_on_the_device_of_the_first_tensor(described, cuda, monkeypatch):
+def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda, monkeypatch):
     """Only a call that is not known for the current device asks; the switch is undone after it."""
     devices = []
 
@@ -613,31 +605,31 @@ def test_launches_happen_on_the_device_of_the_first_tensor(described, cuda, monk
 
         def __enter__(self):
             devices.append(self.device)
-            self.before, cuda.device = cuda.device, self.device
+            self.before, fake_cuda.device = fake_cuda.device, self.device
 
         def __exit__(self, *args):
-            cuda.device = self.before
+            fake_cuda.device = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1)
     monkeypatch.setattr(launches, "_DEVICE", lambda tensor: 1)
     for device in (0, 1, 0, 1):
-        cuda.device = device
+        fake_cuda.device = device
         described.launch(F32)
-        assert cuda.device == device
+        assert fake_cuda.device == device
     assert devices == [1, 1]
     assert len(described.jit.calls) == 1
-    cuda.device = 0
+    fake_cuda.device = 0
     monkeypatch.setattr(knobs.runtime, "debug", True)
     described.launch(F32)
     assert (devices, len(described.jit.calls)) == ([1, 1, 1], 2)
 
 
-def test_a_context_is_current_before_anything_is_encoded_or_launched(described, cuda, monkeypatch):
+def test_a_context_is_current_before_anything_is_encoded_or_launched(described, fake_cuda, monkeypatch):
     order = []
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
     monkeypatch.setattr(
-        triton_internals, "make_tensordesc_arg", lambda *args: order.append("encode") or cuda.encode(*args)
+        triton_internals, "make_tensordesc_arg", lambda *args: order.append("encode") or fake_cuda.encode(*args)
     )
     described.launch(F32)
     assert order == ["context", "context", "encode"]

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT, fake_cuda  # noqa: F401
+from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT
 
 from symmoe.errors import raise_for
 from symmoe.kernels import twin
@@ -113,9 +113,9 @@ def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: t
 
 
 @pytest.fixture
-def calls(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     """A function of tensors that launches the example twice, on memory that it makes."""
-    monkeypatch.setattr(example_kernel, "run", FakeJIT(example_kernel, cuda), raising=False)
+    monkeypatch.setattr(example_kernel, "run", FakeJIT(example_kernel, fake_cuda), raising=False)
     kernel = fast_launch(example_kernel)
     constants = Constants({"WIDTH": 64}, {0: describe([4, 8])})
 
@@ -131,24 +131,24 @@ def calls(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     return function
 
 
-def test_played_launches_get_the_arguments_of_the_call(calls, cuda: FakeCuda):
+def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
     tapes = Tapes(torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections)
     for number in range(6):
-        cuda.happened.clear()
+        fake_cuda.happened.clear()
         rows, scale = torch.zeros(24, 8), torch.zeros(8)
         (made,) = tapes.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
         assert tapes.problems == []
         assert tapes.num_played == max(0, number - 2)
         if number == 0:
             continue  # the JIT launches
-        first, second = cuda.launches
+        first, second = fake_cuda.launches
         half, quarter = (torch.tensor(value).view(torch.int32).item() for value in (0.5, -0.25))
         assert (first.grid, second.grid) == ((3, 2, 1), (1, 1, 1))
         assert first.words == (rows[8:].data_ptr(), 16, 8, 8, 1, made.data_ptr(), -1, 3, half, 0, 0)
         assert second.words == (made.data_ptr(), 8, 8, 8, 1, scale[4:].data_ptr(), 7, -(2**62), quarter, 0, 0)
 
 
-def test_events_order_streams(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     class FakeEvent:
         cuda_event = 99
 
@@ -161,10 +161,10 @@ def test_events_order_streams(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     playing = player.Playing(2, {}, STREAM, lambda: twin)
     for section in (tape.entries[0], tape.entries[2]):
         section.play(playing)
-    assert cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
+    assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
 
 
-def test_parameters_are_those_of_the_compiled_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+def test_parameters_are_those_of_the_compiled_kernel(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     """As many, with a tensor map where PTX has 128 bytes: of a kernel in Gluon and one in Triton."""
     made = {}
 
@@ -172,7 +172,7 @@ def test_parameters_are_those_of_the_compiled_kernel(cuda: FakeCuda, monkeypatch
         options = {**launches.OPTIONS, **constants.named}
         compiled = fast.kernel.run(*constants.described(args), grid=grid, warmup=True, **options)
         compiled._run, compiled.function = FakeCompiled().run, 7
-        cuda.num_parameters[7] = compiled.asm["ptx"].count("\t.param ")
+        fake_cuda.num_parameters[7] = compiled.asm["ptx"].count("\t.param ")
         parts = triton_internals.read_compiled(compiled), args, [i for i, arg in enumerate(args) if arg is not None]
         made[compiled.name] = known_kernel(compiled.name, *parts, constants.descriptors), args, compiled.asm["ptx"]
 

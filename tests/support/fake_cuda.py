@@ -116,7 +116,7 @@ class FakeCuda:
         return 0
 
 
-@pytest.fixture(name="cuda")
+@pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     result = FakeCuda()
     monkeypatch.setattr(triton_internals, "IS_KNOWN", True)  # a new Triton shall show what it has changed
