@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import assert_only_the_first_compiles, fake_jits
+from fake_cuda import assert_only_the_first_compiles, fake_cuda, fake_jits  # noqa: F401
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -20,7 +20,7 @@ E4M3 = torch.float8_e4m3fn
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 
 
-def test_launches_are_understood(fake_cuda, monkeypatch):
+def test_launches_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
     jits = fake_jits(monkeypatch, fake_cuda, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
 
@@ -46,7 +46,7 @@ def test_launches_are_understood(fake_cuda, monkeypatch):
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
+def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
     jits = fake_jits(monkeypatch, fake_cuda, act_quantized, hopper_dact_quantize, gemm_act, bias)
 
@@ -79,7 +79,7 @@ def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):
+def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """With sums for a bias gradient and without."""
     jits = fake_jits(monkeypatch, fake_cuda, quantize, bias)
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import assert_only_the_first_compiles, fake_jits
+from fake_cuda import assert_only_the_first_compiles, fake_cuda, fake_jits  # noqa: F401
 from scaled_problem import NAMES, Numbers, Problem, WgradProblem
 from test_scaled_twin import names, problem, wgrad_problem
 
@@ -18,7 +18,7 @@ from symmoe.kernels.low_precision import fp8, hopper_fp8, hopper_fp8_wgrad, scal
 BF16 = torch.bfloat16
 
 
-def test_launches_are_understood(fake_cuda, monkeypatch):
+def test_launches_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
     jits = fake_jits(monkeypatch, fake_cuda, scaled)
 
@@ -43,7 +43,7 @@ def test_launches_are_understood(fake_cuda, monkeypatch):
 
 
 @names
-def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):
+def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):  # noqa: F811
     jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
     gemm, wgrad = scaled.grouped_gemm_scaled, scaled.grouped_gemm_wgrad_scaled
     if name == "fp8":
