@@ -22,7 +22,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.memory import Lease
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
 # first region of these is, and where its per-row values are.
@@ -72,7 +72,7 @@ def combine(
         with Collection(rows, plan, order=order) as collection:
             collection.collect()
         return given("rows", collection.out)
-    branch, nodes, num_ctas = plan.heap.branch(), plan.nodes, division.num_ctas
+    branch, nodes, num_ctas = plan.heap.streams.branch(), plan.nodes, division.num_ctas
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
     sources, of_sources = plan.in_node.arrivals[::-1], plan.in_node.source_to_rows
     parts, num_foreign = [of_sources[source] for source in sources], 1
@@ -116,7 +116,7 @@ def collecting(
         with collection:
             collection.collect()
         return
-    branch = plan.heap.branch()
+    branch = plan.heap.streams.branch()
     with collection:
         point = branch.point()
         yield collection
@@ -192,7 +192,7 @@ class Collection:
                 self._returned, rows_offset = returned.tensor, returned.offset
                 last_row_offset = rows_offset + (region_rows - 1) * width * self._rows.element_size()
             self._publish = (rows_offset, last_row_offset, values_offset)
-            self._exit.enter_context(heap.one_call())
+            self._exit.enter_context(heap.one_call)
             self._exit = self._exit.pop_all()
         return self
 
@@ -224,7 +224,7 @@ class Collection:
 
     def open_again(self) -> None:
         """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
-        if self._plan.heap.capture:
+        if self._plan.heap.streams.capture:
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
             # barrier, and ranks that do so after it, would wait for each other.
             self._come()
@@ -264,7 +264,7 @@ class Collection:
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.meet(self._agreed)
                 spoils = self.values if self.out is None else self.out
-            arrived = heap.barrier(control.PHASE_COMBINE_DONE, spoils=spoils, **self._agreed)
+            arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=spoils, **self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return
             index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row

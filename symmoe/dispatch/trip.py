@@ -29,6 +29,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
+from symmoe.symm_mem.heap import nodes_of
 from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import EVEN, FRAGILE, OWES
 
@@ -88,7 +89,7 @@ def dispatch(
     with ExitStack() as stack:
         if index is None:
             index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
-        stack.enter_context(plan.heap.one_call())
+        stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
         travelling = stack.enter_context(_travelling([x] if probs is None else [x, probs], plan, agreed))
@@ -120,7 +121,7 @@ def _travelling(
         def both() -> Iterator[tuple[Plan, list[torch.Tensor]]]:
             yield nodes.own, tensors
             yield nodes.foreign, come()
-            plan.heap.meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
+            nodes_of(plan.heap).meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
 
         yield both()
 
@@ -223,7 +224,7 @@ class _Trip:
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
-            self._ready = self._heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+            self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
         self._tokens = _with_slots(travelling, index, self._ready)
 
     def send(self) -> None:
@@ -234,7 +235,9 @@ class _Trip:
             else:
                 self._push(rows, tokens, but=self._rank)
                 self._place_own(rows, tokens)
-        self._receive(None, self._heap.barrier(control.PHASE_DISPATCH_DONE, spoils=self._buffer, **self._agreed))
+        self._receive(
+            None, self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+        )
 
     @contextmanager
     def arriving(self) -> Iterator[Iterator[Part]]:
@@ -246,10 +249,10 @@ class _Trip:
         try:
             with heap.timed("dispatch"):
                 self._own, self._x = next(self._tokens)
-                self._branch = heap.branch()
+                self._branch = heap.streams.branch()
                 self._start = self._branch.point()
         except Exception as error:
-            heap.abort_for(error)  # peers wait for signals; only at a barrier could they be told
+            heap.abort(error)  # peers wait for signals; only at a barrier could they be told
             raise
         mark(OWES)
         parts = self._parts()
@@ -263,7 +266,7 @@ class _Trip:
                 with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
                     self._exchange()
             except Exception as error:  # noqa: BLE001 - the exception that led here is raised
-                heap.abort_for(error)
+                heap.abort(error)
             raise
         finally:
             with owed():
@@ -304,7 +307,7 @@ class _Trip:
                         self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._own.arrivals[step]
                 if self._are_read:
                     self._receive(source, arrived)
@@ -318,7 +321,7 @@ class _Trip:
                 for step in range(1, self._num_ranks + 1):
                     to = (self._rank + step) % self._num_ranks
                     self._push(rows, tokens, to=to, num_ctas=self._num_ctas)
-            arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, spoils=self._buffer, **self._agreed)
+            arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
             for source in self._own.arrivals[self._num_ranks :]:
                 self._receive(source, arrived)
                 self._come[source] = self._branch.point()

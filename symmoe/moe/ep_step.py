@@ -40,9 +40,8 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout, rounded_up
 from symmoe.precision.wire import WireFormat, wire_problem
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
-from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import reshaped_result
 
 RECEIVED = "received rows"
@@ -107,7 +106,7 @@ def expert_parallel_mlp(
     """
     problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
-    with told(plan.heap, SEND):
+    with FailPeersOnError(plan.heap, SEND):
         plan.heap.fail_for(transform_problem() or problem, SEND)
         for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
             plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), SEND)
@@ -239,7 +238,7 @@ def _kind(experts: CallExperts, plan: Plan, overlapped: Overlap, order: str, sta
     is among their operands."""
     if (
         plan.heap.device.type == "meta"
-        or plan.heap.spans_nodes
+        or plan.heap.nodes is not None
         or plan.num_rows is not None
         or experts.form.precision is not None
         or experts.form.split(experts.tensors)[2]  # adapters
@@ -272,7 +271,7 @@ def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     sizes = plan.row_capacity, plan.packed_row_capacity
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    if not heap.lacks(most_bytes(step.num_received, *sizes, plan.num_tokens, heap, row_bytes)):
+    if not heap.memory.lacks(most_bytes(step.num_received, *sizes, plan.num_tokens, heap, row_bytes)):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -419,7 +418,7 @@ class _ExpertParallelMLP(Function):
     @once_differentiable
     def backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
-        with told(heap, SEND):
+        with FailPeersOnError(heap, SEND):
             heap.fail_for(memory_problem("the gradient of y", dy), SEND)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
 

@@ -20,8 +20,8 @@ from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
-from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
+from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
@@ -84,7 +84,7 @@ class RoutedExperts(torch_operators.EagerStep):
             return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
         if not isinstance(experts, CallExperts):
             heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
-        with told(heap, control.PHASE_PLAN):
+        with FailPeersOnError(heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
         options = self.plan_options(tokens.dtype)
         plan = plan_call(topk_idx, heap, options, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
@@ -111,15 +111,17 @@ class RoutedExperts(torch_operators.EagerStep):
 
     @property
     def _history(self) -> RowHistory:
-        return self.heap.row_history((self.config.num_experts, self.config.top_k))
+        return self.heap.row_histories[self.config.num_experts, self.config.top_k]
 
-    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> Room | None:
+    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> RowBudget | None:
         config, heap, num_tokens = self.config, self.heap, topk_idx.shape[0]
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
-        if heap.lacks(most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)):
+        if heap.memory.lacks(
+            most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)
+        ):
             return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
         return room
 

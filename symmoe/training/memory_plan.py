@@ -23,9 +23,9 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.torch_internals import storage_of
 
 _ENDLESS_BYTES = 1 << 62

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from culprits import TRANSFORMS, sets_of_culprits
+from heap_calls import outcome
 from limits import HANG_S
-from test_heap import outcome
 from worker import Findings, difference, free_bytes, open_heap
 
 from symmoe import (

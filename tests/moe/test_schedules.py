@@ -15,7 +15,7 @@ from worker import Findings, open_heap
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError, HeapExhausted
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 STASHES = CHOICES["stash"]
 

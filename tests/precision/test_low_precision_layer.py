@@ -29,7 +29,7 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 H, I, K = 512, 32, 2
 RANK_TO_TOKENS = (300, 3, 61, 0)  # experts of several tiles: FC2 computes some of them before the others
