@@ -18,7 +18,7 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import device_problem
+from symmoe.moe.ddp_and_fsdp import device_problem, gradients_option
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
@@ -139,4 +139,4 @@ def is_traced(experts: GroupedMLP) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return num_dispatch_modes() > 0 and torch_operators.gradients_option(experts) is None
+    return num_dispatch_modes() > 0 and gradients_option(experts) is None
