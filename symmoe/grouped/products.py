@@ -30,18 +30,16 @@ from symmoe.precision.recipes import Recipe
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
-    """y = W x + bias * scale, += B (A x) with adapters.
+    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters.
 
-    Attributes:
-        layers: the layer.
-        trains_rows: whether backward will ask for the gradient of the rows.
+    trains_rows: whether backward will ask for the gradient of the rows.
     """
 
     layers: tuple[GroupedParameters]
     trains_rows: bool
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
-        """Fills out [N, O]. Returns A x, and the transposed weight in the recipe's numbers if rows are trained."""
+        # Kept are A x, and the transposed weight in the recipe's numbers if rows are trained.
         (layer,), transposed = self.layers, None
         weights, low = _split(layer, rows.tensors)
         (weight,) = kernel_matrices({"weight": weights})
@@ -62,7 +60,6 @@ class LinearProducts:
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
     ) -> LinearGradients:
-        """As rows_function.Products says."""
         return LinearGradients(self.layers[0], rows, kept, d_out, needs)
 
 
@@ -109,8 +106,8 @@ class LinearGradients:
 
     def weight_gradients(self) -> tuple[Compute, ...]:
         """Needs no weights, so a delayed gradient keeps none of them alive."""
-        inputs = Unmodified(x=self._rows.x, d_y=self._d_out)
-        return (functools.partial(_weight_gradient, self._recipe, self._rows, self._d_out, inputs),)
+        x, row_range, d_out = self._rows.x, self._rows.row_range, self._d_out
+        return (functools.partial(_weight_gradient, self._recipe, x, row_range, d_out, Unmodified(x=x, d_y=d_out)),)
 
     def adapter_gradients(self) -> Gradients:
         """dA and dB; none without adapters."""
@@ -122,21 +119,21 @@ class LinearGradients:
 
 def _weight_gradient(
     recipe: Recipe | None,
-    rows: RowInputs,
+    x: torch.Tensor,
+    row_range: torch.Tensor,
     d_out: torch.Tensor,
     inputs: Unmodified,
     out: torch.Tensor | TensorTable,
     accumulate: bool,
 ) -> None:
-    """out [G, O, C] (+)= d_out_g^T rows_g."""
+    """out [G, O, C] (+)= d_out_g^T x_g."""
     inputs.check()
     if recipe is None:
-        ops = kernels.for_device(d_out.device)
-        ops.grouped_gemm_wgrad(d_out, rows.x, rows.row_range, out, accumulate=accumulate)
+        kernels.for_device(x.device).grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
         return
     numbers = LowPrecision(recipe)
-    left, right = numbers.gradient_columns(d_out, rows.row_range), numbers.columns(rows.x, rows.row_range)
-    multiply_columns(left, right, rows.row_range, out, accumulate=accumulate)
+    left, right = numbers.gradient_columns(d_out, row_range), numbers.columns(x, row_range)
+    multiply_columns(left, right, row_range, out, accumulate=accumulate)
 
 
 def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
