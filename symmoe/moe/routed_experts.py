@@ -17,12 +17,13 @@ from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, with
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
-from symmoe.moe.layer_checks import device_problem
 from symmoe.moe.overlap import received_layout
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 
+_WORDS = ("order", "stash", "layout", "schedule", "quantized_wire")
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
@@ -145,6 +146,5 @@ class RoutedExperts(torch_operators.EagerStep):
         out_shape: torch.Size | None = None,
     ) -> torch.Tensor:
         """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
-        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        layout = self.config.received_layout
-        return expert_parallel_mlp(tokens, probs, experts, plan, layout=layout, out_shape=out_shape, **words)
+        words = {name: getattr(self.config, name) for name in _WORDS}
+        return expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **words)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from layers import WAYS, tokens_of
 from reliability.delays import before_steps
-from test_layer import WAYS, tokens_of
 from worker import Findings, Watching, open_heap
 
 from symmoe import (

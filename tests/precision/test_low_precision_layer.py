@@ -10,11 +10,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from kept_memory import bytes_kept
+from layers import WAYS, global_weights, local_part, tokens_of
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
-from test_layer import WAYS, global_weights, local_part, tokens_of
 from test_low_precision import ONE_PRODUCT, RECIPES, TWO_LAYERS, every_recipe
-from test_memory import bytes_kept
 from test_schedules import Stack, compare_bits, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap, poison
@@ -447,7 +447,7 @@ def test_bytes_of_a_call(recipe, stash: str):
         options = {"precision": recipe, "quantized_wire": wire, "stash": stash, "capacity": 150}
         config = MoEConfig(hidden=160, ffn=96, num_experts=8, top_k=3, schedule="always-overlapped", **options)
         plan = plan_memory(config, num_ranks=1, num_tokens=37, dtype=torch.float32)
-        assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config), wire
+        assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config, 37), wire
 
 
 def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from act_quantize_cases import ACTIVATIONS
 from act_quantize_cases import Problem as ActProblem
+from layers import make_layer, tokens_of
 from quantize_cases import FILL, FORMATS, as_bytes, filled, hard_rows, row_range_of
 from row_ranges import random_ranges, rows_of
-from test_layer import make_layer, tokens_of
 from test_low_precision import RECIPES
 from test_schedules import compare_bits
 from worker import Findings, open_heap, poison

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layer import tokens_of
+from layers import tokens_of
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer

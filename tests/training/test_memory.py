@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from kept_memory import bytes_kept
 
-from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, cli, plan_memory
+from symmoe import MoEConfig, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
-from symmoe.moe.ep_step import _ExpertParallelMLP
 from symmoe.precision import PRECISIONS
 
 H, I, E, K, T = 16, 24, 8, 3, 37
-
-
-def bytes_kept(config: MoEConfig) -> tuple[int, int]:
-    """Bytes of (heap, ordinary memory) between forward and backward of one layer on one rank."""
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(config, heap)
-        x = torch.randn(T, config.hidden, requires_grad=True)
-        layer(x)  # the first call measures how much room the others get
-        y, _ = layer(x)
-        node = y.grad_fn
-        while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
-            node = node.next_functions[0][0]
-        plan: Plan = node.step.plan
-        kept = [getattr(plan, field.name) for field in fields(Plan)] + list(node.saved_tensors)
-        weights = {id(p) for p in layer.parameters()}
-        found = {}
-        for tensor in kept:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
-                storage = tensor.untyped_storage()
-                is_leased = heap.owns(tensor)
-                whole = tensor if tensor._base is None else tensor._base
-                found[storage.data_ptr()] = (is_leased, whole.nbytes if is_leased else storage.nbytes())
-        leased = sum(size for is_leased, size in found.values() if is_leased)
-        # A plan counts the room that the call got; what its routing did not need of it has gone back to the heap.
-        assert (leased <= heap.leased_bytes) == (config.capacity is not None or leased == 0)
-        return leased, sum(size for is_leased, size in found.values() if not is_leased)
 
 
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
@@ -49,7 +23,7 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
 def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout)
     plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
-    leased, ordinary = bytes_kept(config)
+    leased, ordinary = bytes_kept(config, T)
     assert plan.lease_bytes_per_call == leased
     assert plan.activation_bytes_per_call == ordinary
 
