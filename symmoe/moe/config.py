@@ -113,6 +113,14 @@ class MoEConfig:
     drop_policy: arguments.DropPolicy = "probs"
     z_loss_coef: float = 0.0
 
+    def experts_per_rank(self, num_ranks: int) -> int:
+        """E / R. Raises an ArgumentError if that is no integer."""
+        if self.num_experts % num_ranks:
+            raise ArgumentError(
+                f"num_experts ({self.num_experts}) must be divisible by the number of ranks ({num_ranks})"
+            )
+        return self.num_experts // num_ranks
+
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
         """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number."""
         if self.precision is None or self.quantized_wire not in (direction, "both"):

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checks.arguments import wrapped_problem
 from symmoe.errors import ArgumentError
-from symmoe.grouped.linear import GroupedLinear, local_part
+from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.parameters import local_part
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import width_problem, working_dtype, wrapped_problem
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.arguments import tensor_problem, working_dtype, wrapped_problem
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
@@ -25,9 +24,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe.routed_experts import RoutedExperts, is_traced
 from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, nonfinite_problem
-from symmoe.moe.torch_operators import is_traced
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.torch_internals import has_hooks, hooks_of, pytree
 
@@ -115,10 +113,7 @@ class MoELayer(ExpertParallelModule):
         expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if config.num_experts % heap.num_ranks:
-            raise ArgumentError(
-                f"num_experts ({config.num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
-            )
+        num_local = config.experts_per_rank(heap.num_ranks)
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
@@ -127,7 +122,6 @@ class MoELayer(ExpertParallelModule):
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
-        num_local = config.num_experts // heap.num_ranks
         if experts is None:
             experts = GroupedMLP(
                 num_local,
@@ -156,15 +150,16 @@ class MoELayer(ExpertParallelModule):
 
     def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
         """In what these experts differ from the configuration, or None."""
-        num_local = self.config.num_experts // self.heap.num_ranks
-        wanted = {"num_groups": num_local} | {
-            name: getattr(self.config, name) for name in ("hidden", "ffn", "precision")
-        }
-        found = {name: getattr(experts, name) for name in wanted}
-        wanted["activation"], found["activation"] = self.config.activation, experts.activation.activation
-        for name, value in wanted.items():
-            if found[name] != value:
-                return ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
+        config = self.config
+        for name, found, value in (
+            ("num_groups", experts.num_groups, config.experts_per_rank(self.heap.num_ranks)),
+            ("hidden", experts.hidden, config.hidden),
+            ("ffn", experts.ffn, config.ffn),
+            ("precision", experts.precision, config.precision),
+            ("activation", experts.activation.activation, config.activation),
+        ):
+            if found != value:
+                return ArgumentError(f"experts.{name} ({found}) must be {value} with this config and heap")
         return None
 
     def forward(
@@ -262,7 +257,7 @@ class MoELayer(ExpertParallelModule):
             return ArgumentError(
                 f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({self.config.hidden})"
             )
-        return width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
+        return self.experts.fc1.width_problem(x) or self.experts.fc2.width_problem(x)
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
         """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from symmoe.checks.buffers import memory_problem, tensor_problem
+from symmoe.checks.arguments import memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule

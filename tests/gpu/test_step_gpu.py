@@ -10,8 +10,9 @@ from layers import WAYS
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap
+from symmoe.combine import trip
 from symmoe.errors import ArgumentError, CapacityError
-from symmoe.moe import schedule
+from symmoe.moe import ep_step
 from symmoe.tools.bench.steps import StepTrace, trace_step
 
 pytestmark = pytest.mark.gpu
@@ -24,23 +25,23 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
         layer = layer_for(heap, config_for(num_ranks, **exact, **way))
         step = training_step(layer, TOKENS)
-        collection, send = schedule.Collection, schedule.send
+        collection, dispatch = trip.Collection, ep_step.dispatch
         if spoil in ("output", "input", "wait"):  # a tape would play what was recorded, whatever is patched
             heap.run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
-            schedule.Collection = lambda rows, plan, **options: collection(rows.clone(), plan, **options)
+            trip.Collection = lambda rows, plan, **options: collection(rows.clone(), plan, **options)
         elif spoil == "input":
-            schedule.send = lambda x, *rest, **layout: send(x.clone(), *rest, **layout)
+            ep_step.dispatch = lambda x, *rest, **options: dispatch(x.clone(), *rest, **options)
         elif spoil == "wait":
             wait = torch.cuda.synchronize
-            schedule.send = lambda *args, **layout: (wait(), send(*args, **layout))[1]
+            ep_step.dispatch = lambda *args, **options: (wait(), dispatch(*args, **options))[1]
         try:
             torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
             for _ in range(3):
                 step()
             return trace_step(step, row_numel=TOKENS * TOP_K * HIDDEN)
         finally:
-            schedule.Collection, schedule.send = collection, send
+            trip.Collection, ep_step.dispatch = collection, dispatch
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

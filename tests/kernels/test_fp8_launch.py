@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_jits  # noqa: F401
+from fake_cuda import assert_only_the_first_compiles, fake_cuda, fake_jits  # noqa: F401
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -20,9 +20,9 @@ E4M3 = torch.float8_e4m3fn
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 
 
-def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
+    jits = fake_jits(monkeypatch, fake_cuda, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
 
     def step(num_rows, G=4, C=144, O=520):
         empty, tokens = torch.empty, num_blocks(num_rows + G * (BLOCK - 1)) * BLOCK
@@ -46,9 +46,9 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, act_quantized, hopper_dact_quantize, gemm_act, bias)
+    jits = fake_jits(monkeypatch, fake_cuda, act_quantized, hopper_dact_quantize, gemm_act, bias)
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
@@ -79,9 +79,9 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_that_quantise_rows_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """With sums for a bias gradient and without."""
-    jits = fake_jits(monkeypatch, quantize, bias)
+    jits = fake_jits(monkeypatch, fake_cuda, quantize, bias)
 
     def step(num_rows, G=4, C=144):
         empty, row_range = torch.empty, torch.empty(2, G, dtype=torch.int32)

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from fake_cuda import assert_only_the_first_compiles, fake_cuda, fake_jits  # noqa: F401
 from scaled_problem import NAMES, Numbers, Problem, WgradProblem
-from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_jits  # noqa: F401
 from test_scaled_twin import names, problem, wgrad_problem
 
 from symmoe.errors import ArgumentError
@@ -18,9 +18,9 @@ from symmoe.kernels.low_precision import fp8, hopper_fp8, hopper_fp8_wgrad, scal
 BF16 = torch.bfloat16
 
 
-def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, scaled)
+    jits = fake_jits(monkeypatch, fake_cuda, scaled)
 
     def step(splits, O=520, C=160):
         for name in NAMES:
@@ -43,8 +43,8 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
 
 
 @names
-def test_nothing_is_launched_without_rows(fake_driver, monkeypatch, name):  # noqa: F811
-    jits = fake_jits(monkeypatch, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
+def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):  # noqa: F811
+    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
     gemm, wgrad = scaled.grouped_gemm_scaled, scaled.grouped_gemm_wgrad_scaled
     if name == "fp8":
         gemm, wgrad = fp8.grouped_gemm_fp8, fp8.grouped_gemm_wgrad_fp8

@@ -22,8 +22,8 @@ from worker import Findings, Watching, open_heap, poison
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.grouped import quantized_experts
-from symmoe.grouped.experts import ExpertRows
-from symmoe.grouped.mlp import ExpertForm, expert_weights
+from symmoe.grouped.experts import ExpertForm, ExpertRows
+from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,8 +33,7 @@ from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
-from symmoe.dispatch.overlapped_trip import arriving
-from symmoe.dispatch.trip import send_rows
+from symmoe.dispatch.trip import dispatch
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -786,9 +784,10 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
             elif way == "gradient":
                 plan.packed_to_row = torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32)
                 plan.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32)
-                send_rows(x, plan, out, layout="expert-major")
+                with dispatch(x, plan, out, layout="expert-major", gradients=0):
+                    pass
             else:
-                with arriving(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
+                with dispatch(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
                     for _ in arrival.parts:
                         pass
         except (PeerAborted, HeapPoisoned):
@@ -838,19 +837,18 @@ def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
         out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
-        ops = kernels.for_device(heap.device)
-        send_signal, fan_out = heap.send_signal, ops.fan_out
+        send_signal = heap.send_signal
         heap.send_signal = lambda peer: (sent.append(peer), send_signal(peer))
 
-        def fails(*args, source: int, **options) -> None:
-            if rank == num_ranks - 1 and source != rank:
+        def fails(name: str, kernel, /, *args, **options) -> object:
+            if name == "fan_out" and rank == num_ranks - 1 and options["source"] != rank:
                 raise ZeroDivisionError("a bug of ours")
-            fan_out(*args, source=source, **options)
+            return kernel(*args, **options)
 
         with (
-            patch.object(ops, "fan_out", fails),
+            kernels.hooked(heap.device, fails),
             contextlib.suppress(ZeroDivisionError) if rank == num_ranks - 1 else contextlib.nullcontext(),
-            arriving(
+            dispatch(
                 torch.ones(5, 8, dtype=torch.bfloat16),
                 plan,
                 out,

@@ -60,7 +60,7 @@ def test_whatever_the_caller_has_switched_off():
     ("change", "text"),
     [
         ({"num_ranks": 0}, "num_ranks (0) must be at least 1"),
-        ({"num_ranks": 3}, "num_experts (8) must be divisible by num_ranks (3)"),
+        ({"num_ranks": 3}, "num_experts (8) must be divisible by the number of ranks (3)"),
         ({"num_tokens": 0}, "num_tokens (0) must be at least 1"),
         ({"num_layers": -1}, "num_layers (-1) must be at least 1"),
         ({"num_in_flight": 0}, "num_in_flight (0) must be at least 1"),
@@ -116,7 +116,7 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
         (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers"),
         (["--precision", "nvfp4", "--quantized-wire", "forward"], "must be a recipe of E4M3 numbers"),
         (["--precision", "mxfp8", "--hidden", "2064"], "hidden (2064) must be a multiple of 32 for MXFP8()"),
-        (["--ranks", "3"], "num_experts (128) must be divisible by num_ranks (3)"),
+        (["--ranks", "3"], "num_experts (128) must be divisible by the number of ranks (3)"),
         (["--capacity-factor", "0"], "capacity-factor (0.0) must be"),
         (["--top-k", "200"], "top_k (200) must be at most num_experts (128)"),
     ],

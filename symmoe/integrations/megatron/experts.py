@@ -26,8 +26,10 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.experts import ExpertLayers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
+from symmoe.grouped.rows_function import RowArguments
 from symmoe.integrations.megatron.compat import experts_problem, process_groups, slots_per_token
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
@@ -135,19 +137,9 @@ class SymmExperts(MegatronModule):
         Returns:
             [N, H], and None for Megatron's bias.
         """
-        output = fused_mlp(
-            self.linear_fc1,
-            self.activation,
-            self.linear_fc2,
-            permuted_local_hidden_states,
-            tokens_per_expert,
-            permuted_probs,
-            scale_bias=False,
-            out=None,
-            grad_input_out=None,
-            is_first_microbatch=(False, False),
-        )
-        return output, None
+        layers = ExpertLayers(self.linear_fc1, self.activation, self.linear_fc2)
+        arguments = RowArguments(tokens_per_expert, permuted_probs)
+        return fused_mlp(layers, permuted_local_hidden_states, arguments, scale_bias=False), None
 
     def backward_dw(self) -> None:
         """The weight gradients that delay_wgrad_compute left out of the oldest backward pass."""

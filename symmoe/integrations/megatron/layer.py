@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.checks.arguments import Order, Overflow
 from symmoe.dispatch.plan import Plan, make_plan
-from symmoe.dispatch.slots import PHASE as SEND
+from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
@@ -149,7 +149,7 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         """(y [T, H], expert_load, num_dropped) of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
         shared = self.shared_experts
         before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
-        return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)
+        return routed(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns its arguments. Local."""
