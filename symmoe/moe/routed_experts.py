@@ -20,6 +20,7 @@ from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
+from symmoe.moe.overlap import received_layout
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
@@ -100,8 +101,9 @@ class RoutedExperts(torch_operators.EagerStep):
     @functools.cached_property
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
-        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        return words | {"layout": self.config.received_layout}
+        config = self.config
+        words = {name: getattr(config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
+        return words | {"layout": received_layout(config.layout, config.ffn, config.precision)}
 
     @functools.cached_property
     def _config_number(self) -> int:
