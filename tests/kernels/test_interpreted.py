@@ -16,7 +16,6 @@ SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
     pytest.param("fp8", marks=SLOW),
-    pytest.param("gemm_act", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
     "pointers",

@@ -14,8 +14,8 @@ from kept_memory import bytes_kept
 from layers import WAYS, global_weights, local_part, tokens_of
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
+from stacks import Stack, compare_bits, pipeline, run_schedule, step
 from test_low_precision import ONE_PRODUCT, RECIPES, TWO_LAYERS, every_recipe
-from test_schedules import Stack, compare_bits, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap, poison
 
@@ -29,7 +29,7 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 H, I, K = 512, 32, 2
 RANK_TO_TOKENS = (300, 3, 61, 0)  # experts of several tiles: FC2 computes some of them before the others

@@ -13,8 +13,8 @@ from act_quantize_cases import Problem as ActProblem
 from layers import make_layer, tokens_of
 from quantize_cases import FILL, FORMATS, as_bytes, filled, hard_rows, row_range_of
 from row_ranges import random_ranges, rows_of
+from stacks import compare_bits
 from test_low_precision import RECIPES
-from test_schedules import compare_bits
 from worker import Findings, open_heap, poison
 
 from symmoe import MoEConfig, kernels
