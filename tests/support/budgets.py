@@ -23,7 +23,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "checks + precision": (1_200, 1_618),
     "dispatch + combine": (1_500, 1_856),
     "grouped + moe + training": (6_900, 8_998),
-    "checkpoint + integrations": (3_500, 4_525),
+    "checkpoint + integrations": (3_500, 4_490),
     "tools + timeline": (2_700, 4_452),
     # the fullest of all
     "files in one folder": (22, 0),
