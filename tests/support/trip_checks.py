@@ -295,7 +295,7 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             findings.check(same, f"order={order} gives other bits when it has to stage")
             findings.check((oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten")
             # Nothing is copied of an empty tensor, nor of a single row on the heap.
-            pushes = order == "rank" and not heap.spans_nodes
+            pushes = order == "rank" and heap.nodes is None
             in_place = (pushes or heap.owns(ordinary)) and ordinary.is_contiguous()
             copies += ordinary.numel() > 0 and not (in_place and ordinary.data_ptr() % 16 == 0)
         findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
