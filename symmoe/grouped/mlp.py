@@ -41,7 +41,7 @@ from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
-from symmoe.precision.cached_weights import HeldWeight
+from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
 
 

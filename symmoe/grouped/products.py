@@ -14,9 +14,16 @@ from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.cached_weights import HeldWeight, weight_operands
-from symmoe.precision.operands import Operand, multiply, multiply_columns
-from symmoe.precision.products import LowPrecision
+from symmoe.precision.operands import (
+    HeldWeight,
+    Operand,
+    gradient_columns,
+    gradient_rows,
+    multiply,
+    multiply_columns,
+    operand,
+    weight_operands,
+)
 from symmoe.precision.recipes import Recipe
 
 Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -51,9 +58,8 @@ def forward(
         ops = kernels.for_device(weights[0].device)
         ops.grouped_gemm(rows, weight, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
         return NOTHING
-    numbers = LowPrecision(recipe)
-    left = numbers.rows(rows, row_range)
-    right, transposed = weight_operands(numbers, weight, transposed=trains_rows, held=held)
+    left = operand(recipe.quantize(rows, row_range))
+    right, transposed = weight_operands(recipe, weight, transposed=trains_rows, held=held)
     multiply(left, right, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
     return NOTHING if transposed is None else transposed
 
@@ -77,10 +83,10 @@ def input_gradient(
         if dbias is not None:
             ops.grouped_bias_grad(d_out, row_range, dbias, scale=bias_scale)
         return
-    lines = LowPrecision(recipe).gradient_rows(d_out, row_range, dbias=dbias, bias_scale=bias_scale)
+    lines = gradient_rows(recipe, d_out, row_range, dbias=dbias, bias_scale=bias_scale)
     data, scale, global_scale = kept
-    operand = Operand(given("data", data), given("scale", scale), global_scale)
-    multiply(lines, operand, row_range, d_rows, zero_tail=zero_tail)
+    transposed = Operand(given("data", data), given("scale", scale), global_scale)
+    multiply(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
 
 
 def weight_gradient(
@@ -96,6 +102,5 @@ def weight_gradient(
     if recipe is None:
         kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_range, out, accumulate=accumulate)
         return
-    numbers = LowPrecision(recipe)
-    left, right = numbers.gradient_columns(d_out, row_range), numbers.columns(rows, row_range)
+    left, right = gradient_columns(recipe, d_out, row_range), operand(recipe.quantize_columns(rows, row_range))
     multiply_columns(left, right, row_range, out, accumulate=accumulate)

@@ -12,10 +12,10 @@ from compiled_launches import BLACKWELL, HOPPER, atomics, catch_launches, meta
 from test_hopper_compile import compiled
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad
+from symmoe.kernels.quantized_gemm import BLOCK, num_blocks
 from symmoe.kernels.tensor_table import TensorTable
 
 E4M3, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32

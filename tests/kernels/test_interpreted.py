@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from interpreter import emulated, interpreted, interpreter
 
+CHECKS = Path(__file__).parents[1] / "support"
 SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
-    pytest.param("fp8", marks=SLOW),
     pytest.param("gemm_act", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
     "pointers",
     pytest.param("quantize", marks=SLOW),
+    pytest.param("quantized_gemm", marks=SLOW),
     pytest.param("router_products", marks=SLOW),
-    pytest.param("scaled", marks=SLOW),
 ]
 IN_THE_EMULATOR = [
     pytest.param("columns", marks=SLOW),
@@ -33,11 +33,11 @@ IN_THE_EMULATOR = [
 @interpreter
 @pytest.mark.parametrize("name", IN_THE_INTERPRETER)
 def test_kernels_in_the_interpreter(name):
-    assert interpreted(Path(__file__).with_name(f"{name}_interpreter_checks.py")).endswith("all is well\n")
+    assert interpreted(CHECKS / f"{name}_interpreter_checks.py").endswith("all is well\n")
 
 
 @pytest.mark.parametrize("name", IN_THE_EMULATOR)
 def test_kernels_in_the_emulator(name):
     pytest.importorskip("triton")
     pytest.importorskip("ml_dtypes")
-    assert emulated(Path(__file__).with_name(f"{name}_emulator_checks.py")).endswith("all is well\n")
+    assert emulated(CHECKS / f"{name}_emulator_checks.py").endswith("all is well\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from interpreter import interpreted, interpreter
 
-CHECKS = Path(__file__).with_name("litmus_interpreter_checks.py")
+CHECKS = Path(__file__).parents[1] / "support" / "litmus_interpreter_checks.py"
 
 
 @interpreter

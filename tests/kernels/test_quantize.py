@@ -323,13 +323,13 @@ def test_hadamard():
 
 
 def twin_hadamard(x, signs=SIGNS):
-    from symmoe.kernels.twin.hadamard import hadamard
+    from symmoe.kernels.twin.quantize import hadamard
 
     return hadamard(x, signs)
 
 
 def inverse(y, signs=SIGNS):
-    from symmoe.kernels.twin.hadamard import inverse_hadamard
+    from symmoe.kernels.twin.quantize import inverse_hadamard
 
     return inverse_hadamard(y, signs)
 

@@ -273,26 +273,13 @@ def launch_dact_quantize(
     num_groups = row_range.shape[1]
     num_sms = device_num_sms(h.device) if num_sms is None else num_sms
     num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
-    launch(
-        hopper_dact_quantize_kernel,
-        (max(1, min(num_tiles, PROGRAMS_PER_SM * num_sms)),),
-        _constants(num_groups, ffn, activation, block_format.scale, tuple(options.items())),
-        da,
-        h,
-        row_scale,
-        row_range,
-        workspace,
-        rows[0].view(torch.uint8),
-        rows[1],
-        columns[0].view(torch.uint8),
-        column_scale(columns[1]),
-        a_columns[0].view(torch.uint8),
-        column_scale(a_columns[1]),
-        bias_sums,
-        num_rows,
-        columns[0].shape[1] // TILE.value,
-        a_columns[0].shape[1] // TILE.value,
-    )
+    grid = (max(1, min(num_tiles, PROGRAMS_PER_SM * num_sms)),)
+    constants = _constants(num_groups, ffn, activation, block_format.scale, tuple(options.items()))
+    data, column_data, a_column_data = (buffers[0].view(torch.uint8) for buffers in (rows, columns, a_columns))
+    results = data, rows[1], column_data, column_scale(columns[1]), a_column_data, column_scale(a_columns[1])
+    numbers = num_rows, column_data.shape[1] // TILE.value, a_column_data.shape[1] // TILE.value
+    inputs = da, h, row_scale, row_range, workspace
+    launch(hopper_dact_quantize_kernel, grid, constants, *inputs, *results, bias_sums, *numbers)
 
 
 @functools.cache
