@@ -27,15 +27,7 @@ from low_precision_oracle import relative_error
 from quantize_cases import FORMATS, filled, hard_rows, row_range_of
 from test_layer import WAYS
 from test_low_precision import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
-from test_low_precision_layer import (
-    NAMES,
-    WIRE_RECIPES,
-    check_biases,
-    check_layer,
-    check_second_bias,
-    check_ways,
-    run_cut,
-)
+from test_low_precision_layer import NAMES, WIRE_RECIPES, check_layer, check_second_bias, check_ways, run_cut
 from test_step_gpu import check_replays
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
@@ -203,11 +195,6 @@ def test_layers(cluster, num_ranks: int, recipe, wire):
 )
 def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
     assert cluster(num_ranks, "cuda").findings(check_second_bias, "cuda", recipe, wire) == []
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_biases(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_biases, "cuda", Float8Block(), "both") == []
 
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")], ids=str)

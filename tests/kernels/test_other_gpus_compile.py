@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import quantize_launches as quantize
 import test_act_quantize_compile as act_quantize
 import test_fp8_compile as fp8
 import test_gemm_act_compile as gemm_act
 import test_gemm_compile as gemm
 import test_gpu_kernels_compile as rows
-import test_quantize_compile as quantize
 import test_router_products_compile as router
 import test_scaled_compile as scaled
 from compiled_launches import catch_launches, kernels_of, meta
@@ -94,11 +94,10 @@ def launch_quantised_products():
 
 def launch_quantisers():
     for name, launch in itertools.product(
-        quantize.FORMATS,
+        quantize.NAMES,
         (quantize.launch_rows, quantize.launch_columns, quantize.launch_weights, quantize.launch_weight_pairs),
     ):
-        of_weights = launch in (quantize.launch_weights, quantize.launch_weight_pairs)
-        launch(quantize.of_weights(name) if of_weights else quantize.FORMATS[name], BF16)
+        launch(name, BF16)
     quantize.step(333, 0x9A5C, 2048)
     quantize.step(16, 1)
     for name, ffn, block_format in act_quantize.CASES[:4]:

@@ -267,33 +267,6 @@ def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
     assert cluster(num_ranks).findings(check_second_bias, "cpu", recipe, wire) == []
 
 
-def check_biases(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
-    """Experts with biases, against full precision: within what the format allows."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}"
-    found = []
-    with open_heap(device) as heap:
-        for precision, on_wire in ((recipe, wire), (None, "none")):
-            torch.manual_seed(3)
-            config = config_for(num_ranks, precision=precision, quantized_wire=on_wire)
-            experts = GroupedMLP(2, 64, 32, bias=True, precision=precision, device=heap.device)
-            layer = MoELayer(config, heap, experts=experts)
-            x = tokens_of(rank, 30, 64).to(heap.device).requires_grad_()
-            y, _ = layer(x)
-            y.square().sum().backward()
-            found.append({"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in experts.named_parameters()}})
-            del y
-    for name, exact in found[1].items():
-        error = relative_error(found[0][name], exact)
-        findings.check(1e-4 < error < 0.2, f"{name} is off by {error}")
-    return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_biases(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_biases, "cpu", Float8Block(), "both") == []
-
-
 def test_rows_on_their_way_are_waited_for():
     """Whatever hands out parts: all of them are taken before anything is quantised."""
     experts = GroupedMLP(2, 64, 32, precision=NVFP4())
@@ -350,17 +323,19 @@ def test_a_row_on_the_wire(recipe, hidden):
             wire.encode(wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
 def test_columns_of_a_row_on_the_wire(recipe, dtype):
     """What the recipe makes of decoded rows, bit for bit."""
     wire, x = WireFormat(recipe, 160), torch.randn(20, 160).bfloat16()
     x[3], x[4, 5] = 0, torch.nan
     sent, row_range = wire.encode(x), whole_groups((4, 0, 5))
-    for row_index in (None, torch.randint(20, (11,), dtype=torch.int32)):
+    index = torch.randint(20, (11,), dtype=torch.int32)
+    index[9:] = -5  # of the tail, which is not read
+    for row_index in (None, index):
         found = wire.columns(sent, row_range, dtype, row_index)
         wanted = recipe.quantize_columns(wire.decode(sent, dtype), row_range, row_index=row_index)
-        other = wire.columns(sent.flip(0), row_range, dtype, row_index)
+        other = wire.columns(sent.roll(1, 0), row_range, dtype, row_index)
         assert (found.layout, found.num_rows, found.row_range) == ("columns", wanted.num_rows, row_range)
         for got, want in ((found.data, wanted.data), (found.scale, wanted.scale)):
             assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)

@@ -1,4 +1,4 @@
-"""Experts in E4M3 that begin with the rows that are there: parts of a layer's step, and of the kernels that it runs."""
+"""Experts in E4M3 that begin with the rows that are there: parts of a layer's step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from act_quantize_cases import ACTIVATIONS
-from act_quantize_cases import Problem as ActProblem
-from quantize_cases import FILL, FORMATS, as_bytes, filled, hard_rows, row_range_of
-from row_ranges import random_ranges, rows_of
 from test_layer import make_layer, tokens_of
 from test_low_precision import RECIPES
 from test_schedules import compare_bits
@@ -25,8 +21,6 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 H, I = 144, 128
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
 PART_KERNELS = {"grouped_gemm_fp8": 4, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}  # where row_range is
-
-# -- a layer's step ---------------------------------------------------------------------------------------------------
 
 
 def is_part(row_range: torch.Tensor) -> bool:
@@ -175,71 +169,3 @@ def test_which_recipes_take_parts():
     assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(RECIPES)
     assert all(map(quantized_experts.takes_parts, (None, *taken)))
     assert not any(map(quantized_experts.takes_parts, (MXFP8(), NVFP4())))
-
-
-# -- kernels ----------------------------------------------------------------------------------------------------------
-
-SPLITS = (0, 133, 1, 300, 0, 128)
-CAPACITY = sum(SPLITS) + 3
-WIDTH = 272
-
-
-def check_rows(call, buffers, num_parts: int = 3) -> None:
-    """call(row_range, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
-    whole, union = buffers(), buffers()
-    call(row_range_of(SPLITS), *whole)
-    for ranges in random_ranges(SPLITS, num_parts, seed=num_parts):
-        part = buffers()
-        call(ranges, *part)
-        call(ranges, *union)
-        inside = rows_of(ranges, CAPACITY)
-        for got, want, blank in zip(part, whole, buffers(), strict=True):
-            got, want, blank = map(as_bytes, (got, want, blank))
-            assert torch.equal(got, torch.where(inside[:, None], want, blank))
-    for got, want in zip(union, whole, strict=True):
-        assert torch.equal(as_bytes(got), as_bytes(want))
-        assert (as_bytes(got)[: sum(SPLITS)] != FILL).any()
-
-
-def test_rows_that_are_quantised():
-    rows = hard_rows(CAPACITY, WIDTH, torch.bfloat16)
-    packed, index = rows[:50].contiguous(), torch.randint(50, (CAPACITY,), dtype=torch.int32)
-    for name, block_format in FORMATS.items():
-        if block_format.has_global_scale:
-            continue
-
-        def buffers(block_format=block_format):
-            shapes = (CAPACITY, block_format.data_width(WIDTH)), (CAPACITY, block_format.num_blocks(WIDTH))
-            return filled(shapes[0], block_format.data_dtype), filled(shapes[1], block_format.scale_dtype)
-
-        for source, row_index in ((rows, None), (packed, index)):
-
-            def call(row_range, data, scale, source=source, row_index=row_index, block_format=block_format):
-                twin.quantize_rows(source, row_range, data, scale, block_format, row_index=row_index)
-
-            check_rows(call, buffers)
-        assert name
-
-
-def test_rows_of_the_wire():
-    wire = torch.randint(256, (CAPACITY, 288)).to(torch.uint8)
-    wire[wire == FILL] = 0
-    index = torch.randint(CAPACITY, (CAPACITY,), dtype=torch.int32)
-    for row_index in (None, index):
-
-        def call(row_range, data, scale, row_index=row_index):
-            twin.unpack_rows(wire, row_range, data, scale, row_index=row_index)
-
-        check_rows(call, lambda: (filled((CAPACITY, 272), torch.uint8), filled((CAPACITY, 12), torch.uint8)))
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_that_are_quantised(name: str):
-    p = ActProblem(ACTIVATIONS[name], 160, splits=SPLITS)
-    block_format = FORMATS["mxfp8"]
-
-    def call(row_range, data, scale):
-        rows = slice(0, CAPACITY)
-        twin.act_quantize(p.h[rows], p.row_scale[rows], row_range, p.activation, block_format, rows=(data, scale))
-
-    check_rows(call, lambda: tuple(buffer[:CAPACITY] for buffer in p.operand(160, "mxfp8")))

@@ -75,11 +75,11 @@ def store_rows(
 
 @triton.jit
 def store_columns(
-    x, first, END: tl.constexpr, tile, out, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
+    x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
-    data. out: data, scales, how many tiles of tokens they have, and sums [WIDTH] of the columns, or None."""
-    data, scale, num_tiles, sums = out
+    data. out: data, scales, how many tiles of tokens they have. sums [WIDTH]: of the columns, or None."""
+    data, scale, num_tiles = out
     if sums is not None:
         feature = first + tl.arange(0, x.shape[1])
         tl.store(sums + feature, sum_tile(x.to(tl.float32)), mask=feature < END)
@@ -203,7 +203,7 @@ def act_quantize_columns_kernel(
         for i in tl.range(0, FEATURES, STRIP):
             first = tl.program_id(1) * FEATURES + i
             a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-            store_columns(a, first, FFN, tile, (data, scale, num_tiles, None), FFN, SCALE, BLOCK)
+            store_columns(a, first, FFN, tile, (data, scale, num_tiles), None, FFN, SCALE, BLOCK)
 
 
 @fast_launch
@@ -258,19 +258,18 @@ def dact_quantize_kernel(
             slot = bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
         if column_data is not None or a_column_data is not None or bias_sums is not None:
             token = first_row + tl.arange(0, TILE)
-            out = column_data, column_scale, num_tiles, slot
-            a_out = a_column_data, a_column_scale, num_a_tiles, None
+            out, a_out = (column_data, column_scale, num_tiles), (a_column_data, a_column_scale, num_a_tiles)
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
                 a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-                store_columns(a, first, FFN, tile, a_out, FFN, SCALE, BLOCK)
+                store_columns(a, first, FFN, tile, a_out, None, FFN, SCALE, BLOCK)
                 if ACTIVATION.interleave is None:
-                    store_columns(dgate, first, FFN, tile, out, WIDTH, SCALE, BLOCK)
+                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, SCALE, BLOCK)
                     if ACTIVATION.is_gated:
-                        store_columns(dup, FFN + first, WIDTH, tile, out, WIDTH, SCALE, BLOCK)
+                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, SCALE, BLOCK)
                 else:
                     dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
-                    store_columns(dh, 2 * first, WIDTH, tile, out, WIDTH, SCALE, BLOCK)
+                    store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SCALE, BLOCK)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
             _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)

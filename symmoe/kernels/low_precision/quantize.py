@@ -104,7 +104,8 @@ def store_weight_tile(
     WIDTH: tl.constexpr,
 ):
     """Stores the result of tile_codes for a tile of one of several matrices NUM_LINES x WIDTH."""
-    (data, scale), (group, tile_line, tile_column) = out, at
+    data, scale = out
+    group, tile_line, tile_column = at
     packed = pack(codes, ELEMENT)
     width: tl.constexpr = WIDTH * packed.shape[1] // codes.shape[1]
     line = tile_line * codes.shape[0] + tl.arange(0, codes.shape[0])
