@@ -1,10 +1,10 @@
-# make setup     create .venv and install everything the project needs (requirements.txt)
+# make setup     create .venv and install the library and what examples need (requirements-train.txt)
 # make train     the main job: train the example language model on CPUs (2 processes)
-# make test      the tests; ruff is one of them
+# make test      the tests, ruff among them; installs what they need first (requirements.txt)
 # make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
 #                the core tests on other Pythons that are found (tests/README.md)
 # make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
-# make lint      ruff, and mypy --strict on the package
+# make lint      sizes beside their bounds, ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
 # make docs      the documentation, into the folder site/
 # make plots     the pictures of benchmarks in docs/images, from the committed records
@@ -22,10 +22,12 @@ ARGS ?=
 ifeq ($(VENV),none)
 PY := "$(PYTHON)"
 INSTALLED :=
+DEVELOPS :=
 TORCHTITAN :=
 else
 PY := "$(VENV)/bin/python"
 INSTALLED := $(VENV)/installed
+DEVELOPS := $(VENV)/develops
 TORCHTITAN := $(VENV)/torchtitan
 endif
 
@@ -36,19 +38,24 @@ export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
 
-$(VENV)/installed: pyproject.toml requirements.txt Makefile
+$(VENV)/installed: pyproject.toml requirements-train.txt Makefile
 	"$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install --quiet --requirement requirements.txt
+	$(PY) -m pip install --requirement requirements-train.txt
+	touch $@
+
+$(VENV)/develops: requirements.txt $(INSTALLED)
+	$(PY) -m pip install --requirement requirements.txt
 	touch $@
 
 # Some 80 MB, for two files of slow tests, which are skipped where it cannot be had.
-$(VENV)/torchtitan: requirements-torchtitan.txt $(INSTALLED)
+$(VENV)/torchtitan: requirements-torchtitan.txt $(DEVELOPS)
 	$(PY) -m pip install --quiet --no-deps --requirement $< && touch $@ || echo "torchtitan's tests will be skipped"
 
 train: setup
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/train_lm.py $(ARGS)
 
-lint: setup
+lint: $(DEVELOPS)
+	$(PY) tests/support/budgets.py
 	$(PY) -m ruff check symmoe tests examples benchmarks docs
 	$(PY) -m mypy
 
@@ -64,7 +71,7 @@ CORE := project/test_import symm_mem/test_heap dispatch/test_dispatch_oracle dis
 test: export SYMMOE_TAPES ?= audit
 test-all: MARKED := -m 'not gpu'
 test-all: $(TORCHTITAN)
-test test-all: setup
+test test-all: $(DEVELOPS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
 	$(if $(filter test-all,$@),$(TEST_OTHERS))
 
@@ -74,14 +81,14 @@ test-newest:
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(CORE:%=tests/%.py) $(NEWEST) $(SPREAD) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
-dist: setup
+dist: $(DEVELOPS)
 	$(PY) -m build --no-isolation --outdir dist
 
 # The variable silences a notice of mkdocs-material about versions of mkdocs to come.
-docs: setup
+docs: $(DEVELOPS)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-plots: setup
+plots: $(DEVELOPS)
 	$(PY) benchmarks/plots.py docs/images
 
 clean:

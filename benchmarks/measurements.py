@@ -556,9 +556,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     yield (
         "## Reliability suites on CPUs",
         [
-            fill(
-                f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."
-            ),
+            fill(f"reliability-cpu-SUITE.json, {machine(load(cpu[0]))}: {CALL} SUITE. 2 or 3 ranks."),
             table(head, suites({name.rpartition("-")[2]: load(name) for name in cpu}), 5),
         ],
     )

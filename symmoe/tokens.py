@@ -6,21 +6,19 @@ packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, overload
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
-from symmoe.checks.arguments import words_problem
-from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
+from symmoe.checks.arguments import buffer_problem, memory_problem, tensor_problem, words_problem
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, collect_rows, readable_rows
+from symmoe.combine.trip import collecting, combine, readable_rows
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.slots import PHASE as SEND
-from symmoe.dispatch.trip import send, send_rows
+from symmoe.dispatch.trip import PHASE as SEND
+from symmoe.dispatch.trip import dispatch
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
@@ -105,10 +103,8 @@ class _Dispatch(Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.plan, ctx.order = plan, order
         x, probs = x.contiguous(), None if probs is None else probs.contiguous()
-        if out is None:
-            rows, row_probs = _send_and_unpack(x, plan, probs)
-        else:
-            row_probs = send(x, plan, out, probs, layout="expert-major")
+        rows, row_probs = _receive(x, plan, out, probs)
+        if out is not None:
             rows = plan.rows_of(wrote_into(out)).detach()
         return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
 
@@ -132,18 +128,30 @@ class _Dispatch(Function):
             if needs_x:
                 rows_to_read = readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             with rows_to_read as rows:
-                collection = Collection(rows, plan, order=ctx.order, row_values=d_row_probs, gradients=gradients)
-                with collection:
-                    collection.collect()
+                with collecting(rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients) as collection:
+                    pass
         return collection.out, collection.values, None, None, None
 
 
-def _send_and_unpack(
-    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None
+def _receive(
+    x: torch.Tensor,
+    plan: Plan,
+    out: torch.Tensor | None,
+    probs: torch.Tensor | None = None,
+    *,
+    gradients: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    with _packed_lease(x, plan) as packed:
-        row_probs = send(x, plan, packed, probs, layout="packed")
-        return _unpack_rows(packed, plan), row_probs
+    """Dispatches x into `out`, or, by way of a transient lease, into new memory, [N, H] with exact capacity, [N_cap, H]
+    with static capacity; and row_probs. Collective. gradients: None in forward."""
+    if out is not None:
+        with dispatch(x, plan, out, probs, layout="expert-major", gradients=gradients) as arrival:
+            return out, arrival.row_probs
+    plan.heap.statistics.num_staging_copies += 1
+    shape = (plan.packed_row_capacity, x.shape[1])
+    with plan.heap.lease(shape, x.dtype, name="packed rows", phase=SEND) as packed:
+        with dispatch(x, plan, packed.tensor, probs, layout="packed", gradients=gradients) as arrival:
+            pass
+        return packed.tensor.index_select(0, plan.rows_of(arrival.row_to_packed_row)), arrival.row_probs
 
 
 def _dispatch_problem(
@@ -218,7 +226,7 @@ class _Combine(Function):
     ) -> torch.Tensor:
         ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
         with readable_rows(expert_out, plan, order=order, name="expert output") as rows:
-            return collect_rows(rows, plan, order=order)
+            return combine(rows, plan, order=order)
 
     @staticmethod
     @once_differentiable
@@ -226,11 +234,8 @@ class _Combine(Function):
         plan, buffer = ctx.plan, ctx.grad_out.tensor
         with told(plan.heap, SEND):
             plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)
-            if buffer is None:
-                d_rows = _receive_gradient(dy.contiguous(), plan)
-            else:
-                send_rows(dy.contiguous(), plan, buffer, layout="expert-major")
-                d_rows = ctx.grad_out.hand_on(buffer)
+            d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)
+            d_rows = ctx.grad_out.hand_on(d_rows)
             ctx.grad_out.end_backward()
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
             d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
@@ -258,28 +263,6 @@ def _combine_problem(
         inputs=(expert_out,),
         heap=plan.heap,
     )
-
-
-def _receive_gradient(dy: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The gradient of the rows [N_cap, H] in new memory, from the gradient of the tokens. Collective."""
-    with _packed_lease(dy, plan) as packed:
-        send_rows(dy, plan, packed, layout="packed")
-        return _unpack_rows(packed, plan)
-
-
-@contextmanager
-def _packed_lease(x: torch.Tensor, plan: Plan) -> Iterator[torch.Tensor]:
-    """A transient receive buffer for a caller that brought none: what arrives in it has to be copied out."""
-    plan.heap.statistics.num_staging_copies += 1
-    shape = (plan.packed_row_capacity, x.shape[1])
-    with plan.heap.lease(shape, x.dtype, name="packed rows", phase=SEND) as packed:
-        yield packed.tensor
-
-
-def _unpack_rows(packed: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Copies each row's packed row: [P_cap, H] to [N, H] with exact capacity, [N_cap, H] with static capacity."""
-    _, row_to_packed_row = plan.received_index()
-    return packed.index_select(0, plan.rows_of(row_to_packed_row))
 
 
 def _rows_problem(name: str, rows: torch.Tensor, plan: Plan, *num_rows: int) -> ArgumentError | StaleLease | None:

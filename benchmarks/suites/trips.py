@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from symmoe.combine.trip import Collection, collect_rows
+from symmoe.combine.trip import collecting, combine
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.trip import send, send_rows
+from symmoe.dispatch.trip import dispatch
 from symmoe.errors import SymmoeError
 from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
@@ -73,7 +73,8 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
     with ExitStack() as stack:
         rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
         with run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed") as packed:
-            send(problem.tokens.x.detach(), plan, packed.tensor, None, layout="packed")  # combine follows a dispatch
+            with dispatch(problem.tokens.x.detach(), plan, packed.tensor, layout="packed"):
+                pass  # combine follows a dispatch
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
@@ -144,10 +145,12 @@ def _dispatch_variant(
     x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
-        return send(_encoded(x, wire), plan, rows, probs, layout=layout)
+        with dispatch(_encoded(x, wire), plan, rows, probs, layout=layout) as arrival:
+            return arrival.row_probs
 
     def backward() -> None:
-        send_rows(_encoded(dy, wire), plan, rows, layout=layout)
+        with dispatch(_encoded(dy, wire), plan, rows, layout=layout, gradients=0):
+            pass
 
     def arriving(packed: torch.Tensor) -> torch.Tensor:
         index = problem.local_rows.row_to_packed_row.long()
@@ -179,11 +182,11 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
     values = torch.cat([values, values.new_zeros(plan.row_capacity - len(values))])
 
     def forward() -> torch.Tensor:
-        return collect_rows(rows, plan, order=order)
+        return combine(rows, plan, order=order)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
-        with Collection(rows, plan, order=order, row_values=values) as collection:
-            collection.collect()
+        with collecting(rows, plan, order=order, row_values=values) as collection:
+            pass
         assert collection.out is not None
         assert collection.values is not None
         return collection.out, collection.values

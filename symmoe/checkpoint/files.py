@@ -20,17 +20,13 @@ _BUFFER_BYTES = 16 << 20
 
 
 def read(path: Path) -> bytes:
-    """All of a file.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no plain file: a link, a pipe, a device.
-    """
+    """All of a file. CheckpointError: it cannot be read, or is no plain file (a link, a pipe, a device)."""
     with _naming(path, "read"), _open(path, os.O_RDONLY) as file:
         return file.readall()
 
 
 def sha256(path: Path) -> str:
-    """That of a file. Raises as :func:`read` does."""
+    """sha256 of a file. CheckpointError as :func:`read`."""
     digest, buffer = hashlib.sha256(), bytearray(_BUFFER_BYTES)
     with _naming(path, "read"), _open(path, os.O_RDONLY) as file:
         while length := file.readinto(buffer):
@@ -39,11 +35,7 @@ def sha256(path: Path) -> str:
 
 
 def write(path: Path, data: bytes) -> None:
-    """A new file with these bytes, on disk when this returns.
-
-    Raises:
-        CheckpointError: it exists, or cannot be written.
-    """
+    """A new file with these bytes, on disk when this returns. CheckpointError: it exists, or cannot be written."""
     with _naming(path, "written"), _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         rest = memoryview(data)
         while rest:
@@ -52,11 +44,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Writes the names of the folder's files to disk.
-
-    Raises:
-        CheckpointError: this failed.
-    """
+    """Writes the names of the folder's files to disk. CheckpointError: this failed."""
     with _naming(folder, "written"):
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -69,10 +57,8 @@ def sync(folder: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock of a file until the end of the context, or of the process. Does not wait. The file stays.
 
-    Where the file system has no locks, a warning is logged, and nothing is locked.
-
-    Raises:
-        CheckpointError: another process has it. The text says which.
+    Where the file system has no locks, a warning is logged, and nothing is locked. CheckpointError: another process
+    has it; the text says which.
     """
     with contextlib.ExitStack() as held:
         with _naming(path, "written"):

@@ -28,17 +28,13 @@ from symmoe.checkpoint.manifest import MANIFEST, SEAL, Manifest, parse, seal_of
 from symmoe.errors import ArgumentError, CheckpointError
 
 _LOG = logging.getLogger(__name__)
-_LATEST = "latest"
+_LATEST, _REPLACED = "latest", ".replaced"
 _COMPLETE = re.compile(r"step-(\d{8})(\.replaced)?")
 _TEMPORARY = re.compile(r"\.(step-\d{8}\.\w{8}|latest)\.tmp")
 
 
 def path_of(directory: Any) -> Path:
-    """A caller's `directory` as a path.
-
-    Raises:
-        ArgumentError: it is no path.
-    """
+    """A caller's `directory` as a path. ArgumentError: it is none."""
     try:
         return Path(directory)
     except TypeError:
@@ -53,11 +49,7 @@ def name_of(step: int) -> str:
 @contextlib.contextmanager
 def saving(directory: Path, step: int) -> Iterator[Path]:
     """Locks the directory, deletes what killed saves have left, and makes a temporary directory to write into. At the
-    end deletes that, unless it was published.
-
-    Raises:
-        CheckpointError: another job is saving to it.
-    """
+    end deletes that, unless it was published. CheckpointError: another job is saving to it."""
     if not directory.exists():
         directory.mkdir(mode=0o700, parents=True)
         sync(directory.parent)
@@ -65,13 +57,12 @@ def saving(directory: Path, step: int) -> Iterator[Path]:
         for path in list(directory.iterdir()):
             if _TEMPORARY.fullmatch(path.name):
                 _delete(path)
-        for name, of in _complete(directory).items():
-            if name == name_of(of):
-                continue
-            if (directory / name_of(of)).exists():
+        for name in [name for name in _complete(directory) if name.endswith(_REPLACED)]:
+            place = directory / name.removesuffix(_REPLACED)
+            if place.exists():
                 _remove(directory / name)
             else:  # the save that should replace it did not finish
-                (directory / name).rename(directory / name_of(of))
+                (directory / name).rename(place)
         sync(directory)
         unfinished = _temporary(directory, name_of(step))
         try:
@@ -87,7 +78,7 @@ def publish(unfinished: Path, step: int, manifest: bytes) -> None:
     must be on disk."""
     directory = unfinished.parent
     place, pointer = directory / name_of(step), directory / f".{_LATEST}.tmp"
-    replaced = place.with_name(place.name + ".replaced")
+    replaced = place.with_name(place.name + _REPLACED)
     write(unfinished / MANIFEST, manifest)
     write(unfinished / SEAL, seal_of(manifest))
     sync(unfinished)
@@ -113,14 +104,12 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
     """The checkpoint of a step, or the newest: its directory, its manifest, and that one's sha256.
 
     The newest is the one that `latest` names. If that is missing, torn or no plain file, or its checkpoint has been
-    deleted, it is the complete one of the highest step, and a warning is logged.
-
-    Raises:
-        CheckpointError: there is none, or its manifest is not what was written.
+    deleted, it is the complete one of the highest step, and a warning is logged. CheckpointError: there is none, or its
+    manifest is not what was written.
     """
     there = _complete(directory)
     if step is not None:
-        for name in (name_of(step), name_of(step) + ".replaced"):
+        for name in (name_of(step), name_of(step) + _REPLACED):
             if name in there:
                 return directory / name, *open_(directory / name)
         raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has steps {sorted(there.values())}")
@@ -148,26 +137,19 @@ def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
 
 
 def open_(checkpoint: Path) -> tuple[Manifest, str]:
-    """A checkpoint's manifest, and its sha256.
-
-    Raises:
-        CheckpointError: it is not what was written, or is the manifest of another step.
-    """
+    """A checkpoint's manifest, and its sha256. CheckpointError: it is not what was written, or of another step."""
     data, where = read(checkpoint / MANIFEST), checkpoint / MANIFEST
     if read(checkpoint / SEAL) != seal_of(data):
         raise CheckpointError(f"{where} and its {SEAL} do not match: one of them has been changed")
     manifest = parse(data, where)
-    if name_of(manifest.step) != checkpoint.name.removesuffix(".replaced"):
+    if name_of(manifest.step) != checkpoint.name.removesuffix(_REPLACED):
         raise CheckpointError(f"{where}: step is {manifest.step}, not that of {checkpoint.name}")
     return manifest, hashlib.sha256(data).hexdigest()
 
 
 def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> None:
     """Checks that a checkpoint has these files and no others, and the content of this rank's share of them.
-
-    Raises:
-        CheckpointError: a file is not what was written. The text names it.
-    """
+    CheckpointError: a file is not what was written; the text names it."""
     _check_sizes(checkpoint, manifest)
     for name in sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))[rank::num_ranks]:
         if (digest := sha256(checkpoint / name)) != manifest.files[name].sha256:
@@ -204,7 +186,7 @@ def _temporary(directory: Path, name: str) -> Path:
 
 def _remove(path: Path) -> None:
     """Deletes a checkpoint so that a part of it is never taken for a whole one."""
-    _delete(path.rename(_temporary(path.parent, path.name.removesuffix(".replaced"))))
+    _delete(path.rename(_temporary(path.parent, path.name.removesuffix(_REPLACED))))
 
 
 def _delete(path: Path) -> None:

@@ -135,11 +135,8 @@ def read_manifest(directory: str | os.PathLike[str], step: int | None = None) ->
 
 
 class _Rows(DefaultLoadPlanner):
-    """Where this rank's rows are in the files, and the tensors that they fill.
-
-    Raises:
-        CheckpointError: the files have no such tensor, or one of another shape or dtype.
-    """
+    """Where this rank's rows are in the files, and the tensors that they fill. CheckpointError: the files have no such
+    tensor, or one of another shape or dtype."""
 
     def __init__(self, path: Path, stored: Mapping[str, TensorStorageMetadata], places: Iterable[Place]) -> None:
         super().__init__()
@@ -162,16 +159,12 @@ class _Rows(DefaultLoadPlanner):
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """See DefaultLoadPlanner."""
+        """The memory of a chunk that the plan reads."""
         return self._rows[index.fqn, index.index]
 
 
 def _stored(reader: HuggingFaceStorageReader, path: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint by key, from the headers of its files. Every row is there once.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """The tensors of a checkpoint by key, from the headers of its files. CheckpointError: a row is not there once."""
     stored = {}
     try:
         metadata = reader.read_metadata()

@@ -85,11 +85,8 @@ def seal_of(manifest: bytes) -> bytes:
 
 
 def parse(data: bytes, where: Path) -> Manifest:
-    """The manifest of these bytes.
-
-    Raises:
-        CheckpointError: it is no manifest, is of another version, or names files elsewhere. The text names the field.
-    """
+    """The manifest of these bytes. CheckpointError: it is none, is of another version, or names files elsewhere; the
+    text names the field."""
     try:
         content = json.loads(data)
         head = [content.get(name) for name in ("format", "version")] if isinstance(content, dict) else None

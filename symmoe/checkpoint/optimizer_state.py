@@ -19,11 +19,7 @@ Groups = list[list[Place]]
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Groups:
-    """The places of the optimizer's parameters, by group.
-
-    Raises:
-        ArgumentError: it has a parameter that the model does not have.
-    """
+    """The places of the optimizer's parameters, by group. ArgumentError: the model does not have one of them."""
     places = {id(place.tensor): place for place in reversed(list(model))}  # the first place of a tied parameter
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -63,11 +59,7 @@ def record_of(optimizer: torch.optim.Optimizer, groups: Groups) -> StoredOptimiz
 
 
 def check_record(stored: StoredOptimizer | None, optimizer: torch.optim.Optimizer, groups: Groups) -> StoredOptimizer:
-    """The stored optimizer, which has the same class as this one, and the same parameters in the same groups.
-
-    Raises:
-        CheckpointError: it has not.
-    """
+    """The stored optimizer. CheckpointError: it has another class than this one, or other parameters in its groups."""
     if stored is None:
         raise CheckpointError("the checkpoint has no optimizer state")
     own = record_of(optimizer, groups)

@@ -23,8 +23,7 @@ from symmoe.checkpoint import files, folder
 from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredOptimizer
 from symmoe.checkpoint.optimizer_state import groups_of, record_of, state_places
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.replicas import check_replicas, digest
-from symmoe.checkpoint.tensors import Place, places_of, rows_problem
+from symmoe.checkpoint.tensors import Place, check_replicas, digest, places_of, rows_problem
 from symmoe.errors import ArgumentError, CheckpointError
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once

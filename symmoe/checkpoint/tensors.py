@@ -6,15 +6,16 @@ the rows of the rank's experts; for anything else, all rows. Ranks with the same
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, CheckpointError
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -33,21 +34,13 @@ class ExpertShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A tensor of this rank, and where it belongs in the checkpoint.
+    """A tensor of this rank, and where it belongs in the checkpoint."""
 
-    Attributes:
-        key: name in the checkpoint; several places may have the same.
-        tensor: the live tensor, whose memory is read or filled.
-        start: its first row in the whole tensor; None: it is the whole tensor.
-        num_rows: rows of the whole tensor, if it is cut.
-        is_row: it is one row of the whole tensor and has no dimension for that (a discrete weight).
-    """
-
-    key: str
-    tensor: torch.Tensor
-    start: int | None = None
-    num_rows: int = 0
-    is_row: bool = False
+    key: str  # name in the checkpoint; several places may have the same
+    tensor: torch.Tensor  # the live tensor, whose memory is read or filled
+    start: int | None = None  # its first row in the whole tensor; None: it is the whole tensor
+    num_rows: int = 0  # rows of the whole tensor, if it is cut
+    is_row: bool = False  # it is one row of the whole tensor and has no dimension for that (a discrete weight)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -110,6 +103,31 @@ def rows_problem(runs: Iterable[tuple[int, int]], num_rows: int) -> str | None:
             return f"rows {min(start, covered)} to {max(start, covered) - 1} are {wrong}"
         covered += length
     return None if covered == num_rows else f"rows {covered} to {num_rows - 1} are missing"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """sha256 of the bits of a tensor. Synchronises the host."""
+    host = tensor.detach().to("cpu").contiguous()
+    return hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def check_replicas(parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]) -> None:
+    """Compares the ranks that have the same part.
+
+    Args:
+        parts: the key and the ranks of each part, the same on every rank.
+        digests: by rank, those of its parts that others have as well, by key.
+
+    Raises:
+        CheckpointError: the bits of a part differ; the same on every rank. It names the key and two ranks.
+    """
+    for key, (first, *others) in parts:
+        for rank in others:
+            if digests[rank][key] != digests[first][key]:
+                raise CheckpointError(
+                    f"{key} differs between rank {first} and rank {rank}, which must have the same bits (unless it "
+                    "is an expert's: then its module has to say holds_experts = True)"
+                )
 
 
 def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:

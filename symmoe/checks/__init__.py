@@ -1,4 +1,4 @@
-"""Checks of arguments before anything is computed: tensors, buffers for results, sizes, words.
+"""Checks of arguments before anything is computed: words, sizes, tensors, buffers for results, grouped layers.
 
-May use the heap and the kernels' constants. Begin with `buffers`; `arguments` is for grouped layers and for words.
+May use the heap and the kernels' constants.
 """

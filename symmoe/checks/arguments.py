@@ -1,18 +1,27 @@
-"""Checks of arguments before anything is computed: those of grouped layers, and words, by the names of arguments."""
+"""Checks of arguments before anything is computed: words, sizes, tensors to read, buffers for results, grouped layers.
+
+Every function says what is wrong with what a caller brings, by the names of arguments. None looks at device memory.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple, Protocol, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
-from symmoe.autograd import GradientBuffer
-from symmoe.checks.buffers import Buffer, buffer_problem, memory_problem, overlap_problem, stale_problem
-from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.autograd import transform_problem
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
-from symmoe.kernels.architectures import e4m3_problem
+from symmoe.symm_mem.lease import ended_lease
+from symmoe.torch_internals import has_storage, num_dispatch_modes
+
+if TYPE_CHECKING:
+    from symmoe.symm_mem.heap import SymmetricHeap
+
+Problem = ArgumentError | StaleLease | None
 
 Overflow = Literal["raise", "drop"]
 Order = Literal["rank", "slot", "node"]
@@ -39,24 +48,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "drop_policy": get_args(DropPolicy),
 }
 
-_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
-
-
-class Linear(Protocol):
-    """The attributes of a linear layer that these checks read."""
-
-    in_features: int
-    out_features: int
-
-    @property
-    def _parameters(self) -> Mapping[str, torch.Tensor | None]: ...
-
-    @property
-    def precision(self) -> object:
-        """The recipe of what is multiplied; None: numbers of the working dtype."""
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Parameters, the weights first."""
+_PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
 
 
 def is_choice(name: str, word: object) -> bool:
@@ -91,46 +83,193 @@ def parameter_dtype_problem(dtype: object) -> ArgumentError | None:
     return ArgumentError(f"dtype ({dtype!r}) must be one of {', '.join(map(str, control.DTYPES))}")
 
 
-def rows_problem(name: str, x: object, linear: Linear) -> ArgumentError | StaleLease | None:
-    """What keeps `x` from being the rows of a linear layer, or None."""
-    if (error := memory_problem(name, x)) is not None:
-        return error
-    assert isinstance(x, torch.Tensor)
-    if x.dim() < 2 or x.shape[-1] != linear.in_features:
-        return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
-    weight = next(linear.parameters())
-    if x.device != weight.device:
-        return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
-    if x.device.type not in ("cpu", "cuda"):
-        return ArgumentError(f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU")
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-    if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
-        return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
-    return width_problem(linear, x)
+# -- tensors to read, and buffers for results --------------------------------------------------------------------------
 
 
-def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:
-    """What keeps a linear layer from running on the device of x, or None: the dtype of its weights, or a width."""
-    weight = next(iter(linear._parameters.values()), None)  # three times as fast as `parameters()`
-    if weight is not None and weight.dtype not in control.DTYPES:
-        return ArgumentError(f"the weights are {weight.dtype}; they must be one of {control.DTYPES}")
-    for feature in ("in_features", "out_features"):
-        width = getattr(linear, feature)
-        if x.is_cuda and width % _GPU_MULTIPLE:
-            return ArgumentError(f"{feature} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
-    return None if linear.precision is None else e4m3_problem(linear.precision, x.device)
-
-
-def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:
-    """The error if something is around a module whose call kernels replace, and hides its attributes, or None."""
-    if module is None or hasattr(module, attribute):
+def dtype_problem(
+    name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...] = control.DTYPES
+) -> ArgumentError | None:
+    """What is wrong with `dtype`, or None; by default `dtype` is that of rows that travel."""
+    if dtype in dtypes:
         return None
-    return ArgumentError(
-        f"{name} is in a {type(module).__name__}, which would be left out: kernels take the place of its call. Call "
-        "symmoe.add_lora in place of peft's target_parameters, or symmoe.integrations.peft.get_peft_model of a model "
-        "whose experts are swapped"
-    )
+    return ArgumentError(f"{name} has dtype {dtype}; it must be {' or '.join(map(str, dtypes))}")
+
+
+def stale_problem(name: str, tensor: object) -> StaleLease | None:
+    """The error if `tensor` is memory of a released lease or of a closed heap, or None. Takes any object."""
+    lease = ended_lease(tensor) if isinstance(tensor, torch.Tensor) else None
+    if lease is None:
+        return None
+    return StaleLease(f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), {lease.end}")
+
+
+def memory_problem(name: str, tensor: object) -> Problem:
+    """What keeps kernels from reading or writing the memory of `tensor` as its strides say, or None; wherever it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
+    if torch.compiler.is_compiling():  # it passes tensors without memory, and runs no kernels
+        return None
+    if (error := transform_problem()) is not None:
+        return error
+    kind = None
+    if tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.layout is not torch.strided:
+        kind = str(tensor.layout)
+    elif type(tensor).__torch_dispatch__ is not _PLAIN and not (hasattr(tensor, "fake_mode") and num_dispatch_modes()):
+        kind = type(tensor).__name__  # FakeTensorMode's are taken under a mode: operators there need no memory
+    elif not has_storage(tensor):  # of a backward pass with is_grads_batched
+        kind = "a tensor of vmap"
+    elif tensor.numel() and not tensor.untyped_storage().nbytes():
+        kind = "a tensor whose memory has been freed"
+    if kind is not None:
+        return ArgumentError(f"{name} ({kind}) must be a strided tensor with memory of its own")
+    return stale_problem(name, tensor)
+
+
+def tensor_problem(
+    name: str,
+    tensor: object,
+    *,
+    shape: tuple[int | str, ...] | None,
+    dtypes: tuple[torch.dtype, ...] | None,
+    device: torch.device | None,
+) -> Problem:
+    """What keeps `tensor` from being an argument that kernels read, or None.
+
+    Args:
+        name: name of the argument, for the text.
+        shape: required shape; a word stands for any size, and "..." in front for any dimensions.
+        dtypes, device: allowed dtypes, and required device. None, as for the shape: unknown.
+    """
+    if shape is not None and not isinstance(tensor, torch.Tensor):
+        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor of shape {_shown(shape)}")
+    if (error := memory_problem(name, tensor)) is not None:
+        return error
+    assert isinstance(tensor, torch.Tensor)
+    if shape is not None and not _fits(tensor.shape, shape):
+        return ArgumentError(f"{name} has shape {list(tensor.shape)}; it must be {_shown(shape)}")
+    if device is not None and tensor.device != device:
+        return ArgumentError(f"{name} is on {tensor.device}; it must be on {device}")
+    return None if dtypes is None else dtype_problem(name, tensor.dtype, dtypes)
+
+
+def _shown(shape: tuple[int | str, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
+    if wanted and wanted[0] == "...":
+        wanted = wanted[1:]
+        shape = shape[-len(wanted) :]
+    if len(shape) != len(wanted):
+        return False
+    for size, want in zip(shape, wanted, strict=True):
+        if size != want and not isinstance(want, str):
+            return False
+    return True
+
+
+def buffer_problem(
+    name: str,
+    buffer: object,
+    *,
+    shape: tuple[int, ...] | None,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    inputs: tuple[torch.Tensor, ...] = (),
+    heap: SymmetricHeap | None = None,
+) -> Problem:
+    """What keeps `buffer` from taking a result, or None.
+
+    Args:
+        name: name of the argument, for the text.
+        shape, dtype, device: required ones; None: unknown.
+        inputs: tensors it must not overlap: those read or saved for backward, and other buffers.
+        heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
+    """
+    dtypes = None if dtype is None else (dtype,)
+    if (error := tensor_problem(name, buffer, shape=shape, dtypes=dtypes, device=device)) is not None:
+        return error
+    assert isinstance(buffer, torch.Tensor)
+    if not buffer.is_contiguous():
+        return ArgumentError(f"{name} has strides {list(buffer.stride())}; it must be contiguous")
+    if buffer.requires_grad:
+        return ArgumentError(f"{name} requires a gradient; a buffer for results must not")
+    start = buffer.data_ptr()
+    if start % control.ACCESS_BYTES:
+        return ArgumentError(f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}")
+    if heap is not None and not heap.owns(buffer):
+        return ArgumentError(f"{name} is not on this symmetric heap; make it with heap.lease")
+    return overlap_problem([Buffer(name, buffer)], inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a call writes, and the time for which its contents matter.
+
+    Attributes:
+        name: name of the argument, for texts.
+        tensor: the memory, contiguous.
+        first, last: points in time in any unit, both included; a call that is one step needs none.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    first: float = 0
+    last: float = math.inf
+
+
+def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> ArgumentError | None:
+    """The error if a buffer shares memory with an input, or with another buffer while both matter, or None.
+
+    Args:
+        buffers: memory that is written.
+        inputs: what is read or saved for backward, at any time; what is no dense tensor is skipped.
+    """
+    if not buffers:
+        return None
+    spans = [(_span(buffer.tensor), buffer) for buffer in buffers]
+    lowest, highest = min(start for (start, _), _ in spans), max(end for (_, end), _ in spans)
+    near = [
+        (span, tensor)
+        for tensor in inputs
+        if isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and _meet(span := _span(tensor), (lowest, highest))
+    ]
+    for i, (span, buffer) in enumerate(spans):
+        others = [
+            (other_span, other.tensor)
+            for other_span, other in spans[:i]
+            if buffer.first <= other.last and other.first <= buffer.last
+        ]
+        for other_span, tensor in (*near, *others):
+            if _meet(span, other_span) and tensor.device == buffer.tensor.device:
+                return ArgumentError(
+                    f"{buffer.name} {list(buffer.tensor.shape)} overlaps a tensor of shape {list(tensor.shape)} that "
+                    "the call also uses"
+                )
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first element and of the end of the last one."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two ranges of addresses share one; an empty range shares none."""
+    return max(span[0], other[0]) < min(span[1], other[1])
+
+
+# -- grouped layers ----------------------------------------------------------------------------------------------------
 
 
 def working_dtype(x: torch.Tensor) -> torch.dtype:
@@ -157,42 +296,19 @@ class RowsLike(NamedTuple):
         """The properties of existing rows."""
         return cls(x.shape[:-1], working_dtype(x), x.device)
 
-    @property
-    def num_rows(self) -> int | None:
-        """Number of rows."""
-        return None if self.shape is None else math.prod(self.shape)
 
-    def with_features(self, num_features: int) -> tuple[int, ...] | None:
-        """The shape of a tensor with so many features for each row."""
-        return None if self.shape is None else (*self.shape, num_features)
-
-
-def result_buffers_problem(
-    rows: RowsLike, in_features: int, out_features: int, out: object, grad_input_out: object
-) -> ArgumentError | StaleLease | None:
-    """What keeps the two buffers of a caller from taking the result [..., O] and the gradient of x, or None.
-
-    :func:`shared_memory_problem` checks with what they share memory.
-    """
-    for name, buffer, features in (("out", out, out_features), ("grad_input_out", grad_input_out, in_features)):
-        if buffer is None:
-            continue
-        error = buffer_problem(name, buffer, shape=rows.with_features(features), dtype=rows.dtype, device=rows.device)
-        if error is not None:
-            return error
-    return None
+def wrapped_problem(name: str, module: object, attribute: str) -> ArgumentError | None:
+    """The error if something is around a module whose call kernels replace, and hides its attributes, or None."""
+    if module is None or hasattr(module, attribute):
+        return None
+    return ArgumentError(
+        f"{name} is in a {type(module).__name__}, which would be left out: kernels take the place of its call. Call "
+        "symmoe.add_lora in place of peft's target_parameters, or symmoe.integrations.peft.get_peft_model of a model "
+        "whose experts are swapped"
+    )
 
 
-def shared_memory_problem(
-    out: torch.Tensor | None, grad_input_out: torch.Tensor | None, inputs: Iterable[object]
-) -> ArgumentError | None:
-    """The error if one of the two buffers of a call shares memory with the other or with an input, or None."""
-    named = (("out", out), ("grad_input_out", grad_input_out))
-    buffers = [Buffer(name, tensor) for name, tensor in named if tensor is not None]
-    return overlap_problem(buffers, (tensor for tensor in inputs if isinstance(tensor, torch.Tensor)))
-
-
-def scale_problem(name: str, scale: object, rows: RowsLike) -> ArgumentError | StaleLease | None:
+def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:
     """What is wrong with a factor per row of `rows`, or None."""
     if not isinstance(scale, torch.Tensor) or scale.layout is not torch.strided:
         return memory_problem(name, scale)
@@ -210,28 +326,3 @@ def kernel_rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy if it is not contiguous or where kernels cannot read it in full accesses."""
     x = x.contiguous()
     return x if x.data_ptr() % control.ACCESS_BYTES == 0 else x.clone()
-
-
-def check_gradient(d_y: torch.Tensor) -> None:
-    """Checks the gradient that autograd brings to a backward pass.
-
-    Raises:
-        ArgumentError, StaleLease: the gradient given to the pass cannot be read as rows.
-    """
-    raise_for(memory_problem("d_y", d_y))
-
-
-def gradient_rows(given: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
-    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes.
-
-    Raises:
-        ArgumentError, StaleLease: the buffer cannot take the gradient, or is in use.
-    """
-    raise_for(given.problem())
-    if given.tensor is None:
-        return torch.empty_like(x)
-    shape = tuple(x.shape)
-    raise_for(
-        buffer_problem("grad_input_out", given.tensor, shape=shape, dtype=x.dtype, device=x.device, inputs=(d_y,))
-    )
-    return given.tensor

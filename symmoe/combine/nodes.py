@@ -15,12 +15,13 @@ from functools import cached_property
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.maps import Across, Plan
+from symmoe.dispatch.nodes import NodesPlan
+from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 
 
 @dataclass(frozen=True, eq=False)
-class Inside:
+class Collected:
     """What is collected inside a node, for the tokens of one plan.
 
     Attributes:
@@ -34,10 +35,10 @@ class Inside:
     rows: torch.Tensor | None
     values: torch.Tensor | None
 
-    def first(self, plan: Plan) -> Inside:
+    def first(self, plan: Plan) -> Collected:
         """The beginning of it, for the tokens of a plan."""
         rows, values = (None if each is None else each[: plan.num_tokens] for each in (self.rows, self.values))
-        return Inside(plan, rows, values)
+        return Collected(plan, rows, values)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -58,14 +59,16 @@ class FromNodes:
         own, foreign: what has to be collected inside this node.
     """
 
-    def __init__(self, plan: Plan, across: Across, like: torch.Tensor | None, *, has_values: bool, order: str) -> None:
-        self._plan, self._crossing, self._order = plan, across.crossing, order
-        self._token_to_row = across.crossing.token_to_home_row
+    def __init__(
+        self, plan: Plan, nodes: NodesPlan[Plan], like: torch.Tensor | None, *, has_values: bool, order: str
+    ) -> None:
+        self._plan, self._rails, self._order = plan, nodes.rails, order
+        self._token_to_row = nodes.rails.token_to_home_row
         num_rows = plan.top_k if order == "slot" else 1
-        # This rank's own tokens, then the away rows.
-        self._home = _inside(plan, plan.num_tokens + across.crossing.num_away, like, has_values, num_rows)
-        self.own = self._home.first(across.own)
-        self.foreign = _inside(across.foreign, across.foreign.num_tokens, like, has_values, num_rows)
+        # This rank's own tokens, then the sent rows.
+        self._home = _room_for(plan, plan.num_tokens + nodes.rails.num_sent_rows, like, has_values, num_rows)
+        self.own = self._home.first(nodes.own)
+        self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
@@ -74,10 +77,10 @@ class FromNodes:
         Yields:
             a function that waits for what comes from other nodes.
         """
-        heap, crossing = self._plan.heap, self._crossing
-        sends = [crossing.by_node(tensor) for tensor in self.foreign.tensors]
-        receives = [crossing.to_nodes(tensor[crossing.num_tokens :]) for tensor in self._home.tensors]
-        heap.meet(control.PHASE_NODES_HOME, **crossing.agreed_on_rail(agreed))
+        heap, rails = self._plan.heap, self._rails
+        sends = [rails.by_node(tensor) for tensor in self.foreign.tensors]
+        receives = [rails.to_nodes(tensor[rails.num_tokens :]) for tensor in self._home.tensors]
+        heap.meet(control.PHASE_NODES_HOME, **rails.agreed_on_rail(agreed))
         with heap.moving(sends, receives) as wait:
             yield wait
 
@@ -107,13 +110,13 @@ class FromNodes:
 
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
-        self._plan.heap.meet(control.PHASE_NODES_HOME, **self._crossing.agreed_on_rail(agreed))
+        self._plan.heap.meet(control.PHASE_NODES_HOME, **self._rails.agreed_on_rail(agreed))
 
 
-def _inside(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Inside:
+def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:
     """Room for what is collected; num_rows: of a token."""
     rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
     values = None
     if has_values:
         values = torch.empty((num_tokens, plan.top_k), dtype=torch.float32, device=plan.heap.device)
-    return Inside(plan, rows, values)
+    return Collected(plan, rows, values)

@@ -10,16 +10,17 @@ rails (combine/nodes.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
 
 from symmoe import kernels
-from symmoe.combine.nodes import FromNodes, Inside
+from symmoe.combine.nodes import Collected, FromNodes
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
+from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
 from symmoe.symm_mem.lease import Lease
 
@@ -29,17 +30,12 @@ READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
-def pulls(plan: Plan, order: str) -> bool:
-    """Whether rows are read where they are, on the heap; else their sums are sent."""
-    return order != "rank" or plan.across is not None
-
-
 @contextmanager
 def readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> Iterator[torch.Tensor]:
     """`rows` [., H] itself where the trip can read it, else a copy in a lease (counted: it is the slow path)."""
     heap = plan.heap
     is_aligned = rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0
-    if is_aligned and (not pulls(plan, order) or heap.owns(rows)):
+    if is_aligned and (not plan.reads_rows_in_place(order) or heap.owns(rows)):
         yield rows
         return
     heap.statistics.num_staging_copies += 1
@@ -48,18 +44,87 @@ def readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> I
         yield lease.tensor
 
 
-def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
-    """Sums each token's rows. Collective; does not synchronise the host.
+ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
+
+
+def combine(
+    rows: torch.Tensor,
+    plan: Plan,
+    compute: ComputePart = lambda part: None,
+    *,
+    order: str,
+    division: Division | None = None,
+) -> torch.Tensor:
+    """Calls `compute` to fill `rows`, and sums each token's on its own rank. Collective; does not synchronise the host.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot".
+        compute: called for all rows, or with a division for one part after the other, which goes home while the next
+            one is computed: the parts of a dispatch in the opposite order. Between nodes rows of foreign tokens come
+            first: their sums go home while those of this node's tokens are computed.
+        division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
 
     Returns:
         [T, H].
     """
+    if division is None:
+        compute(None)
+        with Collection(rows, plan, order=order) as collection:
+            collection.collect()
+        return given("rows", collection.out)
+    branch, nodes, num_ctas = plan.heap.branch(), plan.nodes, division.num_ctas
+    # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
+    sources, of_sources = plan.in_node.arrivals[::-1], plan.in_node.source_to_rows
+    parts, num_foreign = [of_sources[source] for source in sources], 1
+    if nodes is not None:
+        num_foreign = len(sources) - len(plan.heap.topology.ranks)
+        parts = [*parts[:num_foreign][::-1], given("own_rows", nodes.own_rows)]
     with Collection(rows, plan, order=order) as collection:
-        collection.collect()
+        for part in parts[:num_foreign]:
+            compute(Part(part))
+        try:
+            for number, part in enumerate(parts[num_foreign:]):
+                point = branch.point()
+                compute(Part(part, division.num_sms))
+                with branch.after(point):
+                    if number == 0:
+                        collection.open()
+                    collection.send(sources[number], num_ctas=num_ctas)
+        finally:
+            branch.join()
+        if nodes is not None:
+            collection.open_again()
+        collection.finish()  # nothing else runs meanwhile
     return given("rows", collection.out)
+
+
+@contextmanager
+def collecting(
+    rows: torch.Tensor | None,
+    plan: Plan,
+    *,
+    order: str,
+    row_values: torch.Tensor | None = None,
+    gradients: int = 0,
+    division: Division | None = None,
+) -> Iterator[Collection]:
+    """Context of a :class:`Collection`, complete after it. The caller may compute other things in it, at the same time
+    if there is a division of the SMs. Collective; does not synchronise the host. Arguments: see Collection."""
+    collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
+    if division is None:
+        yield collection
+        with collection:
+            collection.collect()
+        return
+    branch = plan.heap.branch()
+    with collection:
+        point = branch.point()
+        yield collection
+        try:
+            with branch.after(point):
+                collection.collect(num_ctas=division.num_ctas)
+        finally:
+            branch.join()
 
 
 class Collection:
@@ -91,11 +156,11 @@ class Collection:
         gradients: int = 0,
     ) -> None:
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
-        self._pulls = pulls(plan, order)
+        self._pulls = plan.reads_rows_in_place(order)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {
-            "order": int(self._pulls if plan.across is None else order == "slot"),
+            "order": int(self._pulls if plan.nodes is None else order == "slot"),
             "gradients": gradients,
             "probs": int(row_values is not None),
             "plan": plan.generation,
@@ -109,8 +174,8 @@ class Collection:
         if row_values is not None:
             self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
         self._from_nodes: FromNodes | None = None
-        if plan.across is not None:
-            self._from_nodes = FromNodes(plan, plan.across, rows, has_values=row_values is not None, order=order)
+        if plan.nodes is not None:
+            self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
 
     def __enter__(self) -> Collection:
         plan, heap = self._plan, self._plan.heap
@@ -158,7 +223,7 @@ class Collection:
             self._wait_for_rows()
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
-                self._pull(Inside(self._plan, rows, self.values))
+                self._pull(Collected(self._plan, rows, self.values))
             else:
                 self._pull(self._from_nodes.foreign)
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
@@ -174,18 +239,18 @@ class Collection:
     def _wait_for_rows(self) -> None:
         self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
-    def _pull(self, inside: Inside) -> None:
+    def _pull(self, wanted: Collected) -> None:
         """Sums rows where they are, and brings values."""
-        plan, trip = inside.plan, (self._plan.heap.peers, self._ready)
-        if inside.rows is not None:
-            out = inside.rows.flatten(0, 1)
+        plan, trip = wanted.plan, (self._plan.heap.peers, self._ready)
+        if wanted.rows is not None:
+            out = wanted.rows.flatten(0, 1)
             lines = plan.slot_to_rank, plan.slot_to_row
-            if inside.rows.shape[1] > 1:  # one by one
+            if wanted.rows.shape[1] > 1:  # one by one
                 lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
             self._ops.pull_rows(*lines, *trip, out, column=READY_ROWS)
-        if inside.values is not None:
+        if wanted.values is not None:
             index = (plan.slot_to_rank, plan.token_to_packed_row)
-            self._ops.pull_values(*index, *trip, inside.values, column=READY_VALUES)
+            self._ops.pull_values(*index, *trip, wanted.values, column=READY_VALUES)
 
     def send(self, source: int | None = None, *, num_ctas: int | None = None) -> None:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""

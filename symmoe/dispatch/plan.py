@@ -1,32 +1,170 @@
-"""The plan of one layer call: which row of which rank every slot of this rank's routing becomes.
+"""The plan of one layer call: which row of which rank every slot of this rank's routing becomes, and how it is made.
 
 T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and P packed rows received by this rank.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import is_choice, words_problem
-from symmoe.checks.buffers import tensor_problem
-from symmoe.dispatch.crossing import RailCounts, find_rail_rows, keep_first, make_crossing
-from symmoe.dispatch.maps import Layout, Plan, PlanIntegers, num_blocks, plan_layout
-from symmoe.dispatch.node_plan import plan_inside
-from symmoe.errors import ArgumentError, StaleLease
+from symmoe.checks.arguments import is_choice, tensor_problem, words_problem
+from symmoe.dispatch.nodes import NodesPlan, RailCounts, Region, find_rail_rows, make_rail_plan, plan_in_node
+from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
+from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
+from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.recipes import Recipe, precision_word
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room
+from symmoe.tape.recorder import recorded_on_cpus
 
 __all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
+_NOTHING_DISPATCHED = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
+
+
+@dataclass(eq=False)
+class Plan(PlanIntegers):
+    """What :func:`make_plan` returns: its integers, on the heap's device, and what the host knows of them.
+
+    Rows that can be computed once the rows of a source rank have arrived, after those of the ranks before it in
+    :attr:`arrivals`, are in source_to_rows: [R, 2, e], the first and the one past the last.
+
+    Attributes:
+        heap: the symmetric heap of the plan.
+        num_tokens, top_k, num_experts: T, K, E.
+        row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
+            capacity), the capacity given (static), or the room that the call got here.
+        packed_row_capacity: packed rows that a buffer for this plan needs on this rank.
+        expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
+            tokens if these are fewer.
+        num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
+            room until it is settled.
+        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
+        packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
+        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
+        max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
+        has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
+        nodes: of a group that spans nodes, the way to the other nodes; else None.
+    """
+
+    heap: SymmetricHeap
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    row_capacity: int
+    packed_row_capacity: int
+    expected_rows: int
+    num_rows: int | None
+    generation: int
+    packed_to_row: torch.Tensor | None = None
+    row_to_packed_row: torch.Tensor | None = None
+    max_rows: int | None = None
+    max_packed_rows: int | None = None
+    has_room: bool = True
+    nodes: NodesPlan[Plan] | None = None
+    _read_report: Callable[[], list[int]] | None = None
+
+    def settle(self) -> None:
+        """Finds out what the routing of a plan with room needs, and whether there is room for it.
+
+        Waits until the device has made the plan. Other plans are settled from the start.
+
+        Raises:
+            ExpertIdError, ConfigMismatch: see make_plan; on every rank.
+        """
+        if self._read_report is None:
+            return
+        report, self._read_report = self._read_report(), None
+        self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
+        if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
+            self.heap.check()  # a fault of a peer is on record
+            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.spans_nodes:
+                self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
+                self.heap.synchronize()
+            raise self.heap.plan_failure(report)
+        self.num_rows = report[control.SUM_NUM_ROWS]
+        self.max_rows = max(1, report[control.SUM_MAX_ROWS])
+        self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
+        if self.row_capacity < 0:
+            self.row_capacity = self.expected_rows = self.max_rows
+            self.packed_row_capacity = self.max_packed_rows
+        self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+
+    def shrink(self) -> None:
+        """After forward with room: later buffers have the rows that the routing needs. Local, as buffers are."""
+        self.row_capacity, self.packed_row_capacity = self.needed_rows
+        packed_to_row, row_to_packed_row = self.received_index()
+        self.packed_to_row = packed_to_row[: self.packed_row_capacity]
+        self.row_to_packed_row = row_to_packed_row[: self.row_capacity]
+
+    @property
+    def needed_rows(self) -> tuple[int, int]:
+        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once it is settled."""
+        return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
+
+    @property
+    def row_start(self) -> torch.Tensor:
+        """int32 [e + 1], where each local expert's rows start; the last is N. A new tensor."""
+        return bounds_of(self.row_range)
+
+    @property
+    def num_dropped(self) -> torch.Tensor:
+        """int32 [1], slots of the whole EP group that were dropped."""
+        return self.report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1]
+
+    @property
+    def num_packed(self) -> torch.Tensor:
+        """int32 [1], P on the device."""
+        return self.source_to_packed_start[-1:]
+
+    @functools.cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Where this rank's tokens have their packed rows, by the rank that they are from."""
+        maps = self.slot_to_row, self.slot_to_rank, self.token_to_packed_row
+        return (Region(None, *maps, self.block_tokens, self.packed_start, self.packed_limit),)
+
+    @property
+    def in_node(self) -> Plan:
+        """This plan as the ranks of a node have it: between nodes a plan of its own; else this one."""
+        return self if self.nodes is None else self.nodes.own
+
+    def reads_rows_in_place(self, order: str) -> bool:
+        """Whether a combine in this order reads rows where they are, on the heap; else their sums are sent."""
+        return order != "rank" or self.nodes is not None
+
+    @functools.cached_property
+    def arrivals(self) -> list[int]:
+        """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
+        return [(self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)]
+
+    def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
+        return buffer if self.num_rows is None else buffer[: self.num_rows]
+
+    @property
+    def not_dispatched(self) -> StalePlan | None:
+        """The error of combining with this plan now, or None if something has been dispatched with it."""
+        return None if self.packed_to_row is not None else StalePlan(_NOTHING_DISPATCHED)
+
+    def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
+
+        Raises:
+            StalePlan: nothing has been dispatched with this plan yet.
+        """
+        if self.packed_to_row is None or self.row_to_packed_row is None:
+            raise StalePlan(_NOTHING_DISPATCHED)
+        return self.packed_to_row, self.row_to_packed_row
 
 
 class PlanOptions(NamedTuple):
@@ -159,16 +297,16 @@ def _plan_between_nodes(
     plan, and reads how long messages are."""
     num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
     rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
-    rails, overflow, drops = find_rail_rows(topk_idx, heap, num_experts=options.num_experts), None, False
-    if rail_capacity is not None and rail_capacity < num_tokens:  # on all ranks, then
-        rails, overflow = keep_first(rails, heap, num_experts=options.num_experts, rail_capacity=rail_capacity)
-        drops = options.overflow == "drop"
+    has_limit = rail_capacity is not None and rail_capacity < num_tokens  # on all ranks, then
+    limit, drops = rail_capacity if has_limit else None, has_limit and options.overflow == "drop"
+    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit)
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
     counts = RailCounts(heap, rails)
 
     def tell() -> None:
-        if overflow is not None:
-            counts.tell(overflow.num_dropped if drops else overflow.too_many)
+        number = rails.num_dropped if drops else rails.too_many
+        if number is not None:
+            counts.tell(number)
 
     plan = _place_slots(rails.topk_idx, heap, words, options.config, tell, counts.share)
     sent: Sequence[int]
@@ -184,8 +322,8 @@ def _plan_between_nodes(
         read_sizes = heap.read_back(torch.stack([rails.num_sent, counts.num_received]))
         plan.settle()
         sent, received = read_sizes()
-    crossing = make_crossing(heap, rails.token_to_rail_row, sent, received)
-    plan.across = plan_inside(plan, crossing, rail_capacity or 0)
+    rail_plan = make_rail_plan(heap, rails.token_to_rail_row, sent, received)
+    plan.nodes = plan_in_node(plan, rail_plan, rail_capacity or 0)
     return plan
 
 
@@ -206,7 +344,7 @@ def _place_slots(
     header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    sizes = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
+    sizes = num_tokens, top_k, num_experts, heap.num_ranks
     with heap.one_call():
         fill = partial(_fill, topk_idx, heap, header, config, sizes, tell, share)
         is_special = heap.spans_nodes or heap.first_step is not None
@@ -217,7 +355,7 @@ def _place_slots(
             heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
         storage=storage,
-        layout=sizes[1],
+        layout=plan_layout(*sizes)[1],
         heap=heap,
         num_rows=None,
         row_capacity=limit,
@@ -235,14 +373,14 @@ def _fill(
     heap: SymmetricHeap,
     header: tuple[int, ...],
     config: int,
-    sizes: tuple[int, Layout],
+    sizes: tuple[int, int, int, int],
     tell: Callable[[], None] | None,
     share: Callable[[int], None] | None,
 ) -> tuple[torch.Tensor]:
-    """A new storage of a plan, filled. Collective."""
-    num_tokens, num_ranks, num_experts = len(topk_idx), heap.num_ranks, header[control.HEAD_NUM_EXPERTS]
+    """A new storage of a plan, filled. Collective. sizes: T, K, E, R."""
+    num_tokens, _, num_experts, num_ranks = sizes
     ops = kernels.for_device(heap.device)
-    integers = PlanIntegers(torch.empty(sizes[0], dtype=torch.int32, device=heap.device), sizes[1])
+    integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
     shape = num_blocks(num_tokens), num_experts + num_ranks + 2
     block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
     block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
@@ -265,42 +403,21 @@ def _fill(
         heap.count_peers,
         received,
         heap.status,
-        num_experts=num_experts,
+        integers,
         capacity=header[control.HEAD_CAPACITY],
         packed_capacity=header[control.HEAD_PACKED_CAPACITY],
         drop=header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP,
         record_errors=header[control.HEAD_CAPACITY] >= 0,  # what is launched before the host looks must move nothing
-        splits=integers.splits,
-        row_range=integers.row_range,
-        slot_start=integers.slot_start,
-        slot_limit=integers.slot_limit,
-        packed_start=integers.packed_start,
-        packed_limit=integers.packed_limit,
-        source_to_packed_start=integers.source_to_packed_start,
-        source_to_row_start=integers.source_to_row_start,
-        expert_load=integers.expert_load,
-        report=integers.report,
     )
-    ops.assign_rows(
-        topk_idx,
-        block_starts,
-        integers.slot_start,
-        integers.slot_limit,
-        integers.slot_to_row,
-        integers.slot_to_rank,
-        integers.block_tokens,
-        experts_per_rank=num_experts // num_ranks,
-    )
-    ops.assign_packed_rows(
-        integers.slot_to_row,
-        integers.slot_to_rank,
-        integers.block_tokens,
-        integers.packed_start,
-        integers.token_to_packed_row,
-        integers.token_to_primary_row,
-    )
+    ops.assign_rows(topk_idx, block_starts, integers)
+    ops.assign_packed_rows(integers)
     ops.split_by_source(integers.source_to_row_start, integers.source_to_rows, rank=heap.rank)
     return (integers.storage,)
+
+
+@recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
+def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
+    return PlanIntegers(storage, plan_layout(*sizes)[1])
 
 
 def _find_problem(

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
-from symmoe.checks.arguments import RowsLike, check_gradient, scale_problem
-from symmoe.checks.buffers import memory_problem
-from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.checks.arguments import Problem, RowsLike, memory_problem, scale_problem
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import RELU2, Activation
 
@@ -59,14 +58,13 @@ class ScaledActivation(nn.Module):
     def extra_repr(self) -> str:
         return str(self.activation)
 
-    def _problem(self, h: object, scale: object) -> ArgumentError | StaleLease | None:
+    def _problem(self, h: object, scale: object) -> Problem:
         if (error := memory_problem("h", h)) is not None:
             return error
         assert isinstance(h, torch.Tensor)
         if h.dim() < 1 or h.dtype not in control.DTYPES:
             return ArgumentError(f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}")
-        if h.shape[-1] % self.activation.hidden_width(self.activation.interleave or 1):
-            unit = self.activation.hidden_width(self.activation.interleave or 1)
+        if h.shape[-1] % (unit := self.activation.hidden_width(self.activation.interleave or 1)):
             return ArgumentError(f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}")
         return scale_problem("scale", scale, RowsLike(h.shape[:-1], h.dtype, h.device))
 
@@ -155,16 +153,10 @@ class _ScaledActivation(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _ScaledActivationContext, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        check_gradient(d_out)
+        raise_for(memory_problem("d_y", d_out))
         h, scale = ctx.saved_tensors
-        width, ffn = h.shape[-1], d_out.shape[-1]
         d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)
-        kernels.for_device(h.device).scaled_activation_grad(
-            d_out.contiguous().view(-1, ffn),
-            h.view(-1, width),
-            scale.view(-1),
-            d_h.view(-1, width),
-            d_scale.view(-1),
-            ctx.activation,
-        )
+        d_rows, rows, d_h_rows = (t.view(-1, t.shape[-1]) for t in (d_out.contiguous(), h, d_h))
+        ops = kernels.for_device(h.device)
+        ops.scaled_activation_grad(d_rows, rows, scale.view(-1), d_h_rows, d_scale.view(-1), ctx.activation)
         return d_h, d_scale, None

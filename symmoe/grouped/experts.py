@@ -1,24 +1,108 @@
-"""FC1, activation times scale, FC2 for all experts of a rank: the fused kernels in their order, without autograd.
+"""The experts of a call, and FC1, activation times scale, FC2 for all of them: the fused kernels in their order.
 
 H hidden, I ffn, W width of FC1's output (2I if gated), G groups (experts of this rank), N rows sorted by group.
-Nothing here synchronises the host or copies rows.
+Nothing here synchronises the host, copies rows, or knows of autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from symmoe import kernels
 from symmoe.autograd import Unmodified
+from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.parameters import local_tensors
+from symmoe.grouped.weight_gradients import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand
+from symmoe.precision.recipes import Recipe
+
+T = TypeVar("T")
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What launches of experts depend on besides tensors.
+
+    Attributes:
+        num_groups, hidden, ffn, activation, precision: as in GroupedMLP.
+        are_packed: whether the weights of fc1 are packed, and whether those of fc2 are.
+    """
+
+    num_groups: int
+    hidden: int
+    ffn: int
+    activation: Activation
+    precision: Recipe | None
+    are_packed: tuple[bool, bool]
+
+    def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
+        """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
+        first, second = (1 if is_packed else self.num_groups for is_packed in self.are_packed)
+        return tuple(tensors[:first]), tuple(tensors[first : first + second]), tuple(tensors[first + second :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallExperts:
+    """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
+    parametrizations and adapters have made for this call, or an operator's inputs.
+
+    Attributes:
+        form: what launches depend on besides tensors.
+        biases: of fc1 and fc2, or None.
+        tensors: their weights and adapters in one sequence, see ExpertForm.split.
+        linears: fc1 and fc2, whose options backward reads when it runs.
+    """
+
+    form: ExpertForm
+    biases: Biases
+    tensors: tuple[torch.Tensor, ...]
+    linears: tuple[GroupedLinear, GroupedLinear]
+
+
+class Experts(Protocol):
+    """What has the layers of experts: a GroupedMLP, or ExpertLayers."""
+
+    fc1: GroupedLinear
+    activation: ScaledActivation
+    fc2: GroupedLinear
+
+
+@dataclass(slots=True)
+class ExpertLayers:
+    """FC1, the activation and FC2, wherever they come from."""
+
+    fc1: GroupedLinear
+    activation: ScaledActivation
+    fc2: GroupedLinear
+
+
+def of_tensors(experts: Experts, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
+    """Experts of that form with other biases (or none), and weights and adapters: like those of local_tensors."""
+    fc1, fc2 = linears = experts.fc1, experts.fc2
+    b1, b2 = biases or (None, None)
+    sizes = fc1.num_groups, fc1.in_features, fc2.in_features
+    form = ExpertForm(*sizes, experts.activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
+    return CallExperts(form, (b1, b2), tuple(tensors), linears)
+
+
+def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts:
+    """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
+    may draw random numbers, or save something."""
+    if isinstance(experts, CallExperts):
+        return experts
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
+    return of_tensors(experts, biases, [*weights, *adapters])
 
 
 class Hidden(NamedTuple):
@@ -87,26 +171,12 @@ class ExpertWeights:
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
-        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
-
-        Args:
-            parts: which rows, one part after the other. None: all at once.
-        """
-        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
+        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
+        ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         for part in (Part(x.row_range),) if parts is None else parts:
-            kernels.for_device(h.device).grouped_gemm_act(
-                x.rows,
-                self.w1,
-                part.rows,
-                x.scale,
-                h,
-                a,
-                self.activation,
-                row_index=x.row_index,
-                bias=self.b1,
-                num_sms=part.num_sms,
-            )
+            operands = x.rows, self.w1, part.rows, x.scale, h, a, self.activation
+            ops.grouped_gemm_act(*operands, row_index=x.row_index, bias=self.b1, num_sms=part.num_sms)
         return Hidden(h), a
 
     def second_layer(
@@ -135,7 +205,7 @@ class ExpertWeights:
         parts: Iterable[Part] | None = None,
         needs_scale: bool = True,
     ) -> ExpertsBackward:
-        """The backward pass; its first step has run."""
+        """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
         return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
@@ -160,25 +230,18 @@ class ExpertRows:
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
         bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
-        rows, row_index = self.rows, self.row_index
-        if row_index is None:
-            rows = rows[:num_rows]
-        else:
-            row_index = row_index[:num_rows]
-        return replace(self, rows=rows, scale=self.scale[:num_rows], bias_scale=bias_scale, row_index=row_index)
+        found = {"rows": self.rows[:num_rows]} if self.row_index is None else {"row_index": self.row_index[:num_rows]}
+        return replace(self, scale=self.scale[:num_rows], bias_scale=bias_scale, **found)
 
 
 def experts_forward(
     x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
 ) -> Hidden:
-    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale.
+    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale. Returns what backward needs besides the inputs.
 
     Args:
         out: [N, H], written up to the end of the last group, and with zeros past it if `zero_tail`.
         num_rows: rows of the intermediate tensors, enough for all groups.
-
-    Returns:
-        all that backward needs in addition to the inputs.
     """
     hidden, a = weights.first_layer(x, num_rows=num_rows)
     weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
@@ -229,8 +292,9 @@ class ExpertsBackward:
             if self.db2 is not None:
                 self._output_bias_gradient(d_out, self.db2)
             if x.bias_scale is not None and needs_scale:
-                gathered = {"dout_index": x.row_index}
-                ops.grouped_bias_dot(d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, **gathered)
+                ops.grouped_bias_dot(
+                    d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, dout_index=x.row_index
+                )
 
     def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
         x = self._x
@@ -244,25 +308,14 @@ class ExpertsBackward:
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
-            for _ in parts:
-                pass
+            deque(parts, maxlen=0)
             parts = None
         num_partials, d_scale = 0, self.d_scale if parts is None else None
         for part in (Part(x.row_range),) if parts is None else parts:
+            operands, results = (self._d_out, weights.w2, part.rows, h, x.scale), (self._dh, self._a, d_scale)
+            arguments = *operands, *results, workspace, weights.activation
             num_partials = ops.grouped_gemm_dact(
-                self._d_out,
-                weights.w2,
-                part.rows,
-                h,
-                x.scale,
-                self._dh,
-                self._a,
-                d_scale,
-                workspace,
-                weights.activation,
-                row_index=x.row_index,
-                dbias=self.db1,
-                num_sms=part.num_sms,
+                *arguments, row_index=x.row_index, dbias=self.db1, num_sms=part.num_sms
             )
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
@@ -290,6 +343,14 @@ class ExpertsBackward:
         self._ops.grouped_gemm_wgrad(
             self._d_out, self._a, x.row_range, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
         )
+
+    def bias_gradients(self) -> Biases:
+        """db1 and db2."""
+        return self.db1, self.db2
+
+    def weight_gradients(self) -> tuple[Compute, Compute]:
+        """w1_gradient and w2_gradient."""
+        return self.w1_gradient, self.w2_gradient
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the adapters, if any, in the order in which the autograd function got the adapters."""

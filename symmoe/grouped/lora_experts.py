@@ -1,12 +1,10 @@
 """Experts with adapters: the steps of grouped/experts.py with low-rank GEMMs in between, without autograd.
 
-H hidden, I ffn, W width of FC1's output, G groups, r rank, N rows.
-
     h = W1 x + b1, += B1 (A1 x)        a = act(h) * scale        out = W2 a + b2, += B2 (A2 a)
 
 What adapters add to h comes before the activation, so the kernels that fuse a GEMM with the activation do not fit:
-GEMMs and activation run by themselves, with the same bits where the adapters add zeros. A sum of two GEMMs is rounded
-twice. Backward computes `a` again; t1 = A1 x and t2 = A2 a [N, r] are kept with h.
+GEMMs and activation run by themselves, with the same bits where the adapters add zeros. Backward computes `a` again;
+t1 = A1 x and t2 = A2 a [N, r] are kept with h.
 """
 
 from __future__ import annotations
@@ -42,15 +40,14 @@ class AdaptedWeights(ExpertWeights):
         ops = kernels.for_device(x.rows.device)
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
-        t1, t2 = self.low1.new_rows(num_rows), self.low2.new_rows(num_rows)
+        t1 = self.low1.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
             gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
             self.low1.down(x.rows, part.rows, t1, **gathered)
             self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
-        self.low2.down(a, x.row_range, t2)
-        return Hidden(h, t1, t2), a
+        return Hidden(h, t1, self.low2.down(a, x.row_range)), a
 
     def second_layer(
         self,
@@ -95,8 +92,7 @@ class AdaptedBackward(ExpertsBackward):
         ops.sum_dact_partials(d_scale, x.row_range, self.d_scale, 1)  # the same, with zeros in the tail
         if self.db1 is not None:
             ops.grouped_bias_grad(self._dh, x.row_range, self.db1)
-        self._dt1 = weights.low1.new_rows(num_rows)
-        weights.low1.down_gradient(self._dh, x.row_range, self._dt1)
+        self._dt1 = weights.low1.down_gradient(self._dh, x.row_range)
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""

@@ -6,43 +6,42 @@ activation before FC2, so that combining rows is a plain sum and FC2's output is
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
-from symmoe.checks.arguments import (
-    RowsLike,
-    check_gradient,
-    gradient_rows,
-    kernel_rows,
-    result_buffers_problem,
-    rows_problem,
-    scale_problem,
-    shared_memory_problem,
-    size_problem,
-    width_problem,
-    wrapped_problem,
-)
-from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
-from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, experts_forward
+from symmoe.grouped.experts import (
+    Biases,
+    ExpertForm,
+    ExpertRows,
+    Experts,
+    ExpertsBackward,
+    ExpertWeights,
+    Hidden,
+    experts_forward,
+    of_tensors,
+)
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.lora_experts import AdaptedWeights
-from symmoe.grouped.low_rank import RANK_MULTIPLE, LowRank
+from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
+from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, run_rows
+from symmoe.grouped.splits import Splits
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.operands import given
 from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
+
+_ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 
 
 class GroupedMLP(nn.Module):
@@ -138,18 +137,8 @@ class GroupedMLP(nn.Module):
         Raises:
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
-        return fused_mlp(
-            self.fc1,
-            self.activation,
-            self.fc2,
-            rows,
-            splits,
-            row_probs,
-            scale_bias=True,
-            out=out,
-            grad_input_out=grad_input_out,
-            is_first_microbatch=(is_first_microbatch, is_first_microbatch),
-        )
+        given = RowArguments(splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch))
+        return fused_mlp(self, rows, given, scale_bias=True)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
@@ -160,102 +149,24 @@ class GroupedMLP(nn.Module):
         self.fc1.backward_dw()
 
 
-def fused_mlp(
-    fc1: GroupedLinear,
-    activation: ScaledActivation,
-    fc2: GroupedLinear,
-    x: torch.Tensor,
-    splits: Splits,
-    scale: torch.Tensor,
-    *,
-    scale_bias: bool,
-    out: torch.Tensor | None,
-    grad_input_out: torch.Tensor | None,
-    is_first_microbatch: tuple[bool, bool],
-) -> torch.Tensor:
+def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
     """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between.
 
     Args:
-        scale_bias: whether `scale` multiplies fc2's bias too.
-        is_first_microbatch: for fc1 and for fc2.
-        The other arguments: as in GroupedMLP.forward.
+        x: rows, and the other arguments: as in GroupedMLP.forward.
+        scale_bias: whether the scale multiplies fc2's bias too.
     """
+    fc1, fc2 = experts.fc1, experts.fc2
     raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
-    raise_for(rows_problem("rows", x, fc1) or width_problem(fc2, x) or fc1.held_problem() or fc2.held_problem())
-    raise_for(
-        mlp_problem(fc1, fc2, RowsLike.of(x), splits, scale, out, grad_input_out)
-        or shared_memory_problem(
-            out, grad_input_out, itertools.chain((x, splits, scale), fc1.parameters(), fc2.parameters())
-        )
-    )
-    x, weights1, b1 = fc1.operands(x)
-    _, weights2, b2 = fc2.operands(x)
-    tensors = (x, scale, b1, b2, *weights1, *weights2)
-    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    trains_rows = trains and x.requires_grad
-    settings = _MLPSettings(
-        fc1=fc1,
-        fc2=fc2,
-        form=ExpertForm.of(fc1, activation, fc2),
-        scale_bias=scale_bias and b2 is not None,
-        overwrite_main_grad=is_first_microbatch,
-        trains=(trains_rows, trains),
-    )
-    row_range = splits_to_row_range(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
-    adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2, weights1[0]))
-    y: torch.Tensor = _FusedMLP.apply(
-        settings, (out, grad_input_out), row_range, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
-    )
-    return y
-
-
-_ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
-T = TypeVar("T")
-Tensors = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertForm:
-    """What launches of experts depend on besides tensors.
-
-    Attributes:
-        num_groups, hidden, ffn, activation, precision: as in GroupedMLP.
-        are_packed: whether the weights of fc1 are packed, and whether those of fc2 are.
-    """
-
-    num_groups: int
-    hidden: int
-    ffn: int
-    activation: Activation
-    precision: Recipe | None
-    are_packed: tuple[bool, bool]
-
-    @classmethod
-    def of(cls, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear) -> ExpertForm:
-        """That of these layers now."""
-        sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-        return cls(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
-
-    def split(self, tensors: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
-        """What is of the weights of fc1, of those of fc2, and of the adapters after them."""
-        first, second = (1 if is_packed else self.num_groups for is_packed in self.are_packed)
-        return tuple(tensors[:first]), tuple(tensors[first : first + second]), tuple(tensors[first + second :])
-
-
-def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear, weight: torch.Tensor) -> Tensors:
-    """GroupedLinear.adapters of both layers, A1, B1, A2, B2; none if neither has any. weight: one of fc1.
-
-    If only one layer has adapters, e.g. because those of the other are merged, the other gets zeros.
-    """
-    pairs = fc1.adapters(), fc2.adapters()
-    if not any(pairs):
-        return ()
-    return *(pairs[0] or _zero_adapters(fc1, weight)), *(pairs[1] or _zero_adapters(fc2, weight))
-
-
-def _zero_adapters(linear: GroupedLinear, weight: torch.Tensor) -> Tensors:
-    shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
-    return tuple(weight.new_zeros((linear.num_groups, *shape)) for shape in shapes)
+    arguments.check("rows", x, (fc1, fc2))
+    x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
+    biases, weights, adapters = local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast)
+    called = of_tensors(experts, biases, [*weights, *adapters])
+    inputs = (x, arguments.scale, *biases, *weights, *adapters)
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    has_scaled_bias = scale_bias and biases[1] is not None
+    products = MLPProducts(called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains))
+    return run_rows(products, arguments, x, called.biases, called.tensors)
 
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
@@ -281,64 +192,12 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     return (*sizes, *activation, fc1.has_bias, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CallExperts:
-    """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
-    parametrizations and adapters have made for this call, or an operator's inputs.
-
-    Attributes:
-        form: what launches depend on besides tensors.
-        biases: of fc1 and fc2, or None.
-        tensors: their weights and adapters in one sequence, see ExpertForm.split.
-        linears: fc1 and fc2, whose options backward reads when it runs.
-    """
-
-    form: ExpertForm
-    biases: tuple[torch.Tensor | None, torch.Tensor | None]
-    tensors: tuple[torch.Tensor, ...]
-    linears: tuple[GroupedLinear, GroupedLinear]
-
-
-def of_tensors(
-    experts: GroupedMLP, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
-) -> CallExperts:
-    """Experts of that form with other biases, and weights and adapters: like those of local_tensors."""
-    linears = experts.fc1, experts.fc2
-    b1, b2 = biases or (None, None)
-    form = ExpertForm.of(experts.fc1, experts.activation, experts.fc2)
-    return CallExperts(form, (b1, b2), tuple(tensors), linears)
-
-
-def evaluated(experts: GroupedMLP | CallExperts, dtype: torch.dtype) -> CallExperts:
-    """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
-    may draw random numbers, or save something."""
-    if isinstance(experts, CallExperts):
-        return experts
-    biases, weights, adapters = local_tensors(experts, dtype)
-    return of_tensors(experts, biases, [*weights, *adapters])
-
-
-def local_tensors(
-    experts: GroupedMLP, dtype: torch.dtype
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
-    """(biases, weights, adapters) of fc1 and fc2 in that dtype; for DTensors this rank's parts, differentiable.
-
-    The biases are two, or None; the adapters are A1, B1, A2, B2 or none (adapters_of).
-    """
-    linears = experts.fc1, experts.fc2
-    found = [linear.bias_parameter() for linear in linears]
-    biases = [None if bias is None else bias.to(dtype) for bias in found]
-    weights = [weight for linear in linears for weight in linear.weight_parameters()]
-    adapters = [adapter.to(dtype) for adapter in adapters_of(*linears, weights[0])]
-    return biases, [weight.to(dtype) for weight in weights], adapters
-
-
 Held = tuple[HeldWeight | None, HeldWeight | None]
 
 
 def expert_weights(
     form: ExpertForm,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    biases: Biases,
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
@@ -364,98 +223,30 @@ def expert_weights(
     return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
 
 
-def mlp_problem(
-    fc1: GroupedLinear,
-    fc2: GroupedLinear,
-    rows: RowsLike,
-    splits: Splits,
-    scale: torch.Tensor,
-    out: torch.Tensor | None,
-    grad_input_out: torch.Tensor | None,
-) -> ArgumentError | StaleLease | None:
-    """What is wrong with an argument of :func:`fused_mlp` other than the rows, or None. Reads no device memory."""
-    return (
-        splits_problem(splits, num_groups=fc1.num_groups, device=rows.device, num_rows=rows.num_rows)
-        or scale_problem("row_probs", scale, rows)
-        or result_buffers_problem(rows, fc1.in_features, fc2.out_features, out, grad_input_out)
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _MLPSettings:
-    """The arguments of one call that are not tensors."""
+class MLPProducts:
+    """The products of a call, without autograd. trains: as in expert_weights."""
 
-    fc1: GroupedLinear
-    fc2: GroupedLinear
     form: ExpertForm
+    layers: tuple[GroupedLinear, GroupedLinear]
     scale_bias: bool
-    overwrite_main_grad: tuple[bool, bool]
     trains: tuple[bool, bool]
 
-    def operands(
-        self,
-        x: torch.Tensor,
-        row_range: torch.Tensor,
-        scale: torch.Tensor,
-        b1: torch.Tensor | None,
-        b2: torch.Tensor | None,
-        tensors: Sequence[torch.Tensor],
-    ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them."""
-        scale = scale.view(-1)
-        held = self.fc1.held_weight, self.fc2.held_weight
-        return (
-            ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, scale if self.scale_bias else None),
-            expert_weights(self.form, (b1, b2), tensors, trains=self.trains, held=held),
-        )
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Hidden:
+        """Fills out [N, H]."""
+        x, weights = self._operands(rows)
+        return experts_forward(x, weights, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
 
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> ExpertsBackward:
+        """kept: what forward has returned. needs: whether the rows and the scale get a gradient."""
+        x, weights = self._operands(rows)
+        h, *others = kept
+        return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])
 
-class _FusedMLPContext(Context, Protocol):
-    settings: _MLPSettings
-    grad_input_out: GradientBuffer
-
-
-class _FusedMLP(Function):
-    @staticmethod
-    def forward(
-        ctx: _FusedMLPContext,
-        settings: _MLPSettings,
-        buffers: tuple[torch.Tensor | None, torch.Tensor | None],
-        row_range: torch.Tensor,
-        x: torch.Tensor,
-        scale: torch.Tensor,
-        b1: torch.Tensor | None,
-        b2: torch.Tensor | None,
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
-        x, scale = kernel_rows(x), scale.contiguous()
-        hidden, (out, grad_input_out) = settings.fc2.out_features, buffers
-        y = x.new_empty((*x.shape[:-1], hidden)) if out is None else out
-        rows, experts = settings.operands(x, row_range, scale, b1, b2, tensors)
-        kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=out is None)
-        ctx.save_for_backward(x, row_range, scale, b1, b2, *kept, *tensors)
-        ctx.settings, ctx.grad_input_out = settings, GradientBuffer("grad_input_out", grad_input_out)
-        # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
-        return y if out is None else wrote_into(y).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _FusedMLPContext, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        check_gradient(d_y)
-        x, row_range, scale, b1, b2, *rest = ctx.saved_tensors
-        settings = ctx.settings
-        hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
-        weights1, weights2, _ = settings.form.split(tensors)
-        rows, experts = settings.operands(x, row_range, scale, b1, b2, tensors)
-        experts_backward = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
-        d_x = None
-        if ctx.needs_input_grad[3]:
-            d_x = gradient_rows(ctx.grad_input_out, x, d_y)
-            experts_backward.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=ctx.grad_input_out.tensor is None)
-            d_x = ctx.grad_input_out.hand_on(d_x)
-        first, second = settings.overwrite_main_grad
-        d_w2 = settings.fc2.weight_gradients(weights2, experts_backward.w2_gradient, overwrite_main_grad=second)
-        d_w1 = settings.fc1.weight_gradients(weights1, experts_backward.w1_gradient, overwrite_main_grad=first)
-        d_scale, d_adapters = experts_backward.d_scale.view(scale.shape), experts_backward.adapter_gradients()
-        ctx.grad_input_out.end_backward()
-        return None, None, None, d_x, d_scale, experts_backward.db1, experts_backward.db2, *d_w1, *d_w2, *d_adapters
+    def _operands(self, rows: RowInputs) -> tuple[ExpertRows, ExpertWeights]:
+        (b1, b2), scale = rows.biases, given("row_probs", rows.scale)
+        held = self.layers[0].held_weight, self.layers[1].held_weight
+        weights = expert_weights(self.form, (b1, b2), rows.tensors, trains=self.trains, held=held)
+        return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None), weights

@@ -1,21 +1,28 @@
-"""The products of one grouped linear layer, forward, dgrad and wgrad: in the working dtype, or in a recipe's numbers.
+"""The products of one grouped linear layer: in the working dtype or in a recipe's numbers, and those of its adapters.
 
-G groups, C input features, O output features, N rows sorted by group.
+G groups, C input features, O output features, N rows sorted by group. Without autograd (grouped/rows_function.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from symmoe import kernels
+from symmoe.autograd import Unmodified
+from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.parameters import GroupedParameters
+from symmoe.grouped.rows_function import Gradients, RowInputs
+from symmoe.grouped.weight_gradients import Compute
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import (
-    HeldWeight,
     Operand,
     gradient_columns,
     gradient_rows,
@@ -26,81 +33,118 @@ from symmoe.precision.operands import (
 )
 from symmoe.precision.recipes import Recipe
 
-Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-NOTHING: Kept = (None, None, None)
 
+@dataclass(frozen=True, slots=True)
+class LinearProducts:
+    """y = W x + bias * scale, += B (A x) with adapters.
 
-def forward(
-    recipe: Recipe | None,
-    weights: Sequence[torch.Tensor],
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    bias_scale: torch.Tensor | None,
-    zero_tail: bool,
-    trains_rows: bool,
-    held: HeldWeight | None,
-) -> Kept:
-    """out [N, O] = rows @ weight^T + bias * bias_scale.
-
-    Args:
-        weights: in the working dtype, packed [G, O, C] or G single ones.
+    Attributes:
+        layers: the layer.
         trains_rows: whether backward will ask for the gradient of the rows.
-        held: the weight as a recipe has quantised it.
-
-    Returns:
-        what backward needs in addition to the weights: the transposed weight, quantised, if the rows are trained.
     """
-    (weight,) = kernel_matrices({"weight": weights})
-    if recipe is None:
-        ops = kernels.for_device(weights[0].device)
-        ops.grouped_gemm(rows, weight, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
-        return NOTHING
-    left = operand(recipe.quantize(rows, row_range))
-    right, transposed = weight_operands(recipe, weight, transposed=trains_rows, held=held)
-    multiply(left, right, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
-    return NOTHING if transposed is None else transposed
+
+    layers: tuple[GroupedParameters]
+    trains_rows: bool
+
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+        """Fills out [N, O]. Returns A x, and the transposed weight in the recipe's numbers if rows are trained."""
+        (layer,), transposed = self.layers, None
+        weights, low = _split(layer, rows.tensors)
+        (weight,) = kernel_matrices({"weight": weights})
+        options: dict[str, Any] = {"bias": rows.biases[0], "bias_scale": rows.scale, "zero_tail": zero_tail}
+        if layer.precision is None:
+            kernels.for_device(out.device).grouped_gemm(rows.x, weight, rows.row_range, out, **options)
+        else:
+            recipe, held = layer.precision, layer.held_weight
+            left = operand(recipe.quantize(rows.x, rows.row_range))
+            right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
+            multiply(left, right, rows.row_range, out, **options)
+        t = None
+        if low is not None:
+            t = low.down(rows.x, rows.row_range)
+            low.add_up(t, rows.row_range, out)
+        return t, *(transposed or (None, None, None))
+
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> LinearGradients:
+        """As rows_function.Products says."""
+        return LinearGradients(self.layers[0], rows, kept, d_out, needs)
 
 
-def input_gradient(
+class LinearGradients:
+    """Backward of LinearProducts. The gradient of the bias is there after input_gradient, if rows get a gradient."""
+
+    def __init__(
+        self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> None:
+        (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
+        self._recipe, self._rows, self._d_out, self._kept = layer.precision, rows, d_out, kept
+        self._weights, self._low = _split(layer, rows.tensors)
+        self._ops = ops = kernels.for_device(d_out.device)
+        self._d_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+        self.d_scale: torch.Tensor | None = None
+        if self._low is not None:
+            self._d_t = self._low.down_gradient(d_out, rows.row_range)
+        if not needs_x and self._d_bias is not None:
+            ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
+        if needs_scale and bias is not None:
+            self.d_scale = torch.zeros_like(given("bias_scale", rows.scale))
+            ops.grouped_bias_dot(d_out, bias, rows.row_range, self.d_scale)
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
+        """Fills d_rows [N, C], and the gradient of the bias by grouped_bias_grad's formula."""
+        d_out, row_range = self._d_out, self._rows.row_range
+        if self._recipe is None:
+            (weight,) = kernel_matrices({"weight": self._weights})
+            self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
+            if self._d_bias is not None:
+                self._ops.grouped_bias_grad(d_out, row_range, self._d_bias, scale=self._rows.scale)
+        else:
+            sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
+            lines = gradient_rows(self._recipe, d_out, row_range, **sums)
+            _, data, scale, global_scale = self._kept
+            transposed = Operand(given("data", data), given("scale", scale), global_scale)
+            multiply(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
+        if self._low is not None:
+            self._low.add_up_gradient(self._d_t, row_range, d_rows)
+
+    def bias_gradients(self) -> Gradients:
+        """dbias [G, O], or None."""
+        return (self._d_bias,)
+
+    def weight_gradients(self) -> tuple[Compute, ...]:
+        """Needs no weights, so a delayed gradient keeps none of them alive."""
+        inputs = Unmodified(x=self._rows.x, d_y=self._d_out)
+        return (functools.partial(_weight_gradient, self._recipe, self._rows, self._d_out, inputs),)
+
+    def adapter_gradients(self) -> Gradients:
+        """dA and dB; none without adapters."""
+        if self._low is None:
+            return ()
+        t = given("t", self._kept[0])
+        return self._low.gradients(self._rows.x, t, self._d_out, self._d_t, self._rows.row_range)
+
+
+def _weight_gradient(
     recipe: Recipe | None,
-    weights: Sequence[torch.Tensor],
-    kept: Kept,
+    rows: RowInputs,
     d_out: torch.Tensor,
-    row_range: torch.Tensor,
-    d_rows: torch.Tensor,
-    *,
-    dbias: torch.Tensor | None,
-    bias_scale: torch.Tensor | None,
-    zero_tail: bool,
-) -> None:
-    """d_rows [N, C] = d_out @ weight; and dbias [G, O], if given, by grouped_bias_grad's formula."""
-    if recipe is None:
-        (weight,), ops = kernel_matrices({"weight": weights}), kernels.for_device(weights[0].device)
-        ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
-        if dbias is not None:
-            ops.grouped_bias_grad(d_out, row_range, dbias, scale=bias_scale)
-        return
-    lines = gradient_rows(recipe, d_out, row_range, dbias=dbias, bias_scale=bias_scale)
-    data, scale, global_scale = kept
-    transposed = Operand(given("data", data), given("scale", scale), global_scale)
-    multiply(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
-
-
-def weight_gradient(
-    recipe: Recipe | None,
-    d_out: torch.Tensor,
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
+    inputs: Unmodified,
     out: torch.Tensor | TensorTable,
-    *,
     accumulate: bool,
 ) -> None:
-    """out [G, O, C] (+)= d_out_g^T rows_g. Needs no weights, so a delayed gradient keeps none of them alive."""
+    """out [G, O, C] (+)= d_out_g^T rows_g."""
+    inputs.check()
     if recipe is None:
-        kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_range, out, accumulate=accumulate)
+        ops = kernels.for_device(d_out.device)
+        ops.grouped_gemm_wgrad(d_out, rows.x, rows.row_range, out, accumulate=accumulate)
         return
-    left, right = gradient_columns(recipe, d_out, row_range), operand(recipe.quantize_columns(rows, row_range))
-    multiply_columns(left, right, row_range, out, accumulate=accumulate)
+    left = gradient_columns(recipe, d_out, rows.row_range)
+    right = operand(recipe.quantize_columns(rows.x, rows.row_range))
+    multiply_columns(left, right, rows.row_range, out, accumulate=accumulate)
+
+
+def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
+    weights, adapters = tensors[: len(layer.weight_names)], tensors[len(layer.weight_names) :]
+    return weights, LowRank(*adapters) if adapters else None

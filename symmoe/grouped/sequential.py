@@ -20,28 +20,25 @@ import torch
 from torch import nn
 
 from symmoe import torch_internals
-from symmoe.checks.arguments import RowsLike, scale_problem
-from symmoe.checks.buffers import Buffer, overlap_problem
+from symmoe.checks.arguments import Buffer, Problem, RowsLike, overlap_problem, scale_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.linear import GroupedLinear, linear_problem
-from symmoe.grouped.mlp import GroupedMLP, fused_mlp, mlp_problem
+from symmoe.grouped.experts import ExpertLayers
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import GroupedMLP, fused_mlp
+from symmoe.grouped.rows_function import RowArguments
 from symmoe.grouped.splits import same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
-_Three = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 _Item = TypeVar("_Item")
 
 _FORWARDS = (GroupedLinear.forward, ScaledActivation.forward, GroupedMLP.forward)
 _UNKNOWN = RowsLike(None, None, None)
+_PATTERN = (GroupedLinear, ScaledActivation, GroupedLinear)  # both layers of it need the same splits
 
 # What the fused kernels can honour; any other argument brings the three modules back.
 _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
 _FUSED_FC2_KEYWORDS = {"out", "bias_scale", "is_first_microbatch"}
-
-# Both layers of such a pattern need the same splits.
-_PATTERN = (GroupedLinear, ScaledActivation, GroupedLinear)
-_PATTERN_NAMES = ", ".join(kind.__name__ for kind in _PATTERN)
 
 
 class Sequential(nn.Module):
@@ -105,10 +102,10 @@ class Sequential(nn.Module):
         calls = list(_calls(self, inputs, op_kwargs))
         stages = [Stage(part) for part in _split(calls, _are_fusible)]
         if len(stages) > 1:  # a single stage checks its own arguments
-            raise_for(stages_problem(stages, x))
+            raise_for(_stages_problem(stages, x))
         outputs: list[Any] = []
         for stage in stages:
-            x = _run(stage, x)
+            x = stage.run(x)
             if isinstance(x, tuple):
                 x, *more = x
                 outputs += more
@@ -127,7 +124,8 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
         return completed
     patterns = list(_patterns(modules))
     if given != needed - len(patterns):
-        fewest = f", or {needed - len(patterns)} with the splits once for each of {_PATTERN_NAMES}" if patterns else ""
+        names = ", ".join(kind.__name__ for kind in _PATTERN)
+        fewest = f", or {needed - len(patterns)} with the splits once for each of {names}" if patterns else ""
         takers = ", ".join(f"{n} for {_label(str(i), modules[i])}" for i, n in enumerate(counts) if n) or "none"
         raise ArgumentError(f"extra_inputs has {given} elements; {needed} are needed{fewest}: {takers}")
     for place in patterns:
@@ -262,31 +260,6 @@ def _are_fusible(calls: list[Call]) -> bool:
     )
 
 
-def _run(stage: Stage, x: torch.Tensor) -> Any:
-    if stage.is_fused:
-        return _run_fused(stage, x)
-    (call,) = stage.calls
-    return call.module(x, *call.inputs, **call.keywords)
-
-
-def _run_fused(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-    fc1, activation, fc2 = cast(_Three, tuple(call.module for call in stage.calls))
-    (splits,), (scale,), _ = (call.inputs for call in stage.calls)
-    first, _, last = (call.keywords for call in stage.calls)
-    return fused_mlp(
-        fc1,
-        activation,
-        fc2,
-        x,
-        splits,
-        scale,
-        scale_bias=last.get("bias_scale") is not None,
-        out=last.get("out"),
-        grad_input_out=first.get("grad_input_out"),
-        is_first_microbatch=(first.get("is_first_microbatch", False), last.get("is_first_microbatch", False)),
-    )
-
-
 def _label(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})"
 
@@ -316,44 +289,51 @@ class Stage:
     calls: list[Call]
 
     @property
-    def is_fused(self) -> bool:
-        """Whether it is three modules."""
-        return len(self.calls) == 3
-
-    @property
     def is_known(self) -> bool:
         """Whether it is known how the modules use all arguments, and that the result has new memory."""
-        return self.is_fused or type(self.calls[0].module).forward in _FORWARDS
+        return len(self.calls) == 3 or type(self.calls[0].module).forward in _FORWARDS
 
     @property
     def delays_gradients(self) -> bool:
         """Whether tensors of forward or backward are still read after the backward pass."""
         return any(getattr(part, "delay_wgrad", False) for call in self.calls for part in call.module.modules())
 
-    def problem(self, rows: RowsLike) -> Exception | None:
-        """What is wrong with an argument of a known stage other than the rows, or None."""
+    def arguments(self) -> RowArguments:
+        """Those of grouped layers."""
         first, last = self.calls[0], self.calls[-1]
-        module, inputs = first.module, first.inputs
-        out, grad_input_out = last.keywords.get("out"), first.keywords.get("grad_input_out")
+        if len(self.calls) == 3:
+            scale = self.calls[1].inputs[0]
+        else:
+            scale = first.inputs[1] if isinstance(first.module, GroupedMLP) else first.keywords.get("bias_scale")
+        overwrites = tuple(call.keywords.get("is_first_microbatch", False) for call in (first, last))
+        buffers = last.keywords.get("out"), first.keywords.get("grad_input_out")
+        return RowArguments(first.inputs[0], scale, *buffers, overwrites)
+
+    def problem(self, rows: RowsLike) -> Problem:
+        """What is wrong with an argument of a known stage other than the rows, or None."""
+        module = self.calls[0].module
         if isinstance(module, ScaledActivation):
-            return scale_problem("scale", inputs[0], rows)
-        if isinstance(module, GroupedMLP):
-            return mlp_problem(module.fc1, module.fc2, rows, inputs[0], inputs[1], out, grad_input_out)
-        linear = cast(GroupedLinear, module)
-        if self.is_fused:
-            fc2, scale = cast(GroupedLinear, last.module), self.calls[1].inputs[0]
-            return mlp_problem(linear, fc2, rows, inputs[0], scale, out, grad_input_out)
-        return linear_problem(linear, rows, inputs[0], out, grad_input_out, first.keywords.get("bias_scale"))
+            return scale_problem("scale", self.calls[0].inputs[0], rows)
+        layers = (module.fc1, module.fc2) if isinstance(module, GroupedMLP) else [c.module for c in self.calls[::2]]
+        return self.arguments().problem(rows, cast("list[GroupedLinear]", layers))
+
+    def run(self, x: torch.Tensor) -> Any:
+        """What the module, or the last of the three, returns."""
+        call, *others = self.calls
+        if not others:
+            return call.module(x, *call.inputs, **call.keywords)
+        layers = ExpertLayers(*(call.module for call in self.calls))  # type: ignore[arg-type]  # see _are_fusible
+        return fused_mlp(layers, x, self.arguments(), scale_bias=others[1].keywords.get("bias_scale") is not None)
 
     def buffer(self, name: str) -> Buffer | None:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
         call = self.calls[0 if name == "grad_input_out" else -1]
-        tensor = call.keywords.get(name)
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return None
+        tensor, kind = call.keywords.get(name), type(call.module).__name__
         if not isinstance(call.module, (GroupedLinear, GroupedMLP)):
             return None
-        return Buffer(f"{name} of module {call.name} ({type(call.module).__name__})", tensor)
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return None
+        return Buffer(f"{name} of module {call.name} ({kind})", tensor)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
@@ -368,8 +348,14 @@ def has_hooks(module: nn.Module) -> bool:
     return torch_internals.has_hooks(module) or "forward" in vars(module)
 
 
-def stages_problem(stages: list[Stage], x: object) -> Exception | None:
-    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory."""
+def _stages_problem(stages: list[Stage], x: object) -> Problem:
+    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory.
+
+    Memory may not be shared by a buffer and what any stage reads, or by two buffers while both matter. A result matters
+    to the stages after it, up to the first that is known to allocate its result, or to the caller. A graph may read it
+    at any later time. In the same way a gradient matters to the stages before it. A result and a gradient never share
+    memory.
+    """
     rows = RowsLike.of(x) if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") else _UNKNOWN
     for stage in stages:
         if not stage.is_known:
@@ -380,20 +366,10 @@ def stages_problem(stages: list[Stage], x: object) -> Exception | None:
         error = stage.problem(rows)
         if error is not None:
             return error
-    return _shared_memory_problem(stages, x)
-
-
-def _shared_memory_problem(stages: list[Stage], x: object) -> Exception | None:
-    """The error if a buffer shares memory with what any stage reads, or with another one while both matter, or None.
-
-    A result matters to the stages after it, up to the first that is known to allocate its result, or to the caller.
-    A graph may read it at any later time. In the same way a gradient matters to the stages before it. A result and a
-    gradient never share memory.
-    """
-    results = [(i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer("out")) is not None]
-    gradients = [
-        (i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer("grad_input_out")) is not None
-    ]
+    results, gradients = (
+        [(i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer(name)) is not None]
+        for name in ("out", "grad_input_out")
+    )
     if not results and not gradients:
         return None
     read = [x] if isinstance(x, torch.Tensor) else []
@@ -411,6 +387,5 @@ def _shared_memory_problem(stages: list[Stage], x: object) -> Exception | None:
         return replace(buffer, first=-i, last=last)
 
     error = overlap_problem([result(*each) for each in results], read)
-    return error or overlap_problem(
-        [gradient(*each) for each in gradients], [*read, *(buffer.tensor for _, buffer in results)]
-    )
+    written = [buffer.tensor for _, buffer in results]
+    return error or overlap_problem([gradient(*each) for each in gradients], [*read, *written])

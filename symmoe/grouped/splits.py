@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from symmoe import kernels
-from symmoe.checks.buffers import memory_problem
-from symmoe.errors import ArgumentError, StaleLease
+from symmoe.checks.arguments import Problem, memory_problem
+from symmoe.errors import ArgumentError
 
 Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 
@@ -20,9 +20,7 @@ _KERNEL_DTYPES = (torch.int32, torch.int64)
 _DTYPES = (*_KERNEL_DTYPES, torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def splits_problem(
-    splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None
-) -> ArgumentError | StaleLease | None:
+def splits_problem(splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None) -> Problem:
     """What is wrong with `splits` for `num_rows` rows on `device`, or None. Never waits for the device.
 
     The values of splits on a GPU are not checked: kernels clamp them instead.
@@ -35,7 +33,7 @@ def splits_problem(
     shape = (len(splits),) if isinstance(splits, Sequence) else tuple(splits.shape)
     if shape != (num_groups,):
         return ArgumentError(f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)")
-    problem = _array_problem(splits, device)
+    problem = None if isinstance(splits, Sequence) else _array_problem(splits, device)
     if problem is not None or (isinstance(splits, torch.Tensor) and splits.is_cuda):
         return problem
     if device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -59,11 +57,12 @@ def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) 
     """
     ops = kernels.for_device(device)
     if isinstance(splits, torch.Tensor) and splits.device == device:
-        counts = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
+        on_device = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
         row_range = torch.empty((2, splits.shape[0]), dtype=torch.int32, device=device)
-        ops.splits_to_row_range(counts.contiguous(), row_range, num_rows)
+        ops.splits_to_row_range(on_device.contiguous(), row_range, num_rows)
         return row_range
-    bounds = [*itertools.accumulate(_host_counts(splits), initial=0)]
+    counts = [int(n) for n in splits] if isinstance(splits, Sequence) else splits.tolist()
+    bounds = [*itertools.accumulate(counts, initial=0)]
     on_host = torch.tensor([bounds[:-1], bounds[1:]], dtype=torch.int32, device="cpu")
     if on_host.device == device:
         return on_host
@@ -86,10 +85,8 @@ def same_splits(left: Splits, right: Splits) -> bool:
     return False
 
 
-def _array_problem(splits: Splits, device: torch.device | None) -> ArgumentError | StaleLease | None:
+def _array_problem(splits: torch.Tensor | npt.NDArray[np.integer[Any]], device: torch.device | None) -> Problem:
     """What is wrong with splits that have a dtype, apart from their values, or None."""
-    if isinstance(splits, Sequence):
-        return None
     is_integer = splits.dtype.kind in "iu" if isinstance(splits, np.ndarray) else splits.dtype in _DTYPES
     if not is_integer:
         return ArgumentError(
@@ -105,7 +102,3 @@ def _array_problem(splits: Splits, device: torch.device | None) -> ArgumentError
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:
     # isinstance takes a bool for an int, but a mask is no count.
     return all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts)
-
-
-def _host_counts(splits: Splits) -> list[int]:
-    return [int(n) for n in splits] if isinstance(splits, Sequence) else splits.tolist()

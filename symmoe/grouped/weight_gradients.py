@@ -22,13 +22,7 @@ from symmoe.torch_internals import version_of
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
 Compute = Callable[[torch.Tensor | TensorTable, bool], None]
-
-
-def new_gradients(parameters: Sequence[torch.Tensor], compute: Compute) -> list[torch.Tensor]:
-    """Gradients of one packed [G, O, C] parameter, or of G [O, C] parameters as views of one buffer."""
-    buffer = torch.empty(packed_shape(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-    compute(buffer, False)
-    return [buffer] if len(parameters) == 1 and parameters[0].dim() == 3 else list(buffer.unbind(0))
+Gradients = Sequence[torch.Tensor | None]  # one for each weight
 
 
 class Target:
@@ -44,33 +38,36 @@ class Target:
     option: str = "none"
     computes: bool = False
 
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         """Computes them, or sees to it. Those that autograd has to be given."""
         return [None] * len(weights)
 
-    def placeholders(self, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> Gradients:
         """What autograd gets for `weights` where :meth:`add` has found None."""
         return [None] * len(weights)
 
+    def for_autograd(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        """Same as :meth:`add`, but gives all that an autograd function's backward returns for `weights`."""
+        found = self.add(weights, compute)
+        return found if self.option == "new" else self.placeholders(weights)
+
 
 class NewGradients(Target):
-    """Autograd gets new tensors."""
+    """Autograd gets new tensors: [G, O, C] for one packed weight, or views of one buffer for G of [O, C]."""
 
     option, computes = "new", True
 
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
-        return new_gradients(weights, compute)
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        buffer = torch.empty(packed_shape(weights), dtype=weights[0].dtype, device=weights[0].device)
+        compute(buffer, False)
+        return [buffer] if weights[0].dim() == 3 else list(buffer.unbind(0))
 
 
 class MainGrads(Target):
-    """The `main_grad`s of a layer's weights, as they are now.
+    """The `main_grad`s of a layer's parameters, one packed or G, as they are now.
 
     Args:
-        parameters: one packed [G, O, C] parameter, or G [O, C] parameters.
         overwrite: gradients overwrite what is there, whatever the parameters say.
-
-    Attributes:
-        tensors: where the gradient of each parameter goes.
 
     Raises:
         ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
@@ -87,12 +84,12 @@ class MainGrads(Target):
         overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
         self.option = "overwrite" if overwrites else "add"
 
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         (target,) = kernel_matrices({"main_grad": self.tensors})
         compute(target, self.option == "add")
         return [None] * len(weights)
 
-    def placeholders(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> Gradients:
         """`weights` are the parameters, or what autocast has made of them; then a gradient goes through the cast."""
         asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
         if not any(asked):
@@ -114,32 +111,21 @@ class DelayedGradients(Target):
     ) -> None:
         self._parameters, self._calls, self._overwrite = parameters, calls, overwrite
 
-    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Sequence[torch.Tensor | None]:
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         self._calls.append(functools.partial(self._compute, compute))
         return [None] * len(weights)
 
     def _compute(self, compute: Compute) -> None:
-        parameters = self._parameters
-        if self._overwrite is None:
-            add_to_grad(parameters, new_gradients(parameters, compute))
-            return
-        main_grads = MainGrads(parameters, overwrite=self._overwrite)
-        main_grads.add(parameters, compute)
-        # Where autograd would have put the placeholders: Megatron's DDP looks there before it reduces.
-        for parameter, placeholder in zip(parameters, main_grads.placeholders(parameters), strict=True):
-            if placeholder is not None and parameter.grad is None:
-                parameter.grad = placeholder
-
-
-def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """What autograd does at a leaf: the first gradient is kept, later ones are added."""
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if not parameter.requires_grad:
+        """Leaves what autograd would have left: a sum in `.grad`, or placeholders. Megatron's DDP looks there before it
+        reduces."""
+        to_grad, parameters = self._overwrite is None, self._parameters
+        target = NewGradients() if self._overwrite is None else MainGrads(parameters, overwrite=self._overwrite)
+        for parameter, gradient in zip(parameters, target.for_autograd(parameters, compute), strict=True):
+            if gradient is None or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = gradient
-            else:
+            elif to_grad:
                 parameter.grad.add_(gradient)
 
 

@@ -32,22 +32,22 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
         lists: one tensor [G, O, C] or G of [O, C] each, all on one device.
 
     Raises:
-        ArgumentError: as in :func:`check_uniform`; or a packed tensor is not aligned to 16 bytes, or tensors in a table
-            are not contiguous and aligned so.
+        ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors in
+            a table are not contiguous and aligned so.
     """
-    packed = {name: in_one_piece(matrices) for name, matrices in lists.items()}
-    for name, tensor in packed.items():
-        if tensor is not None and (address := tensor.data_ptr()) % control.ACCESS_BYTES:
+    found: dict[str, torch.Tensor | TensorTable | None] = {}
+    for name, matrices in lists.items():
+        found[name] = packed = matrices[0].contiguous() if matrices[0].dim() == 3 else _view_of_uniform(matrices)
+        if packed is not None and (address := packed.data_ptr()) % control.ACCESS_BYTES:
             raise ArgumentError(f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}")
-    scattered = {name: matrices for name, matrices in lists.items() if packed[name] is None}
-    tables: dict[str, TensorTable] = {}
+    scattered = {name: lists[name] for name, packed in found.items() if packed is None}
     if scattered:
         device = next(iter(scattered.values()))[0].device
         addresses = load_addresses(scattered, device, alignment=control.ACCESS_BYTES, contiguous=True)
         parts = addresses.split([len(matrices) for matrices in scattered.values()])
         for (name, matrices), part in zip(scattered.items(), parts, strict=True):
-            tables[name] = TensorTable(part, packed_shape(matrices), matrices[0].dtype)
-    return [tables[name] if tensor is None else tensor for name, tensor in packed.items()]
+            found[name] = TensorTable(part, packed_shape(matrices), matrices[0].dtype)
+    return [matrices for matrices in found.values() if matrices is not None]
 
 
 def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
@@ -81,31 +81,17 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided(shape, (num_rows * num_columns, num_columns, 1))
 
 
-def in_one_piece(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """[G, O, C]: the one packed weight, or a view of G discrete ones that lie like one; None if they do not.
-
-    Raises:
-        ArgumentError: as in :func:`check_uniform`.
-    """
-    if weights[0].dim() == 3:
-        return weights[0].contiguous()
-    check_uniform(weights)
-    return packed_view(weights)
-
-
-def check_uniform(weights: Sequence[torch.Tensor]) -> None:
-    """
-    Raises:
-        ArgumentError: discrete weights differ in shape or dtype; a table has one shape and one dtype.
-    """
+def _view_of_uniform(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """packed_view of discrete weights; ArgumentError if they differ in shape or dtype, of which a table has one."""
     for name in ("shape", "dtype"):
         found = list(map(operator.attrgetter(name), weights))
         if found.count(found[0]) != len(found):
             g = next(g for g, value in enumerate(found) if value != found[0])
             raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
+    return packed_view(weights)
 
 
-def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
+def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
     """Moves G parameters [O, C] into one storage, one after the other, where packed_view finds them. Copies them.
 
     Leaves them where they are if they lie so already, or are no plain tensors of one shape, dtype and device.

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
-from symmoe.moe.layer import MoELayer, MoEMetrics
+from symmoe.moe.layer import MoELayer
 from symmoe.moe.ownership import trainable
 from symmoe.moe.router import RouterOutput
 from symmoe.torch_internals import pytree
@@ -82,7 +82,8 @@ def parallelize(
         raise ArgumentError(f"mp_policy.reduce_dtype ({mp_policy.reduce_dtype}) must be torch.float32 with float16")
     divisor = mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     units = list(_outermost_units(model) if units is None else units)
-    _make_outputs_known()
+    if RouterOutput not in pytree.SUPPORTED_NODES:  # FSDP looks for tensors of outputs: then their backward begins
+        pytree.register_dataclass(RouterOutput)
     layers = shard_experts(model, mesh[EP])
     free = reshard_after_forward
     # Not output_dtype: the layer's second output is an fp32 loss.
@@ -226,10 +227,3 @@ def _outermost_units(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         elif not isinstance(child, MoELayer):
             yield from _outermost_units(child)
-
-
-def _make_outputs_known() -> None:
-    """Makes the layer's outputs known to FSDP, which looks for their tensors to learn when their backward begins."""
-    for output in (RouterOutput, MoEMetrics):
-        if output not in pytree.SUPPORTED_NODES:
-            pytree.register_dataclass(output)

@@ -1,4 +1,5 @@
-"""Layout of the control block at the start of every rank's arena, and of the records that kernels write for the host.
+"""Layout of the control block at the start of every rank's arena, of the records that kernels write for the host, and
+of a plan's integers.
 
 Twins and device code share these numbers; nothing here touches memory.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -306,3 +308,88 @@ class Peers:
         """`shape` elements of `dtype` at byte `offset` of rank `rank`'s arena, as a view."""
         num_bytes = dtype.itemsize * math.prod(shape)
         return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)
+
+
+PlanLayout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, number of elements, shape) of each tensor
+
+
+@functools.lru_cache(maxsize=256)
+def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> tuple[int, PlanLayout]:
+    """Elements of the storage of a plan's integers, and where each of them is."""
+    num_local = num_experts // num_ranks
+    shapes = {
+        "splits": (num_local,),
+        "row_range": (2, num_local),
+        "slot_start": (num_experts,),
+        "slot_limit": (num_experts,),
+        "slot_to_row": (num_tokens, top_k),
+        "slot_to_rank": (num_tokens, top_k),
+        "token_to_primary_row": (num_tokens, num_ranks),
+        "token_to_packed_row": (num_tokens, num_ranks),
+        "block_tokens": (num_blocks(num_tokens), num_ranks),
+        "packed_start": (num_ranks,),
+        "packed_limit": (num_ranks,),
+        "source_to_packed_start": (num_ranks + 1,),
+        "source_to_row_start": (num_ranks + 1, num_local),
+        "source_to_rows": (num_ranks, 2, num_local),
+        "expert_load": (num_experts,),
+        "report": (SUMMARY_WORDS,),
+    }
+    unit = ACCESS_BYTES // torch.int32.itemsize
+    first, layout = 0, {}
+    for name, shape in shapes.items():
+        layout[name] = first, math.prod(shape), shape
+        first += -(-math.prod(shape) // unit) * unit
+    return first, layout
+
+
+def num_blocks(num_tokens: int) -> int:
+    """B."""
+    return -(-num_tokens // TOKENS_PER_BLOCK)
+
+
+class _Integers:
+    """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, integers: PlanIntegers, owner: type) -> torch.Tensor:
+        first, numel, shape = integers.layout[self._name]
+        view = integers.storage[first : first + numel].view(shape)
+        vars(integers)[self._name] = view  # found before this descriptor from now on
+        return view
+
+
+@dataclass(eq=False)
+class PlanIntegers:
+    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. T tokens, K
+    slots per token, E experts, e experts per rank, R ranks, B blocks; -1 in a map means "none".
+
+    Attributes:
+        storage, layout: the allocation, and where they are in it, see plan_layout.
+        splits: [e], rows of each local expert.
+        row_range: [2, e], where each local expert's rows begin and end.
+        slot_start, slot_limit: [E], on the expert's rank, the row of this rank's first slot of the expert, and how many
+            of this rank's slots of it are kept.
+        slot_to_row, slot_to_rank: [T, K], the row of each slot on its expert's rank, and that rank; -1 for no expert,
+            and for slots that are dropped.
+        token_to_primary_row, token_to_packed_row: [T, R], per destination rank; -1 if the token has no slot there.
+        block_tokens: [B, R], tokens of each block that have a kept slot on each rank.
+        packed_start, packed_limit: [R], this rank's region of packed rows on each rank: first row, number of rows.
+        source_to_packed_start: [R + 1], where the packed rows of each source rank start here; the last is their number.
+        source_to_row_start: [R + 1, e], where the rows of each source rank and local expert start here; the last row is
+            where the experts' rows end.
+        source_to_rows: [R, 2, e], see PlanKernels.split_by_source.
+        expert_load: [E], slots of each expert in the whole group, before dropping.
+        report: [SUMMARY_WORDS], sizes and errors for the host, as in SUM_*.
+    """
+
+    storage: torch.Tensor
+    layout: PlanLayout
+
+    splits, row_range, slot_start, slot_limit = _Integers(), _Integers(), _Integers(), _Integers()
+    slot_to_row, slot_to_rank, token_to_primary_row = _Integers(), _Integers(), _Integers()
+    token_to_packed_row, block_tokens, packed_start, packed_limit = _Integers(), _Integers(), _Integers(), _Integers()
+    source_to_packed_start, source_to_row_start, source_to_rows = _Integers(), _Integers(), _Integers()
+    expert_load, report = _Integers(), _Integers()

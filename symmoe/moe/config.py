@@ -9,14 +9,15 @@ from typing import Literal
 from symmoe.checks import arguments
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.activation import SWIGLU, Activation
-from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe.overlap import received_layout
 from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
-# Fields that mean nothing without a router.
-_OF_THE_ROUTER = "score renormalize num_groups top_groups route_scale expert_bias bias_update_rate".split()
-_OF_THE_ROUTER += ["aux_loss_coef", "aux_loss", "z_loss_coef"]
+_SIZES = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
+_BOUNDS = ("capacity", "max_room", "max_tokens", "rail_capacity")  # sizes, or None
+_FLAGS = ("renormalize", "expert_bias")
+_FACTORS = ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef")
+_OF_A_CAPACITY = ("overflow", "max_tokens", "rail_capacity")  # mean nothing without a static one
+_OF_THE_ROUTER = (*_FLAGS, *_FACTORS, "score", "num_groups", "top_groups", "aux_loss")  # nor these without a router
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,21 +112,13 @@ class MoEConfig:
     drop_policy: arguments.DropPolicy = "probs"
     z_loss_coef: float = 0.0
 
-    @property
-    def received_layout(self) -> str:
-        """The layout; "auto" is resolved."""
-        return received_layout(self.layout, self.ffn, self.precision)
-
-    @property
-    def routing_rule(self) -> RoutingRule:
-        """How the router's logits become a choice."""
-        return RoutingRule(
-            score=self.score,
-            renormalize=self.renormalize,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            route_scale=float(self.route_scale),
-        )
+    def experts_per_rank(self, num_ranks: int) -> int:
+        """E / R. Raises an ArgumentError if that is no integer."""
+        if self.num_experts % num_ranks:
+            raise ArgumentError(
+                f"num_experts ({self.num_experts}) must be divisible by the number of ranks ({num_ranks})"
+            )
+        return self.num_experts // num_ranks
 
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
         """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number."""
@@ -134,27 +127,36 @@ class MoEConfig:
         return WireFormat(self.precision, self.hidden).row_bytes
 
     def __post_init__(self) -> None:
-        sizes = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
-        raise_for(arguments.size_problem(**{name: getattr(self, name) for name in sizes}))
-        bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens", "rail_capacity")}
-        raise_for(arguments.size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
+        bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
+        raise_for(arguments.size_problem(**{name: getattr(self, name) for name in (*_SIZES, *bounds)}))
         if not isinstance(self.activation, Activation):
             raise ArgumentError(f"activation ({self.activation!r}) must be an Activation")
         raise_for(arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES}))
-        for name in ("renormalize", "expert_bias"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
-        for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
+        for name in _FACTORS:
             _check_factor(name, getattr(self, name))
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
-        for field in fields(self) if self.router == "none" else ():
-            if field.name in _OF_THE_ROUTER and (value := getattr(self, field.name)) != field.default:
-                raise ArgumentError(f"{field.name} ({value!r}) needs a router, but router is 'none'")
+        if self.router == "none":
+            self._check_defaults(_OF_THE_ROUTER, "a router, but router is 'none'")
         self._check_groups()
-        self._check_capacity()
-        self._check_capacity_factor()
+        if self.capacity is None:
+            self._check_defaults(_OF_A_CAPACITY, "a static capacity, but capacity is None")
+        elif self.max_room is not None:
+            raise ArgumentError(f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}")
+        if self.capacity_factor is None:
+            self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
+        else:
+            self._check_capacity_factor(self.capacity_factor)
+
+    def _check_defaults(self, names: tuple[str, ...], what: str) -> None:
+        """Fields of these names need `what`; without it they keep their defaults."""
+        for field in fields(self):
+            if field.name in names and (value := getattr(self, field.name)) != field.default:
+                raise ArgumentError(f"{field.name} ({value!r}) needs {what}")
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)
@@ -164,30 +166,19 @@ class MoEConfig:
         reachable = self.top_groups * (self.num_experts // self.num_groups)
         _check_at_most("top_k", self.top_k, "the experts in top_groups groups", reachable)
 
-    def _check_capacity(self) -> None:
-        if self.capacity is not None and self.max_room is not None:
-            raise ArgumentError(f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}")
-        for name, unused in (("overflow", "raise"), ("max_tokens", None), ("rail_capacity", None)):
-            if self.capacity is None and getattr(self, name) != unused:
-                raise ArgumentError(f"{name} ({getattr(self, name)!r}) needs a static capacity, but capacity is None")
-
-    def _check_capacity_factor(self) -> None:
-        if self.capacity_factor is None:
-            if self.drop_policy != "probs":
-                raise ArgumentError(f"drop_policy ({self.drop_policy!r}) needs a capacity_factor, and it is None")
-            return
-        _check_factor("capacity_factor", self.capacity_factor)
-        if not self.capacity_factor:
-            raise ArgumentError(f"capacity_factor ({self.capacity_factor}) must be more than 0")
+    def _check_capacity_factor(self, factor: float) -> None:
+        _check_factor("capacity_factor", factor)
+        if not factor:
+            raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
         # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
         if self.expert_bias:
             raise ArgumentError(
-                f"expert_bias (True) must be False with capacity_factor ({self.capacity_factor}): it would follow the "
-                "load after the drops"
+                f"expert_bias (True) must be False with capacity_factor ({factor}): it would follow the load after the "
+                "drops"
             )
         if self.aux_loss == "global":
             raise ArgumentError(
-                f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({self.capacity_factor})"
+                f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({factor})"
             )
 
 

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from symmoe.checks.arguments import wrapped_problem
 from symmoe.errors import ArgumentError
-from symmoe.grouped.linear import GroupedLinear, local_part
+from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.parameters import local_part
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import DDP_IGNORED, active_ddp, ddp_parameters
@@ -224,6 +225,34 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
                 "transformers: symmoe.integrations.transformers.register in place of swap_moe)"
             )
     return None
+
+
+def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
+    """The error of a parameter that is on another device than the heap, or has no memory, or None: kernels would read
+    whatever is at its address. Not of what is brought in time: parts of DTensors, modules with accelerate's hooks."""
+    if module is None or not _has_elsewhere(module, device):
+        return None
+    brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
+    ignored = {id(parameter) for each in brought for parameter in each.parameters()}
+    for path, parameter in module.named_parameters():
+        is_part = hasattr(parameter, "device_mesh") and not parameter.is_meta
+        if parameter.device != device and not is_part and id(parameter) not in ignored:
+            return ArgumentError(
+                f"{name}.{path} is on {parameter.device}; it must be on {device}, as the heap: move the layer there, "
+                "or give it memory with to_empty and then values"
+            )
+    return None
+
+
+def _has_elsewhere(module: nn.Module, device: torch.device) -> bool:
+    """Whether a parameter of the module is on another device. In every call: named_parameters takes far longer."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.device != device:
+            return True
+    for child in module._modules.values():
+        if child is not None and _has_elsewhere(child, device):
+            return True
+    return False
 
 
 def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:

@@ -1,8 +1,13 @@
 """Dispatch, experts and combine as one differentiable step: no copy between its parts.
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
-backward, FC1's input gradient does. Which layout the receive buffer has, and
-whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
+backward, FC1's input gradient does. The caller chooses the layout of the receive buffer, and whether rows travel while
+GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows either way, and the bits are the same:
+
+* Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts in
+  the opposite order; a peer's sums go home while the next part is computed.
+* Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
+* Between nodes: FC1 and FC2's dgrad compute rows of foreign tokens last, FC2 computes them first.
 """
 
 from __future__ import annotations
@@ -13,29 +18,39 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem
-from symmoe.checks.arguments import kernel_rows, words_problem, wrapped_problem
-from symmoe.checks.buffers import memory_problem
+from symmoe.checks.arguments import kernel_rows, memory_problem, words_problem, wrapped_problem
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, pulls
+from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.slots import PHASE as SEND
-from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
+from symmoe.dispatch.trip import PHASE as SEND
+from symmoe.dispatch.trip import dispatch
+from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, SecondInput, evaluated
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import CallExperts, ExpertForm, GroupedMLP, Held, evaluated, expert_weights
+from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
-from symmoe.grouped.weight_gradients import Compute, Target
+from symmoe.grouped.weight_gradients import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.moe.overlap import Rates, Sizes, gpu_of, num_sms_of, overlap, overlap_everything, rates_of, received_layout
-from symmoe.moe.schedule import Overlapped, Schedule, Serial
+from symmoe.moe.overlap import (
+    SERIAL,
+    Overlap,
+    Rates,
+    Sizes,
+    gpu_of,
+    num_sms_of,
+    overlap,
+    overlap_everything,
+    rates_of,
+    received_layout,
+)
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
@@ -45,7 +60,6 @@ from symmoe.torch_internals import reshaped_result
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
-Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +130,22 @@ def expert_parallel_mlp(
         if form.precision is not None:
             problem = problem or e4m3_problem(form.precision, x.device)
         plan.heap.fail_for(problem, SEND)
-        layout = received_layout(layout, form.ffn, form.precision)
+        if layout == "auto":
+            layout = received_layout(layout, form.ffn, form.precision)
         wire = _wire(form, plan, quantized_wire)
-        schedule_of_call = _schedule(schedule, x, form, plan, order, layout, wire)
+        overlapped = _overlap(schedule, x, form, plan, order, layout, wire)
         step = _EPStep(
             form=form,
             plan=plan,
             order=order,
             stash=STASHES[stash],
             layout=layout,
-            schedule=schedule_of_call,
+            overlap=overlapped,
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
             num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
-            kind=_kind(experts, plan, schedule_of_call, order, stash, layout),
+            kind=_kind(experts, plan, overlapped, order, stash, layout),
         )
         y: torch.Tensor = _ExpertParallelMLP.apply(step, linears, x, probs, *experts.biases, *experts.tensors)
     return y
@@ -146,15 +161,14 @@ def _wire(experts: ExpertForm, plan: Plan, quantized_wire: str) -> Wire:
     return Wire(*(wire if quantized_wire in (direction, "both") else None for direction in ("forward", "backward")))
 
 
-def _schedule(
-    word: str, x: torch.Tensor, experts: ExpertForm, plan: Plan, order: str, layout: str, wire: Wire
-) -> Schedule:
-    """The schedule of a call. How it cuts the call depends only on what all ranks agree on."""
-    heap, across = plan.heap, plan.across
-    if heap.num_ranks == 1 or word == "serial":
-        return Serial(layout)
-    if across is not None and across.own_rows is None:  # no parts in the order of ranks
-        return Serial(layout)
+def _overlap(
+    schedule: str, x: torch.Tensor, experts: ExpertForm, plan: Plan, order: str, layout: str, wire: Wire
+) -> Overlap:
+    """Which trips of a call are overlapped. It depends only on what all ranks agree on."""
+    heap, nodes = plan.heap, plan.nodes
+    # Without own_rows there are no parts in the order of ranks.
+    if heap.num_ranks == 1 or schedule == "serial" or (nodes is not None and nodes.own_rows is None):
+        return SERIAL
     sizes = Sizes(
         num_rows=_rounded_up(plan.expected_rows),
         hidden=experts.hidden,
@@ -162,27 +176,26 @@ def _schedule(
         top_k=plan.top_k,
         num_experts=plan.num_experts,
         num_ranks=heap.num_ranks,
-        num_nodes=1 if across is None else heap.topology.num_nodes,
+        num_nodes=1 if nodes is None else heap.topology.num_nodes,
         item_bytes=x.element_size(),
         is_gated=experts.activation.is_gated,
-        sums_travel=not pulls(plan, order),
+        sums_travel=not plan.reads_rows_in_place(order),
         is_expert_major=layout == "expert-major",
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    return _overlapped(word, layout, sizes, num_sms_of(x.device), gpu_of(x.device), experts.precision)
+    return _overlap_of(schedule, sizes, num_sms_of(x.device), gpu_of(x.device), experts.precision)
 
 
 @functools.lru_cache(maxsize=256)
-def _overlapped(word: str, layout: str, sizes: Sizes, num_sms: int, gpu: Rates, precision: Recipe | None) -> Overlapped:
-    """The same object for the same call: steps are told apart by it."""
-    if word == "always-overlapped":
+def _overlap_of(schedule: str, sizes: Sizes, num_sms: int, gpu: Rates, precision: Recipe | None) -> Overlap:
+    if schedule == "always-overlapped":
         chosen = overlap_everything(sizes, num_sms)
     else:
         chosen = overlap(sizes, num_sms, rates_of(gpu, precision))
     if not takes_parts(precision):  # its GEMMs begin when all rows are there
         chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
-    return Overlapped(layout, chosen)
+    return chosen
 
 
 def _rounded_up(number: int) -> int:
@@ -207,7 +220,7 @@ class _EPStep:
     order: str
     stash: Stash
     layout: str
-    schedule: Schedule
+    overlap: Overlap
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
@@ -238,32 +251,29 @@ class _EPStep:
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
     def weight_gradients(
-        self, target: Target, weights: tuple[torch.Tensor, ...], compute: Callable[..., None], *, while_combining: bool
+        self, target: Target, weights: tuple[torch.Tensor, ...], compute: Callable[..., None], *, num_sms: int | None
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients of one linear layer, computed `while_combining` unless they are delayed."""
-        num_sms = self.schedule.gradient_combine_sms if while_combining and target.computes else None
-        on_sms: Compute = partial(compute, num_sms=num_sms)
-        return target.add(weights, on_sms)
+        """The weight gradients of one linear layer, computed now, on at most num_sms SMs, unless they are delayed."""
+        return target.add(weights, partial(compute, num_sms=num_sms if target.computes else None))
 
     def operands(
         self,
         received: torch.Tensor,
         row_to_packed_row: torch.Tensor,
         row_probs: torch.Tensor,
-        biases: Biases,
-        tensors: Sequence[torch.Tensor],
-        *,
-        trains: tuple[bool, bool],
-        held: Held,
+        inputs: _Inputs,
     ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them. trains, held: as in expert_weights, for this call."""
-        bias_scale = None if biases[1] is None else row_probs
-        weights = expert_weights(self.form, biases, tensors, trains=trains, wire=self.wire, held=held)
+        """Inputs as the kernels take them."""
+        b1, b2 = inputs.biases
+        weights = expert_weights(
+            self.form, (b1, b2), inputs.tensors, trains=inputs.trains, wire=self.wire, held=inputs.held
+        )
         row_index = row_to_packed_row if self.layout == "packed" else None
+        bias_scale = None if b2 is None else row_probs
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
-def _kind(experts: CallExperts, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> int | None:
+def _kind(experts: CallExperts, plan: Plan, overlapped: Overlap, order: str, stash: str, layout: str) -> int | None:
     """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses and no quantised weight
     is among their operands."""
     if (
@@ -277,12 +287,7 @@ def _kind(experts: CallExperts, plan: Plan, schedule: Schedule, order: str, stas
         return None
     have_bias = [bias is not None for bias in experts.biases]
     sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
-    return plan.heap.tapes.number((schedule, order, stash, layout, *sizes, experts.form, *have_bias))
-
-
-def _held(linears: tuple[GroupedLinear, GroupedLinear]) -> Held:
-    """What symmoe.constant_weights holds now: a block may end before backward."""
-    return linears[0].held_weight, linears[1].held_weight
+    return plan.heap.tapes.number((overlapped, order, stash, layout, *sizes, experts.form, *have_bias))
 
 
 def most_bytes(received: int, rows: int, packed_rows: int, num_tokens: int, heap: SymmetricHeap, row_bytes: int) -> int:
@@ -322,81 +327,60 @@ def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
 
 
-class _Half(NamedTuple):
-    """What the first half of a forward pass leaves: the received rows, the probs of the rows, the activation, what
-    backward will need, and inputs as the kernels take them; None: the second half makes them again."""
-
-    received: Lease
-    row_probs: torch.Tensor
-    a: SecondInput
-    hidden: Hidden
-    operands: tuple[ExpertRows, ExpertWeights] | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
+class _Inputs:
+    """What the experts of a pass are: biases, and weights and adapters in one sequence. trains, held: as in
+    expert_weights; a block of symmoe.constant_weights may end before backward."""
+
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]
+    tensors: Sequence[torch.Tensor]
+    trains: tuple[bool, bool]
+    held: Held
+
+
+@dataclass(slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass. trains, held: as in expert_weights."""
+    """The two halves of a forward pass.
+
+    Attributes:
+        operands: of the first half for the second, where neither is on a tape: halves on tapes know of each other only
+            what is in their inputs.
+    """
 
     step: _EPStep
     x: torch.Tensor
     probs: torch.Tensor
-    biases: Biases
-    tensors: tuple[torch.Tensor, ...]
-    trains: tuple[bool, bool]
-    held: Held
+    inputs: _Inputs
+    operands: tuple[ExpertRows, ExpertWeights] | None = None
 
-    def first_half(self) -> _Half:
-        """Dispatch and FC1."""
+    def first_half(self) -> tuple[Any, ...]:
+        """Dispatch and FC1. The index of the plan; the lease of the received rows, their probs, the activation, and the
+        fields of Hidden."""
         step, plan = self.step, self.step.plan
-        if step.kind is None:
-            return self._dispatch_and_first_layer()
-        inputs = (self.x, self.probs, plan.storage, *self.biases, *self.tensors)
-        *index, received, row_probs, a, h = step.run("first half", self.trains, self._on_tape, inputs)
-        plan.packed_to_row, plan.row_to_packed_row = index
-        return _Half(received, row_probs, a, Hidden(h))
-
-    def _on_tape(self) -> tuple[Any, ...]:
-        half = self._dispatch_and_first_layer()
-        return *self.step.plan.received_index(), half.received, half.row_probs, half.a, half.hidden.h
-
-    def _dispatch_and_first_layer(self) -> _Half:
-        step = self.step
         sent = _on_wire(self.x, step.wire.rows)
         received = step.receive(sent, name=RECEIVED)
-        with step.schedule.dispatch(sent, step.plan, received.tensor, self.probs) as arrival:
+        division = step.overlap.dispatch
+        with dispatch(sent, plan, received.tensor, self.probs, layout=step.layout, division=division) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
-            made = rows, experts = self._operands(received.tensor, arrival.row_to_packed_row, row_probs)
+            rows, experts = step.operands(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
-        # The halves of steps on tape know of each other only what is in their inputs.
-        return _Half(received, row_probs, a, hidden, made if step.kind is None else None)
+        if step.kind is None:
+            self.operands = rows, experts
+        return *plan.received_index(), received, row_probs, a, *hidden
 
-    def _operands(
-        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
-    ) -> tuple[ExpertRows, ExpertWeights]:
-        operands = received, row_to_packed_row, row_probs, self.biases, self.tensors
-        return self.step.operands(*operands, trains=self.trains, held=self.held)
-
-    def second_half(self, half: _Half, received: torch.Tensor) -> torch.Tensor:
+    def second_half(
+        self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: torch.Tensor
+    ) -> tuple[torch.Tensor]:
         """FC2 and combine: y [T, H]. received: the tensor of the lease, which may have been released."""
         step, plan = self.step, self.step.plan
-        function = partial(self._second_layer_and_combine, half, received)
-        if step.kind is None:
-            return function()[0]
-        assert isinstance(half.a, torch.Tensor)  # there is no recipe
-        inputs = (half.a, half.row_probs, plan.storage, *plan.received_index(), *self.biases, *self.tensors)
-        y: torch.Tensor = step.run("second half", (), function, inputs)[0]
-        return y
-
-    def _second_layer_and_combine(self, half: _Half, received: torch.Tensor) -> tuple[torch.Tensor]:
-        step, plan = self.step, self.step.plan
-        rows, experts = half.operands or self._operands(received, plan.received_index()[1], half.row_probs)
+        rows, experts = self.operands or step.operands(received, plan.received_index()[1], row_probs, self.inputs)
         shape = plan.row_capacity, self.x.shape[1]
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COLLECT) as out:
 
             def compute(part: Part | None) -> None:
-                experts.second_layer(half.a, half.hidden, rows, out.tensor, part=part)
+                experts.second_layer(a, hidden, rows, out.tensor, part=part)
 
-            return (step.schedule.combine(out.tensor, plan, step.order, compute),)
+            return (combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine),)
 
 
 class _EPStepContext(Context, Protocol):
@@ -419,10 +403,14 @@ class _ExpertParallelMLP(Function):
         plan, stash, x = step.plan, step.stash, kernel_rows(x)
         keeps = any(ctx.needs_input_grad)
         keeps_h = keeps and step.trains and stash.keeps_h
-        trains = keeps_h and ctx.needs_input_grad[2], keeps_h
-        forward = _Forward(step, x, probs.contiguous(), (b1, b2), tensors, trains, _held(linears))
-        half = forward.first_half()
-        received, row_probs, computed = half.received, half.row_probs, half.hidden
+        trains, held = (keeps_h and ctx.needs_input_grad[2], keeps_h), (linears[0].held_weight, linears[1].held_weight)
+        forward = _Forward(step, x, probs.contiguous(), _Inputs((b1, b2), tensors, trains, held))
+        inputs = forward.x, forward.probs, plan.storage, b1, b2, *tensors
+        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = step.run(
+            "first half", trains, forward.first_half, inputs
+        )
+        plan.packed_to_row, plan.row_to_packed_row = index = packed_to_row, row_to_packed_row
+        hidden = Hidden(*fields)
 
         def keep() -> None:
             """Saves what backward needs, in the sizes of the routing: a checkpoint compares them."""
@@ -438,7 +426,7 @@ class _ExpertParallelMLP(Function):
                 if used < received.shape[0]:
                     received.shrink(used * received.shape[1] * received.dtype.itemsize)
             num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-            kept += computed.of_rows(num_rows) if stash.keeps_h else (None,) * len(computed)
+            kept += hidden.of_rows(num_rows) if stash.keeps_h else (None,) * len(hidden)
             ctx.save_for_backward(*kept, _first_rows(row_probs, max_rows), b1, b2, *tensors)
             ctx.step, ctx.linears = step, linears
 
@@ -449,7 +437,9 @@ class _ExpertParallelMLP(Function):
         rows = received.tensor
         if not (keeps and stash.keeps_rows):
             received.release()
-        y = forward.second_half(half, rows)
+        second_half = partial(forward.second_half, a, hidden, row_probs, rows)
+        inputs = (a, row_probs, plan.storage, *index, b1, b2, *tensors)  # a is a tensor where they are looked at
+        y: torch.Tensor = step.run("second half", (), second_half, inputs)[0]
         if not is_recomputed:
             keep()  # everything is launched: now the host may wait for the plan
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
@@ -462,7 +452,7 @@ class _ExpertParallelMLP(Function):
         heap = ctx.step.plan.heap
         with told(heap, SEND):
             heap.fail_for(memory_problem("the gradient of y", dy), SEND)
-            return _backward(ctx, dy.reshape(-1, dy.shape[-1]))
+            return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
 
 
 def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -470,30 +460,29 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
-    computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
-    biases = b1, b2
+    hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     plan = step.plan
-    packed_to_row, row_to_packed_row = plan.received_index()
-    dy = kernel_rows(dy)
     # As large as in forward, where that is possible: sizes repeat then.
     received = None if received is None else _whole(received, step.num_received)
     row_probs = _whole(row_probs, plan.row_capacity)
-    computed = computed._replace(h=None if computed.h is None else _whole(computed.h, step.num_rows))
+    if step.stash.keeps_h:
+        hidden = hidden._replace(h=_whole(hidden.h, step.num_rows))
     both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[6:])[:2]
     # Here, not in what a tape repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
         for fc, weights, needs in zip(linears, both, needed, strict=True)
     )
-    needs, operands = (needs_x, needs_probs), (computed, row_probs, biases, tensors, _held(linears))
-    function = partial(_input_and_weight_gradients, step, dy, x, received, *operands, (fc1, fc2), needs)
-    inputs = (dy, x, received, computed.h, row_probs, *biases, plan.storage, packed_to_row, row_to_packed_row, *tensors)
-    options = *needs, x is None, fc1.option, fc2.option
+    held = linears[0].held_weight, linears[1].held_weight
+    inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
+    function = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs))
+    read = dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors
+    options = needs_x, needs_probs, x is None, fc1.option, fc2.option
     if "delayed" in options:
-        dx, d_probs, db1, db2, *rest = function()
+        found: Sequence[Any] = function()
     else:
-        found = step.run("backward", options, function, (*inputs, *fc1.tensors, *fc2.tensors))
-        dx, d_probs, db1, db2, *rest = found
+        found = step.run("backward", options, function, (*read, *fc1.tensors, *fc2.tensors))
+    dx, d_probs, db1, db2, *rest = found
     dw1, dw2, d_adapters = step.form.split(rest)
     if fc1.option != "new":
         dw1 = tuple(fc1.placeholders(both[0]))
@@ -502,59 +491,70 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     return None, None, dx, d_probs, db1, db2, *dw1, *dw2, *d_adapters
 
 
-def _input_and_weight_gradients(
-    step: _EPStep,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    received: torch.Tensor | None,
-    computed: Hidden,
-    row_probs: torch.Tensor,
-    biases: Biases,
-    tensors: list[torch.Tensor],
-    held: Held,
-    targets: tuple[Target, Target],
-    needs: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, ...]:
-    """dx, d_probs, gradients of the biases, of the weights (those that are not for autograd are None) and of the
-    adapters."""
-    needs_x, needs_probs = needs
-    gradients = control.gradients_index(x=needs_x, probs=needs_probs)
-    plan, schedule, (fc1, fc2) = step.plan, step.schedule, targets
-    weights1, weights2, _ = step.form.split(tensors)
-    heap, hidden = plan.heap, dy.shape[1]
-    _, row_to_packed_row = plan.received_index()
-    arrived = None
-    if received is None:
-        sent = _on_wire(given("x", x), step.wire.rows)
-        received = step.receive(sent, name=RECEIVED).tensor
-        arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
-    trains = needs_x, True
-    rows, experts = step.operands(received, row_to_packed_row, row_probs, biases, tensors, trains=trains, held=held)
-    with nullcontext() if arrived is None else arrived as parts:
-        if computed.h is None:
-            computed, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
-    sent = _on_wire(dy, step.wire.gradients)
-    d_out = step.receive(sent, name="output gradients").tensor
-    with schedule.dispatch_rows(sent, plan, d_out, gradients=gradients) as parts:
-        # Holds both leases, beyond this call if weight gradients are delayed.
-        experts_backward = experts.backward(rows, computed, d_out, parts=parts, needs_scale=needs_probs)
-    # Without weight gradients nothing would run meanwhile; those of adapters take too little time.
-    combining = schedule if fc1.computes or fc2.computes else Serial(step.layout)
-    lease: AbstractContextManager[Lease | None] = nullcontext()
-    if needs_x:
-        lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
-    with lease as input_gradients:
-        d_rows = None if input_gradients is None else input_gradients.tensor
-        if d_rows is not None:
-            experts_backward.input_gradient(d_rows)
-        trip: AbstractContextManager[Collection | None] = nullcontext()
-        if gradients:
-            d_scale = experts_backward.d_scale if needs_probs else None
-            trip = combining.combine_while(d_rows, plan, step.order, d_scale, gradients=gradients)
-        with trip as collection:
-            compute = partial(step.weight_gradients, while_combining=collection is not None)
-            dw2 = compute(fc2, weights2, experts_backward.w2_gradient)
-            dw1 = compute(fc1, weights1, experts_backward.w1_gradient)
-            d_adapters = experts_backward.adapter_gradients()
-    dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
-    return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters
+@dataclass(frozen=True, slots=True, eq=False)
+class _Backward:
+    """A backward pass.
+
+    Attributes:
+        x, received: the tokens, or the rows that forward has received.
+        hidden: what forward has kept; h may be None.
+        targets: of the weight gradients of both layers.
+        needs: whether x and probs need gradients.
+    """
+
+    step: _EPStep
+    dy: torch.Tensor
+    x: torch.Tensor | None
+    received: torch.Tensor | None
+    hidden: Hidden
+    row_probs: torch.Tensor
+    inputs: _Inputs
+    targets: tuple[Target, Target]
+    needs: tuple[bool, bool]
+
+    def __call__(self) -> tuple[torch.Tensor | None, ...]:
+        """dx, d_probs, gradients of the biases, of the weights (those that are not for autograd are None) and of the
+        adapters."""
+        step, plan, dy, hidden = self.step, self.step.plan, self.dy, self.hidden
+        (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
+        gradients = control.gradients_index(x=needs_x, probs=needs_probs)
+        division = step.overlap.gradient_dispatch
+        send = partial(dispatch, plan=plan, layout=step.layout, gradients=gradients, division=division)
+        received, arrived = self.received, None
+        if received is None:
+            sent = _on_wire(given("x", self.x), step.wire.rows)
+            received = step.receive(sent, name=RECEIVED).tensor
+            arrived = send(sent, buffer=received)  # who goes where is in the plan
+        rows, experts = step.operands(received, plan.received_index()[1], self.row_probs, self.inputs)
+        with nullcontext() if arrived is None else arrived as arrival:
+            if hidden.h is None:
+                parts = None if arrival is None else arrival.parts
+                hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
+        sent = _on_wire(dy, step.wire.gradients)
+        d_out = step.receive(sent, name="output gradients").tensor
+        with send(sent, buffer=d_out) as arrival:
+            # Holds both leases, beyond this call if weight gradients are delayed.
+            experts_backward = experts.backward(rows, hidden, d_out, parts=arrival.parts, needs_scale=needs_probs)
+        # Without weight gradients nothing would run meanwhile; those of adapters take too little time.
+        division = step.overlap.gradient_combine if fc1.computes or fc2.computes else None
+        lease: AbstractContextManager[Lease | None] = nullcontext()
+        if needs_x:
+            lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COLLECT)
+        with lease as input_gradients:
+            d_rows = None if input_gradients is None else input_gradients.tensor
+            if d_rows is not None:
+                experts_backward.input_gradient(d_rows)
+            trip: AbstractContextManager[Collection | None] = nullcontext()
+            if gradients:
+                d_scale = experts_backward.d_scale if needs_probs else None
+                trip = collecting(
+                    d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients, division=division
+                )
+            weights1, weights2, _ = step.form.split(self.inputs.tensors)
+            num_sms = division.num_sms if gradients and division is not None else None
+            with trip as collection:
+                dw2 = step.weight_gradients(fc2, weights2, experts_backward.w2_gradient, num_sms=num_sms)
+                dw1 = step.weight_gradients(fc1, weights1, experts_backward.w1_gradient, num_sms=num_sms)
+                d_adapters = experts_backward.adapter_gradients()
+        dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
+        return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import width_problem, working_dtype, wrapped_problem
+from symmoe.checks.arguments import tensor_problem, working_dtype, wrapped_problem
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
@@ -21,16 +21,13 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.operands import given
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
-from symmoe.moe.expert_bias import count_in_backward, load_so_far
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
-from symmoe.moe.layer_checks import arguments_problem, device_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
-from symmoe.moe.torch_operators import is_traced
+from symmoe.moe.routed_experts import RoutedExperts, is_traced
+from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, nonfinite_problem
 from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.torch_internals import pytree
+from symmoe.torch_internals import has_hooks, hooks_of, pytree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +113,7 @@ class MoELayer(ExpertParallelModule):
         expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if config.num_experts % heap.num_ranks:
-            raise ArgumentError(
-                f"num_experts ({config.num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
-            )
+        num_local = config.experts_per_rank(heap.num_ranks)
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
@@ -128,7 +122,6 @@ class MoELayer(ExpertParallelModule):
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
-        num_local = config.num_experts // heap.num_ranks
         if experts is None:
             experts = GroupedMLP(
                 num_local,
@@ -157,15 +150,16 @@ class MoELayer(ExpertParallelModule):
 
     def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
         """In what these experts differ from the configuration, or None."""
-        num_local = self.config.num_experts // self.heap.num_ranks
-        wanted = {"num_groups": num_local} | {
-            name: getattr(self.config, name) for name in ("hidden", "ffn", "precision")
-        }
-        found = {name: getattr(experts, name) for name in wanted}
-        wanted["activation"], found["activation"] = self.config.activation, experts.activation.activation
-        for name, value in wanted.items():
-            if found[name] != value:
-                return ArgumentError(f"experts.{name} ({found[name]}) must be {value} with this config and heap")
+        config = self.config
+        for name, found, value in (
+            ("num_groups", experts.num_groups, config.experts_per_rank(self.heap.num_ranks)),
+            ("hidden", experts.hidden, config.hidden),
+            ("ffn", experts.ffn, config.ffn),
+            ("precision", experts.precision, config.precision),
+            ("activation", experts.activation.activation, config.activation),
+        ):
+            if found != value:
+                return ArgumentError(f"experts.{name} ({found}) must be {value} with this config and heap")
         return None
 
     def forward(
@@ -212,7 +206,7 @@ class MoELayer(ExpertParallelModule):
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
             if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
-                self.heap.fail_for(numbers_problem(routed), control.PHASE_PLAN)
+                self.heap.fail_for(nonfinite_problem(routed), control.PHASE_PLAN)
             y, expert_load, num_dropped = self._routed_experts(
                 tokens,
                 routed.probs,
@@ -239,28 +233,52 @@ class MoELayer(ExpertParallelModule):
         __call__ = forward  # nn.Module's has no types
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
-        """What is wrong with the wrappers of the layer or with the arguments of forward, or None."""
-        experts = self._modules["experts"]
+        """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device
+        memory."""
+        modules, config, device = self._modules, self.config, self.heap.device
+        experts = modules["experts"]
         if experts is not self._fitting_experts and isinstance(experts, GroupedMLP):  # they have been assigned
             if (problem := self._fit_problem(experts)) is not None:
                 return problem
             vars(self)["_fitting_experts"] = experts
         return (
             self.wrapper_problem()
-            or wrapped_problem("router", self._modules.get("router"), "step_load")
-            or arguments_problem(self.config, self.heap.device, x, **arguments)
-            or device_problem("router", self._modules.get("router"), self.heap.device)
-            or device_problem("shared_expert", self._modules.get("shared_expert"), self.heap.device)
-            or inference_problem(self, x=x, **arguments)
-            or width_problem(self.experts.fc1, x)
-            or width_problem(self.experts.fc2, x)
+            or wrapped_problem("router", modules.get("router"), "step_load")
+            or tensor_problem("x", x, shape=("...", f"hidden ({config.hidden})"), dtypes=control.DTYPES, device=device)
+            or self._width_problem(x)
+            or arguments_problem(config, x, **arguments)
+            or device_problem("router", modules.get("router"), device)
+            or device_problem("shared_expert", modules.get("shared_expert"), device)
+            or self._inference_problem(x=x, **arguments)
         )
+
+    def _width_problem(self, x: torch.Tensor) -> ArgumentError | None:
+        if x.shape[-1] != self.config.hidden:
+            return ArgumentError(
+                f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({self.config.hidden})"
+            )
+        return self.experts.fc1.width_problem(x) or self.experts.fc2.width_problem(x)
+
+    def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
+        """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""
+        if not torch.is_grad_enabled():
+            return None
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_inference() and any(p.requires_grad for p in self.parameters()):
+                return ArgumentError(f"{name} was made in inference_mode, and backward cannot use it: give its clone()")
+        return None
 
     def _warn_of_hooks(self) -> None:
         """Warns once of hooks on the experts' modules: kernels replace the calls of these modules, so no hook runs."""
-        if self._has_warned or not (hooks := hooks_of(cast(nn.Module, self._modules["experts"]))):
+        if self._has_warned:
             return
-        self._has_warned = True
+        experts = cast(nn.Module, self._modules["experts"])
+        for m in (experts, *experts._modules.values()):
+            self._has_warned |= has_hooks(cast(nn.Module, m), everywhere=False)
+        if not self._has_warned:
+            return
+        names = {f"experts.{name}": module for name, module in experts.named_children()}
+        hooks = [f"{kind} on {name}" for name, m in {"experts": experts, **names}.items() for kind in hooks_of(m)]
         warnings.warn(
             f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
             "hooks on the layer, its router or shared expert, or on parameters",
@@ -285,7 +303,7 @@ class MoELayer(ExpertParallelModule):
         step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
         if step_load is None or not self.training or not torch.is_grad_enabled():
             return y
-        return count_in_backward(y, expert_load, step_load)
+        return balance.count_in_backward(y, expert_load, step_load)
 
     def _aux_loss(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
@@ -308,7 +326,7 @@ class MoELayer(ExpertParallelModule):
             return balance.sequence_balance_loss(shares, routed.chosen_idx, sequence_length, token_mask)
         if config.aux_loss == "global":
             assert self.router is not None  # `routed` comes from it
-            expert_load = load_so_far(self.router.step_load, expert_load)
+            expert_load = balance.load_so_far(self.router.step_load, expert_load)
             if self.replicas.group is not None:
                 dist.all_reduce(expert_load, group=self.replicas.group)
         elif config.capacity_factor is not None:

@@ -241,10 +241,13 @@ class Overlap:
         gradient_combine: runs while both weight gradients are computed.
     """
 
-    dispatch: Division | None
-    gradient_dispatch: Division | None
-    combine: Division | None
-    gradient_combine: Division | None
+    dispatch: Division | None = None
+    gradient_dispatch: Division | None = None
+    combine: Division | None = None
+    gradient_combine: Division | None = None
+
+
+SERIAL = Overlap()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +276,7 @@ class _Gpu:
 def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     """How to overlap a call of these sizes on a GPU of `num_sms` SMs: what takes the least time by these formulas."""
     if num_sms < 2:
-        return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
+        return SERIAL
     gpu = _Gpu(num_sms, rates)
     return _on_one_node(sizes, gpu) if sizes.num_nodes == 1 else _between_nodes(sizes, gpu)
 

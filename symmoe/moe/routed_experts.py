@@ -13,15 +13,16 @@ from dataclasses import fields, replace
 import torch
 
 from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
-from symmoe.grouped.mlp import CallExperts, GroupedMLP, evaluated, kind_of, without_memory
+from symmoe.grouped.experts import CallExperts, evaluated
+from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
-from symmoe.moe.layer_checks import device_problem
-from symmoe.moe.overlap import received_layout
 from symmoe.symm_mem.heap import SymmetricHeap, told
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.torch_internals import num_dispatch_modes
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
@@ -52,7 +53,7 @@ class RoutedExperts(torch_operators.EagerStep):
         tokens: torch.Tensor,
         probs: torch.Tensor,
         topk_idx: torch.Tensor,
-        experts: GroupedMLP,
+        experts: GroupedMLP | CallExperts,
         *,
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
@@ -77,36 +78,30 @@ class RoutedExperts(torch_operators.EagerStep):
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
             ArgumentError: the step has to be an operator, which cannot take these experts: see run_as_operator.
         """
-        if torch_operators.is_traced(experts):
+        heap = self.heap
+        if isinstance(experts, GroupedMLP) and is_traced(experts):
             y, expert_load, num_dropped = torch_operators.run_as_operator(self, tokens, probs, topk_idx, experts)
             return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
-        return self.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)
-
-    def run(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        topk_idx: torch.Tensor,
-        experts: GroupedMLP | CallExperts,
-        *,
-        out_shape: torch.Size | None = None,
-        before_trips: Callable[[], object] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Same as a call, without an operator around it."""
         if not isinstance(experts, CallExperts):
-            self.heap.fail_for(device_problem("experts", experts, self.heap.device), control.PHASE_PLAN)
-        with told(self.heap, control.PHASE_PLAN):
+            heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
+        with told(heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
         plan = self.plan(topk_idx, tokens.dtype, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
         if before_trips is not None:
             before_trips()
-        y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
+        y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
         if not plan.has_room:  # on all ranks; nothing has moved
             plan = self.plan(topk_idx, tokens.dtype, lambda: None)
-            y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
-        if self.config.capacity is None and self.heap.captured_reports is None:
+            y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
+        if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows)
         return y, plan.expert_load, plan.num_dropped
+
+    @functools.cached_property
+    def words(self) -> dict[str, str]:
+        """The options of expert_parallel_mlp."""
+        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
+        return words | {"layout": self.config.received_layout}
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -122,8 +117,7 @@ class RoutedExperts(torch_operators.EagerStep):
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
-        layout = received_layout(config.layout, config.ffn, config.precision)
-        received = room.packed_rows if layout == "packed" else room.rows
+        received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         if heap.lacks(most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)):
             return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
         return room
@@ -135,16 +129,12 @@ class RoutedExperts(torch_operators.EagerStep):
         options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
         return plan_call(topk_idx, self.heap, options, find_room)
 
-    def apply(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        experts: GroupedMLP | CallExperts,
-        plan: Plan,
-        *,
-        out_shape: torch.Size | None = None,
-    ) -> torch.Tensor:
-        """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
-        words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        layout = self.config.received_layout
-        return expert_parallel_mlp(tokens, probs, experts, plan, layout=layout, out_shape=out_shape, **words)
+
+def is_traced(experts: GroupedMLP) -> bool:
+    """Whether a compiler or a dispatch mode traces the call, which both see operators only.
+
+    A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return num_dispatch_modes() > 0 and torch_operators.gradients_option(experts) is None

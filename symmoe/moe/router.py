@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from symmoe.checks.buffers import memory_problem, tensor_problem
+from symmoe.checks.arguments import memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
+from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -66,7 +67,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, H] fp32 parameter.
-        expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.expert_bias.balance_step`, not by gradients.
+        expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.balance.balance_step`, not by gradients.
         step_load: [E] int64, slots of each expert since the last balance_step, or None if nothing uses it. Not
             a buffer: DDP would overwrite it with that of another rank.
     """
@@ -76,6 +77,8 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self._heap = config, heap
+        rule = {field.name: getattr(config, field.name) for field in fields(RoutingRule)}
+        self._rule = RoutingRule(**{**rule, "route_scale": float(config.route_scale)})
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
@@ -111,30 +114,25 @@ class Router(nn.Module):
             raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
         if not x.is_floating_point():
             raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
-        error = memory_problem("x", x) or mask_problem(token_mask, x) or choice_problem(topk_idx, x, config.top_k)
+        error = memory_problem("x", x) or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx)
         if error is not None:
             raise error
         if token_mask is not None:  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
-            logits, probs, scores, topk_idx = route_tokens(
-                x,
-                self.weight,
-                self.expert_bias,
-                None if topk_idx is None else _int32(topk_idx),
-                top_k=config.top_k,
-                rule=config.routing_rule,
-                heap=self._heap,
+            given_idx = None if topk_idx is None else _int32(topk_idx)
+            routed = route_tokens(
+                x, self.weight, self.expert_bias, given_idx, top_k=config.top_k, rule=self._rule, heap=self._heap
             )
-            choice = choice_of(config, topk_idx, probs, token_mask)
+            choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
         return RouterOutput(
             topk_idx=choice.topk_idx,
             probs=choice.probs,
-            scores=scores,
-            logits=logits,
             chosen_idx=choice.chosen_idx,
             num_over_capacity=choice.num_over_capacity,
+            scores=routed.scores,
+            logits=routed.logits,
         )
 
     if TYPE_CHECKING:
@@ -180,33 +178,40 @@ def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
     return topk_idx if topk_idx.dtype == torch.int32 else topk_idx.clamp(limits.min, limits.max).int()
 
 
-def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> SymmoeError | None:
-    """Why `token_mask` cannot be a mask of the tokens of x [..., H], or None."""
-    if token_mask is None:
-        return None
-    return tensor_problem("token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device)
-
-
-def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -> SymmoeError | None:
-    """Why `topk_idx` cannot be the choice of experts for x [..., H], or None."""
-    if topk_idx is None:
-        return None
-    shape, dtypes = (math.prod(x.shape[:-1]), top_k), (torch.int32, torch.int64)
-    return tensor_problem("topk_idx", topk_idx, shape=shape, dtypes=dtypes, device=x.device)
-
-
-def probs_problem(
-    probs: torch.Tensor | None, topk_idx: torch.Tensor | None, x: torch.Tensor, config: MoEConfig
+def arguments_problem(
+    config: MoEConfig,
+    x: torch.Tensor,
+    *,
+    token_mask: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    probs: torch.Tensor | None = None,
 ) -> SymmoeError | None:
-    """Why `probs` cannot be the weights of the choice `topk_idx` for x [..., H], or None."""
-    if probs is None and config.router == "none":
-        return ArgumentError("probs (None) must be given, and topk_idx with it: the configuration has router='none'")
+    """Why these cannot be the mask, the choice of experts and its weights for the tokens of x [..., H], or None."""
+    error: SymmoeError | None = None
+    choice = math.prod(x.shape[:-1]), config.top_k
+    if token_mask is not None:
+        error = tensor_problem("token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device)
+    if topk_idx is not None:
+        dtypes = torch.int32, torch.int64
+        error = error or tensor_problem("topk_idx", topk_idx, shape=choice, dtypes=dtypes, device=x.device)
+    if error is not None or (probs is None and config.router != "none"):
+        return error
     if probs is None:
-        return None
+        return ArgumentError("probs (None) must be given, and topk_idx with it: the configuration has router='none'")
     if topk_idx is None:
         return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
-    shape = math.prod(x.shape[:-1]), config.top_k
-    return tensor_problem("probs", probs, shape=shape, dtypes=control.DTYPES, device=x.device)
+    return tensor_problem("probs", probs, shape=choice, dtypes=control.DTYPES, device=x.device)
+
+
+def nonfinite_problem(routed: Choice) -> ArgumentError | None:
+    """The error for the first token whose logits, or given probs, are not finite, or None. Synchronises the host."""
+    what, numbers = (
+        ("the router's logits", routed.logits) if isinstance(routed, RouterOutput) else ("probs", routed.probs)
+    )
+    bad = (~numbers.isfinite()).any(1).nonzero()
+    if not len(bad):
+        return None
+    return ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)")
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:

@@ -46,7 +46,7 @@ def preflight(num_bytes: int) -> str:
     if not torch.cuda.is_available():
         return "no CUDA device is visible to torch"
     if importlib.util.find_spec("nvshmem") is None:
-        return "the package nvshmem4py-cu13 is not installed: pip install 'symmoe[nvshmem]'"
+        return "the package nvshmem4py-cu13 is not installed: pip install 'nvshmem4py-cu13>=0.4.1,<0.5'"
     import nvshmem.core as core
 
     if core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED:

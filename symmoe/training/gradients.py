@@ -43,10 +43,9 @@ def reduce_gradients(
 
     Args:
         model: the same modules on every rank of `group`.
-        group: all ranks that train together (W of them). None is the default group, or only this process
-            if there is none.
-        expert_group: the ranks that hold this rank's experts in the other EP groups, and this one. None: the
-            world is one EP group.
+        group: all ranks that train together (W of them). None: the default group, or this process if there is none.
+        expert_group: the ranks that hold this rank's experts in the other EP groups, and this one. None: the world is
+            one EP group.
 
     Raises:
         ArgumentError: a parameter is a DTensor, a layer is inside a DistributedDataParallel, or these gradients have
@@ -68,10 +67,9 @@ def reduce_gradients(
         )
     for parameter in dense + experts:
         if hasattr(parameter, "device_mesh"):
-            placements = _dtensor(parameter).placements
             raise ArgumentError(
-                f"a parameter of shape {list(parameter.shape)} is a DTensor ({placements}): FSDP reduces its "
-                "gradient in backward, and reduce_gradients would do it again"
+                f"a parameter of shape {list(parameter.shape)} is a DTensor ({cast('DTensor', parameter).placements}): "
+                "FSDP reduces its gradient in backward, and reduce_gradients would do it again"
             )
     _sum_gradients(dense, group=group)
     _sum_gradients(experts, group=expert_group)
@@ -99,8 +97,8 @@ def clip_grad_norm(
     scale by the same bits. No host synchronisation.
 
     Args:
-        expert_group: as in :func:`reduce_gradients`. None: as many ranks have the same experts as the heap of a layer
-            says; of experts in other modules, one.
+        model, group, expert_group: as in :func:`reduce_gradients`, but for expert_group None: as many ranks have the
+            same experts as the heap of a layer says; of experts in other modules, one.
 
     Returns:
         [] fp32, the norm before clipping, on the device of the parameters.
@@ -110,7 +108,11 @@ def clip_grad_norm(
     """
     group = group or default_group()
     num_ranks = group_size(group)
-    num_replicas = _num_replicas(model, num_ranks) if expert_group is None else group_size(expert_group)
+    if expert_group is not None:
+        num_replicas = group_size(expert_group)
+    else:
+        layers = (module for module in model.modules() if isinstance(module, ExpertParallelModule))
+        num_replicas = max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
     copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=num_replicas)
     device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
     everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
@@ -138,14 +140,9 @@ def broadcast_parameters(
 ) -> None:
     """Gives all ranks the dense parameters and buffers of the first one. Collective over both groups.
 
-    Experts stay as they are, with all that their modules hold. For loops that call `reduce_gradients`: DDP does the
-    same by itself, and FSDP's parts are of one model.
-
-    Args:
-        model: the same modules on every rank of `group`.
-        group: all ranks that train together. None is the default group, or only this process if there is none.
-        expert_group: the ranks that hold this rank's experts in the other EP groups, and this one: all get those of its
-            first rank. None: the world is one EP group.
+    Experts stay as they are, with all that their modules hold; with an `expert_group` they become those of its first
+    rank. For loops that call `reduce_gradients`, with its arguments: DDP does the same by itself, and FSDP's parts are
+    of one model.
 
     Raises:
         ArgumentError: a parameter or buffer is a DTensor, or has no memory. Nothing has been sent.
@@ -175,23 +172,16 @@ def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> 
         gradient = parameter.grad
         if gradient is None or not parameter.requires_grad:
             continue
-        mesh = getattr(gradient, "device_mesh", None)
-        if mesh is None:
-            num_copies = num_replicas if is_expert else num_ranks
-        else:
-            placements = _dtensor(gradient).placements
-            if any(placement.is_partial() for placement in placements):
-                raise ArgumentError(f"{name}.grad is a partial sum {placements}: it has no norm yet")
-            sizes = zip(mesh.shape, placements, strict=True)
+        num_copies = num_replicas if is_expert else num_ranks
+        if hasattr(gradient, "device_mesh"):
+            whole = cast("DTensor", gradient)  # whose module is not imported here
+            if any(placement.is_partial() for placement in whole.placements):
+                raise ArgumentError(f"{name}.grad is a partial sum {whole.placements}: it has no norm yet")
+            sizes = zip(whole.device_mesh.shape, whole.placements, strict=True)
             num_copies = num_ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
-            gradient = _dtensor(gradient).to_local()
+            gradient = whole.to_local()
         parts.setdefault(num_copies, []).append(gradient)
     return parts
-
-
-def _dtensor(tensor: torch.Tensor) -> DTensor:
-    """A tensor that has a mesh, typed as the DTensor that it is. Does not import torch's module of DTensors."""
-    return cast("DTensor", tensor)
 
 
 def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None) -> None:
@@ -218,12 +208,6 @@ def _are_reduced(parameters: list[nn.Parameter]) -> bool:
 
 def _versions(parameters: list[nn.Parameter]) -> list[int | None]:
     return [None if parameter.grad is None else version_of(parameter.grad) for parameter in parameters]
-
-
-def _num_replicas(model: nn.Module, num_ranks: int) -> int:
-    """How many of the ranks have the same experts, as the heap of a layer says; 1 if there is no layer."""
-    layers = (module for module in model.modules() if isinstance(module, ExpertParallelModule))
-    return max(1, num_ranks // next((layer.heap.num_ranks for layer in layers), num_ranks))
 
 
 def default_group() -> dist.ProcessGroup | None:

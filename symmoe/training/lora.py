@@ -21,9 +21,10 @@ from torch import nn
 
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.linear import GroupedLinear, local_part
+from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.low_rank import RANK_MULTIPLE
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.parameters import local_part
 
 
 class LoRAGroupedLinear(GroupedLinear):
@@ -56,10 +57,9 @@ class LoRAGroupedLinear(GroupedLinear):
             if parameter is not None:
                 parameter.requires_grad_(False)
         weight = adapted.weight_parameters()[0]
-        dtype = weight.dtype if dtype is None else dtype
-        num_groups, device = linear.num_groups, weight.device
-        adapted.lora_a = nn.Parameter(torch.empty(num_groups, rank, linear.in_features, dtype=dtype, device=device))
-        adapted.lora_b = nn.Parameter(torch.zeros(num_groups, linear.out_features, rank, dtype=dtype, device=device))
+        a = weight.new_empty((linear.num_groups, rank, linear.in_features), dtype=dtype)
+        b = weight.new_zeros((linear.num_groups, linear.out_features, rank), dtype=dtype)
+        adapted.lora_a, adapted.lora_b = nn.Parameter(a), nn.Parameter(b)
         adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
         adapted.reset_adapters()
         return adapted

@@ -13,12 +13,14 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
+from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import Plan
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
@@ -85,13 +87,9 @@ def plan_memory(
     Raises:
         ArgumentError: a number is out of range.
     """
-    numbers = {"num_ranks": num_ranks, "num_tokens": num_tokens}
-    numbers |= {"num_layers": num_layers, "num_in_flight": num_in_flight}
-    for name, value in numbers.items():
-        if value < 1:
-            raise ArgumentError(f"{name} ({value}) must be at least 1")
-    if config.num_experts % num_ranks:
-        raise ArgumentError(f"num_experts ({config.num_experts}) must be divisible by num_ranks ({num_ranks})")
+    sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_layers": num_layers}
+    raise_for(size_problem(**sizes, num_in_flight=num_in_flight))
+    config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
     rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
@@ -140,7 +138,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
 
     with torch.inference_mode(False):  # this turns gradients on
         experts = GroupedMLP(
-            config.num_experts // heap.num_ranks,
+            config.experts_per_rank(heap.num_ranks),
             config.hidden,
             config.ffn,
             activation=ScaledActivation(config.activation),
@@ -154,7 +152,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         room = history.room(num_tokens, config.max_room)
         plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, lambda: room)
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
-        y = routed.apply(x, probs, experts, plan)
+        y = expert_parallel_mlp(x, probs, experts, plan, out_shape=None, **routed.words)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)
         storages = {
             storage_of(tensor): tensor.untyped_storage().nbytes()

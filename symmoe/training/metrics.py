@@ -38,9 +38,7 @@ def tensorboard_sink(writer: ScalarWriter) -> Sink:
     return sink
 
 
-# What a layer adds up in addition to the load of its experts.
-_NUM_CALLS, _AUX_LOSS, _DROPPED, _OVER_CAPACITY, _DISPATCH, _COMBINE = range(6)
-_NUM_TOTALS = 6
+_NUM_TOTALS = 6  # what a layer adds up in addition to the load of its experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,14 +106,13 @@ class MetricsLogger:
         self._sizes = [listeners_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
         device = listeners_of(next(iter(layers.values()))).heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
-        self._timers = {name: _Timer(device) for name in layers} if times_forward else {}
         self._undo: list[Callable[[], None]] = []
-        self._counters: dict[str, _Counter] = {}
+        self._layers: list[_Watched] = []
         for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
-            listeners = listeners_of(layer)
-            counter = self._counters[name] = _Counter(listeners, totals)
-            self._undo.append(listeners.add(counter.count))
-            if (timer := self._timers.get(name)) is not None:
+            listeners, timer = listeners_of(layer), _Timer(device) if times_forward else None
+            self._layers.append(_Watched(name, listeners, totals, timer))
+            self._undo.append(listeners.add(self._layers[-1].count))
+            if timer is not None:
                 self._undo.append(layer.register_forward_pre_hook(timer.before).remove)
                 self._undo.append(layer.register_forward_hook(timer.after).remove)
 
@@ -135,10 +132,7 @@ class MetricsLogger:
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
-        records = [
-            _record(name, counter, values, self._timers.get(name))
-            for (name, counter), values in zip(self._counters.items(), totals.split(self._sizes), strict=True)
-        ]
+        records = [layer.record(its) for layer, its in zip(self._layers, totals.split(self._sizes), strict=True)]
         if self._sink is not None:
             self._sink(_numbers(records), step)
         return records
@@ -148,19 +142,21 @@ class MetricsLogger:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self._timers:  # a forward that raised has left its timer
-            for counter in self._counters.values():
-                counter.listeners.heap.trip_timer = None
+        for layer in self._layers:
+            if layer.timer is not None:  # a forward that raised has left it
+                layer.listeners.heap.trip_timer = None
 
 
-class _Counter:
-    """Adds up the reports of one layer."""
+class _Watched:
+    """One layer: adds up its reports, and makes its records."""
 
-    def __init__(self, listeners: Listeners, totals: torch.Tensor) -> None:
-        self.listeners, self.knows_losses, self._totals = listeners, True, totals
+    def __init__(self, name: str, listeners: Listeners, totals: torch.Tensor, timer: _Timer | None) -> None:
+        self.listeners, self.timer = listeners, timer
+        self._name, self._totals, self._knows_losses = name, totals, True
 
     @torch.no_grad()
     def count(self, report: RoutingReport) -> None:
+        """A listener of the layer."""
         if not _counts(report.is_training):
             return
         num_experts, heap = self.listeners.num_experts, self.listeners.heap
@@ -172,17 +168,46 @@ class _Counter:
             order=self.listeners.order,
         )
         self._totals[:num_experts].add_(report.expert_load)
-        other = self._totals[num_experts:]
-        other[_NUM_CALLS].add_(1)
+        num_calls, aux_loss, num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = self._totals[num_experts:]
+        num_calls.add_(1)
         if report.aux_loss is None:
-            self.knows_losses = False
+            self._knows_losses = False
         else:
-            other[_AUX_LOSS].add_(report.aux_loss.detach())
-        other[_DROPPED].add_(report.num_dropped[0])
+            aux_loss.add_(report.aux_loss.detach())
+        num_dropped.add_(report.num_dropped[0])
         if report.num_over_capacity is not None:
-            other[_OVER_CAPACITY].add_(report.num_over_capacity[0])
-        other[_DISPATCH].add_(sent, alpha=report.sent_row_bytes)
-        other[_COMBINE].add_(read, alpha=report.row_bytes)
+            num_over_capacity.add_(report.num_over_capacity[0])
+        dispatch_bytes.add_(sent, alpha=report.sent_row_bytes)
+        combine_bytes.add_(read, alpha=report.row_bytes)
+
+    def record(self, values: torch.Tensor) -> LayerRecord:
+        """What these totals say, on the CPU; takes the times."""
+        heap, num_experts = self.listeners.heap, self.listeners.num_experts
+        load, totals = values[:num_experts].long(), values[num_experts:].tolist()
+        num_calls, aux_loss, *counts = totals
+        num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = map(int, counts)
+        forward_s, dispatch_s, combine_s = (None if self.timer is None else self.timer.take(name) for name in _SPANS)
+        return LayerRecord(
+            name=self._name,
+            num_calls=int(num_calls),
+            aux_loss=aux_loss / max(num_calls, 1.0) if self._knows_losses else None,
+            tokens_per_expert=tuple(load.tolist()),
+            tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
+            coefficient_of_variation=float(balance.coefficient_of_variation(load)),
+            max_violation=float(balance.max_violation(load)),
+            num_dead_experts=int((load == 0).sum()),
+            num_dropped=num_dropped,
+            num_over_capacity=num_over_capacity,
+            dispatch_bytes=dispatch_bytes,
+            combine_bytes=combine_bytes,
+            heap_high_water_bytes=heap.high_water_bytes,
+            forward_s=forward_s,
+            dispatch_s=dispatch_s,
+            combine_s=combine_s,
+        )
+
+
+_SPANS = ("forward", "dispatch", "combine")
 
 
 class _Timer:
@@ -190,7 +215,7 @@ class _Timer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "dispatch": [], "combine": []}
+        self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in _SPANS}
         self._begin: Any = None
 
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
@@ -259,45 +284,19 @@ def _counts(is_training: bool) -> bool:
     return torch.compiler.is_compiling() or graph_task_id() == -1
 
 
-def _record(name: str, counter: _Counter, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
-    load, other = values[:-_NUM_TOTALS].long(), values[-_NUM_TOTALS:].tolist()
-    heap = counter.listeners.heap
-    return LayerRecord(
-        name=name,
-        num_calls=int(other[_NUM_CALLS]),
-        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0) if counter.knows_losses else None,
-        tokens_per_expert=tuple(load.tolist()),
-        tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
-        coefficient_of_variation=float(balance.coefficient_of_variation(load)),
-        max_violation=float(balance.max_violation(load)),
-        num_dead_experts=int((load == 0).sum()),
-        num_dropped=int(other[_DROPPED]),
-        num_over_capacity=int(other[_OVER_CAPACITY]),
-        dispatch_bytes=int(other[_DISPATCH]),
-        combine_bytes=int(other[_COMBINE]),
-        heap_high_water_bytes=heap.high_water_bytes,
-        forward_s=None if timer is None else timer.take("forward"),
-        dispatch_s=None if timer is None else timer.take("dispatch"),
-        combine_s=None if timer is None else timer.take("combine"),
-    )
-
-
 def _numbers(records: list[LayerRecord]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for field in LayerRecord.__dataclass_fields__:
-        values = {record.name: getattr(record, field) for record in records}
-        for name, value in values.items():
+        values = [getattr(record, field) for record in records]
+        for record, value in zip(records, values, strict=True):
             if isinstance(value, tuple):
-                numbers |= {f"moe/{name}/{field}/{i}": float(number) for i, number in enumerate(value)}
-        if not all(isinstance(value, (int, float)) for value in values.values()):
-            continue
-        for name, value in values.items():
-            numbers[f"moe/{name}/{field}"] = float(value)
-        numbers[f"moe/{field}/mean"] = float(sum(values.values()) / len(values))
-        numbers[f"moe/{field}/max"] = float(max(values.values()))
+                numbers |= {f"moe/{record.name}/{field}/{i}": float(number) for i, number in enumerate(value)}
+        if all(isinstance(value, (int, float)) for value in values):
+            numbers |= {f"moe/{record.name}/{field}": float(getattr(record, field)) for record in records}
+            numbers[f"moe/{field}/mean"] = float(sum(values) / len(values))
+            numbers[f"moe/{field}/max"] = float(max(values))
     for record in records:
         mean = sum(record.tokens_per_rank) / len(record.tokens_per_rank)
-        numbers[f"moe/{record.name}/tokens_per_rank_max_over_mean"] = (
-            max(record.tokens_per_rank) / mean if mean else 0.0
-        )
+        ratio = max(record.tokens_per_rank) / mean if mean else 0.0
+        numbers[f"moe/{record.name}/tokens_per_rank_max_over_mean"] = ratio
     return numbers

@@ -127,8 +127,7 @@ def plan_network(
         raise ArgumentError(f"nic_gbs ({nic_gbs}) must be finite and greater than 0")
     if num_ranks % num_nodes:
         raise ArgumentError(f"num_ranks ({num_ranks}) must be divisible by num_nodes ({num_nodes})")
-    if config.num_experts % num_ranks:
-        raise ArgumentError(f"num_experts ({config.num_experts}) must be divisible by num_ranks ({num_ranks})")
+    config.experts_per_rank(num_ranks)
     for name, parts in (("num_ranks", num_ranks), ("num_nodes", num_nodes)):
         if max(parts, config.num_groups) % min(parts, config.num_groups):
             raise ArgumentError(

@@ -109,8 +109,7 @@ def best_measured(
     for name, value in numbers.items():
         if value < 1:
             raise ArgumentError(f"{name} ({value}) must be at least 1")
-    if config.num_experts % num_ranks:
-        raise ArgumentError(f"num_experts ({config.num_experts}) must be divisible by num_ranks ({num_ranks})")
+    config.experts_per_rank(num_ranks)
     num_rows = num_ranks * num_tokens * config.top_k
     smaller = [
         layer

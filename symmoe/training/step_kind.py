@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from symmoe.checks.buffers import memory_problem
+from symmoe.checks.arguments import memory_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.torch_internals import pytree, version_of

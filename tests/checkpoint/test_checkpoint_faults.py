@@ -14,14 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import FILE, names
 from cluster import Cluster, RankFailure
 
 import symmoe
@@ -30,7 +32,6 @@ from symmoe.errors import ArgumentError, CheckpointError, PeerLost, SymmoeError
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
-FILE = "rank-00000-0000.safetensors"
 
 
 def tensors_of(seed: int, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
@@ -58,10 +59,6 @@ def load_both(rank: int, num_ranks: int, directory: str) -> int:
     return step
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
-
-
 def newest(directory: Path) -> int:
     return load_both(0, 1, str(directory))
 
@@ -72,17 +69,6 @@ def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
         save_checkpoint(tmp_path, step, model=tensors_of(step))
     return tmp_path
-
-
-@contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """On a rank, where there is no monkeypatch."""
-    old = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, old)
 
 
 def wait_for(path: Path) -> None:
@@ -101,7 +87,7 @@ def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
     def die(path: Path, data: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with replaced(files, "write", die if rank == 1 else files.write):
+    with patch.object(files, "write", die if rank == 1 else files.write):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     Path(directory, f"heard-{rank}").write_text(text)
 
@@ -122,7 +108,7 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
     time.sleep(2.0 * (rank // 2))
     text = ""
     try:
-        with replaced(dist, "isend", isend if rank else refuse):
+        with patch.object(dist, "isend", isend if rank else refuse):
             meetings.barrier()
     except PeerLost as error:
         text = str(error)
@@ -162,7 +148,7 @@ def hang_in_a_save(rank: int, num_ranks: int, directory: str) -> tuple[str, type
         wait_for(Path(directory, "given-up"))
 
     try:
-        with replaced(files, "write", hang if rank == 1 else files.write):
+        with patch.object(files, "write", hang if rank == 1 else files.write):
             save_checkpoint(f"{directory}/c", 1, model=tensors_of(1, rank, num_ranks), group=group)
     except CheckpointError as error:
         if rank == 0:
@@ -171,7 +157,7 @@ def hang_in_a_save(rank: int, num_ranks: int, directory: str) -> tuple[str, type
     raise AssertionError("it was saved")
 
 
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster, tmp_path: Path):
     first, second = cluster(2).run(hang_in_a_save, str(tmp_path))
     assert first[0].startswith("rank 1 has not come within the process group's timeout: ")
     assert first[1] is symmoe.errors.PeerTimeout
@@ -209,7 +195,7 @@ def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[s
         write = slowly if rank == 0 else files.write
     else:
         write = interrupt if rank == 1 else files.write
-    with replaced(files, "write", write):
+    with patch.object(files, "write", write):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     return text, time.monotonic() - began
 
@@ -222,9 +208,7 @@ def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[s
         ("waiting", "KeyboardInterrupt: ", "KeyboardInterrupt has ended the call"),
     ],
 )
-def test_an_interrupt_of_one_rank_reaches_its_peers(
-    cluster: Callable[..., Cluster], tmp_path: Path, case: str, own: str, told: str
-):
+def test_an_interrupt_of_one_rank_reaches_its_peers(cluster, tmp_path: Path, case: str, own: str, told: str):
     ranks = cluster(2)
     assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 2
     first, second = ranks.run(interrupted, str(tmp_path), case)
@@ -285,7 +269,7 @@ def interrupted_everywhere(rank: int, num_ranks: int, directory: str, stride: in
     return reports
 
 
-def test_an_interrupt_at_any_line_of_a_save(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
     ranks = cluster(2)
     first, second = ranks.run(interrupted_everywhere, str(tmp_path), 17)
     assert len(second) > 20
@@ -314,7 +298,7 @@ def save_with_little_room(rank: int, num_ranks: int, directory: str) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_file_that_does_not_fit_is_named_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_file_that_does_not_fit_is_named_on_every_rank(cluster, tmp_path: Path):
     ranks = cluster(2)
     assert ranks.run(save_both, str(tmp_path), 1) == ["saved"] * 2
     errors = ranks.run(save_with_little_room, str(tmp_path))
@@ -344,31 +328,28 @@ def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert newest(saved) == 4
 
 
-def save_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
-    return save_both(rank, num_ranks, directory if rank == 0 else wrong, 2)
-
-
-def load_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
+def nowhere(rank: int, num_ranks: int, directory: str, wrong: Any, loads: bool) -> str:
+    place, model = directory if rank == 0 else wrong, tensors_of(2, rank, num_ranks)
     try:
-        load_checkpoint(directory if rank == 0 else wrong, model=tensors_of(9, rank, num_ranks))
+        load_checkpoint(place, model=model) if loads else save_checkpoint(place, 2, model=model)
     except ArgumentError as error:
         return f"{type(error).__name__}: {error}"
-    return "loaded"
+    return "no error"
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
-def test_no_path_on_one_rank_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path, wrong: Any):
+def test_no_path_on_one_rank_is_every_ranks_error(cluster, tmp_path: Path, wrong: Any):
     ranks = cluster(2)
     text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
-    assert ranks.run(save_nowhere, str(tmp_path), wrong) == [text] * 2
+    assert ranks.run(nowhere, str(tmp_path), wrong, False) == [text] * 2
     assert not list(tmp_path.iterdir())
     assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
-    assert ranks.run(load_nowhere, str(tmp_path), wrong) == [text] * 2
+    assert ranks.run(nowhere, str(tmp_path), wrong, True) == [text] * 2
     with pytest.raises(ArgumentError, match="directory is"):
         read_manifest(wrong)
 
 
-def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_directory_that_cannot_be_made_is_every_ranks_error(cluster, tmp_path: Path):
     (tmp_path / "file").touch()
     first, second = cluster(2).run(save_both, str(tmp_path / "file" / "c"), 1)
     assert first == second
@@ -415,13 +396,13 @@ def save_at_once(rank: int, num_ranks: int, directory: str) -> str:
     try:
         if rank == 1:
             wait_for(Path(directory, "writing"))
-        with replaced(files, "write", slowly if rank == 0 else files.write):
+        with patch.object(files, "write", slowly if rank == 0 else files.write):
             return save_both(0, 1, f"{directory}/c", 1 + rank, group=alone)
     finally:
         Path(directory, "refused").touch()
 
 
-def test_the_first_of_two_jobs_is_not_disturbed(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_the_first_of_two_jobs_is_not_disturbed(cluster, tmp_path: Path):
     first, second = cluster(2).run(save_at_once, str(tmp_path))
     assert first == "saved"
     assert f"another job is saving to {tmp_path}/c" in second

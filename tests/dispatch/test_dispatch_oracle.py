@@ -12,7 +12,7 @@ from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_l
 
 from symmoe import dispatch_tokens, make_plan
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.trip import send, send_rows
+from symmoe.dispatch.trip import dispatch
 from symmoe.errors import CapacityError
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -77,7 +77,8 @@ def _check_case(heap: SymmetricHeap, case: routings.Case, findings: Findings, de
 
         # once more over the same plan, rows alone: the trip of backward
         buffer.tensor.view(torch.uint8).fill_(0xFF)
-        send_rows(x.contiguous(), plan, buffer.tensor, layout="expert-major")
+        with dispatch(x.contiguous(), plan, buffer.tensor, layout="expert-major", gradients=0):
+            pass
         findings.equal("rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
         findings.check(is_poison(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows")
 
@@ -93,7 +94,8 @@ def _check_case(heap: SymmetricHeap, case: routings.Case, findings: Findings, de
     # packed, over a plan of its own
     plan = make_plan(topk_idx, **routing.arguments, heap=heap)
     with poisoned_lease(heap, (plan.packed_row_capacity, hidden), x.dtype, name="packed") as buffer:
-        row_probs = send(x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed")
+        with dispatch(x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed") as arrival:
+            row_probs = arrival.row_probs
         got = oracle.bits_of(buffer.tensor)
         for place, owner in enumerate(layout.packed[rank]):
             if owner is None:
@@ -107,7 +109,8 @@ def _check_case(heap: SymmetricHeap, case: routings.Case, findings: Findings, de
         index = plan.row_to_packed_row[:num_rows].cpu().numpy()
         findings.equal("gathered rows", got[index], want_rows)
         buffer.tensor.view(torch.uint8).fill_(0xFF)
-        send_rows(x.contiguous(), plan, buffer.tensor, layout="packed")
+        with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
+            pass
         used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
         again = oracle.bits_of(buffer.tensor)
         findings.equal("packed rows of the second trip", again[used], got[used])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from worker import open_heap
 
 from symmoe import GroupedMLP, make_plan
-from symmoe.dispatch import node_plan
+from symmoe.dispatch import nodes
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.moe import ep_step
@@ -102,15 +102,17 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     experts = draw_rows(data, num_ranks)
     topology = find_topology([source * num_nodes // num_ranks for source in range(num_ranks)], rank, None)
     packed_start = torch.cat([torch.zeros(1), torch.tensor(experts).sum(0).cumsum(0)]).int()
-    plan = SimpleNamespace(
-        heap=SimpleNamespace(topology=topology, num_ranks=num_ranks, device=torch.device("cpu")),
-        source_to_row_start=starts_of(experts),
-        source_to_packed_start=packed_start,
-        source_to_rows=torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32),
+    heap = SimpleNamespace(topology=topology, num_ranks=num_ranks, device=torch.device("cpu"))
+    own_plan, foreign_plan = (
+        SimpleNamespace(
+            source_to_row_start=starts_of(experts),
+            source_to_packed_start=packed_start,
+            source_to_rows=torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32),
+        )
+        for _ in range(2)
     )
-    own_plan, foreign_plan = SimpleNamespace(heap=plan.heap), SimpleNamespace()
-    own_rows = node_plan._split_by_arrival(plan, (own_plan, foreign_plan))
-    ranks, arrivals = topology.ranks, node_plan.NodePlan.arrivals.fget(own_plan)
+    own_rows = nodes.split_by_arrival(heap, (own_plan, foreign_plan))
+    ranks, arrivals = topology.ranks, nodes.arrivals_in_node(heap)
     assert arrivals[: len(ranks)] == [ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))]
     others = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
     ends = [(source, others[source]) for source in arrivals[len(ranks) :]]
@@ -327,7 +329,7 @@ def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int |
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ep_step, "overlap", noting)
         for precision, wire, limits, _ in FORMULAS_GET:
-            ep_step._overlapped.cache_clear()
+            ep_step._overlap_of.cache_clear()
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
             x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)

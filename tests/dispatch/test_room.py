@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from worker import Findings, free_bytes, open_heap
 
 from symmoe import MoEConfig, MoELayer
 from symmoe.errors import ArgumentError, HeapExhausted
-from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe import routed_experts
 from symmoe.symm_mem.room_for_rows import Room, RowHistory
 
 H, I, E, K, CALLS = 16, 24, 8, 3, 30
@@ -74,9 +75,12 @@ def test_a_small_call_gets_little_room_after_a_large_one():
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
+patched = partial(mock.patch.object, routed_experts, "expert_parallel_mlp")
+
+
 def count_repeats(monkey: mock.Mock) -> int:
-    """Calls of RoutedExperts.apply whose plan turned out to have no room."""
-    return sum(not call.args[4].has_room for call in monkey.call_args_list)
+    """Calls of expert_parallel_mlp whose plan turned out to have no room."""
+    return sum(not call.args[3].has_room for call in monkey.call_args_list)
 
 
 def make_layers(heap, **options) -> list[MoELayer]:
@@ -114,8 +118,11 @@ def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
 
 def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool) -> tuple[int, list[str]]:
     findings = Findings()
-    real = RoutedExperts.apply
-    with open_heap("cpu", num_bytes=16 << 20) as heap, mock.patch.object(RoutedExperts, "apply", autospec=True) as spy:
+    real = routed_experts.expert_parallel_mlp
+    with (
+        open_heap("cpu", num_bytes=16 << 20) as heap,
+        patched(autospec=True) as spy,
+    ):
         spy.side_effect = real
         layer, waits = make_layers(heap, **options)
         for number, call in enumerate(make_calls(rank, seed=num_ranks)):
@@ -179,7 +186,10 @@ def check_after_errors(rank: int, num_ranks: int) -> list[str]:
                 except ArgumentError:
                     pass
             if number % 7 == 6 and rank == 0:
-                with pytest.raises(RuntimeError, match="user"), mock.patch.object(RoutedExperts, "apply", fails):
+                with (
+                    pytest.raises(RuntimeError, match="user"),
+                    patched(fails),
+                ):
                     layer(x, topk_idx=ids, probs=probs)
             elif number % 7 == 6:
                 with pytest.raises(Exception, match="user"):
@@ -202,8 +212,11 @@ def test_after_errors(cluster):
 def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[str]]:
     """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
     findings = Findings()
-    real = RoutedExperts.apply
-    with open_heap("cpu", num_bytes=16 << 20) as heap, mock.patch.object(RoutedExperts, "apply", autospec=True) as spy:
+    real = routed_experts.expert_parallel_mlp
+    with (
+        open_heap("cpu", num_bytes=16 << 20) as heap,
+        patched(autospec=True) as spy,
+    ):
         spy.side_effect = real
         layer, waits = make_layers(heap)
         for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 from grouped_cases import PATHS, Case, Sizes, assert_same_results, make_inputs, run_experts
-from test_layer import WAYS
+from layers import WAYS
 from worker import Findings, open_heap
 
 from symmoe import ScaledClampedSwiGLU, ScaledSReLU, make_plan

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
+from culprits import TRANSFORMS, sets_of_culprits
+from layers import config_for, make_layer
 from limits import PROMPT_S
-from test_bad_input import TRANSFORMS, layer_of, sets_of_culprits
 from test_heap import outcome
 from worker import Findings, open_heap
 
@@ -122,7 +123,7 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
 def check_transforms(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cuda") as heap:
-        layer = layer_of(heap)
+        layer, _ = make_layer(heap, config_for(num_ranks, "cuda"))
         x = torch.ones(T, layer.config.hidden, device=heap.device)
 
         def call(x: torch.Tensor) -> torch.Tensor:

@@ -12,37 +12,32 @@ import numpy as np
 import pytest
 import torch
 from grouped_cases import (
+    ACTIVATIONS,
     DTYPES,
     PATHS,
     SENTINEL,
+    WAYS,
     Buffers,
     Case,
     Inputs,
     Sizes,
-    assert_buffers_used,
-    assert_near,
-    assert_near_oracle,
     assert_same_bits,
     assert_same_results,
+    check_activation,
+    check_autocast,
     check_case,
     check_discrete_weights,
-    clamped_swiglu,
-    gating,
+    check_splits,
     linear_inputs,
-    linear_oracle,
     make_inputs,
     make_linear,
     matrix,
-    mlp_oracle,
     run,
     run_experts,
-    scaled,
-    srelu,
-    tanh_gelu,
     used,
 )
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap
+from symmoe import GroupedLinear, GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
@@ -51,7 +46,6 @@ pytestmark = pytest.mark.gpu
 # One shape throughout, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
 SIZES = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
 PLAIN = Case(buffers=())
-OTHER_ORDER = ("d_fc1.bias",)
 
 
 def expert_inputs(case: Case, **options) -> Inputs:
@@ -62,96 +56,51 @@ def single_inputs(case: Case, **options) -> Inputs:
     return linear_inputs(case, device="cuda", **{"sizes": SIZES, **options})
 
 
-@functools.cache
-def oracle_of(kind: str, dtype: torch.dtype, is_nd: bool, bias: bool) -> dict[str, torch.Tensor]:
-    """The results do not depend on the rest of a case."""
-    case = Case(dtype=dtype, is_nd=is_nd, bias=bias)
-    if kind == "linear":
-        return linear_oracle(single_inputs(case), case)
-    return mlp_oracle(expert_inputs(case), case)
+# -- what CPUs compute, too -------------------------------------------------------------------------------------------
 
 
-# -- the matrix -------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", matrix(), ids=str)
-def test_linear_matrix(case):
-    check_case("linear", case, single_inputs(case), oracle_of("linear", case.dtype, case.is_nd, case.bias))
-
-
-@pytest.mark.parametrize("case", matrix(), ids=str)
-def test_experts_matrix(case):
-    inputs, oracle = expert_inputs(case), oracle_of("mlp", case.dtype, case.is_nd, case.bias)
-    modules, *others = (check_case(path, case, inputs, oracle) for path in PATHS)
-    for fused in others:
-        assert_same_results(fused, modules, SIZES, close=OTHER_ORDER)
+def test_matrix(case, way):
+    check_case(way, case, SIZES, "cuda")
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_discrete_weights_give_the_same_bits(path, dtype, main_grad):
-    case = Case(dtype=dtype, main_grad=main_grad)
-    check_discrete_weights(path, case, expert_inputs(case))
+    check_discrete_weights(path, Case(dtype=dtype, main_grad=main_grad), SIZES, "cuda")
 
 
-def test_more_discrete_weights_than_one_launch_carries():
+@pytest.mark.parametrize("path", PATHS)
+def test_more_discrete_weights_than_one_launch_carries(path):
     sizes = Sizes(splits=(1, 0, 3) * 50, lead=(20, 11), hidden=16, ffn=8)
-    case = Case(dtype=torch.bfloat16, buffers=())
-    inputs = expert_inputs(case, sizes=sizes)
-    for path in PATHS:
-        discrete = run_experts(path, case, inputs, weights="discrete")
-        assert_same_results(discrete, run_experts(path, case, inputs), sizes)
+    check_discrete_weights(path, Case(dtype=torch.bfloat16), sizes, "cuda")
 
 
-ACTIVATIONS = {
-    "gpt-oss": (ScaledClampedSwiGLU(), lambda h: clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)),
-    "tight": (
-        ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
-        lambda h: clamped_swiglu(h, alpha=2.0, limit=0.5, offset=0.25),
-    ),
-    "srelu": (ScaledSReLU(), srelu),
-    "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu)),
-    "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu),
-    "interleaved by 1": (ScaledSwiGLU(interleave=1), None),
-    "interleaved by 8": (ScaledClampedSwiGLU(interleave=8), None),
-}
-
-
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name, dtype):
-    activation, act = ACTIVATIONS[name]
-    case = Case(dtype=dtype)
-    inputs = expert_inputs(case, width=activation.activation.hidden_width(SIZES.ffn))
-    modules = run_experts("modules", case, inputs, activation=activation)
-    for path in PATHS[1:]:
-        buffers = Buffers.of(case, inputs, out_features=SIZES.hidden)
-        ran = run_experts(path, case, inputs, buffers, activation=activation)
-        assert_same_results(ran, modules, SIZES, close=OTHER_ORDER)
-        assert_buffers_used(ran, buffers, SIZES)
-    # A rounded h may fall on the other side of a limit, where the derivative jumps.
-    if act is not None and (name != "tight" or dtype is torch.float32):
-        assert_near_oracle(modules, mlp_oracle(inputs, case, act=act), case, SIZES)
+def test_activations(name, dtype, path):
+    check_activation(path, name, dtype, SIZES, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "list", "cpu"])
 @pytest.mark.parametrize("splits", [(70, 0, 3, 55), (0, 0, 0, 0), (132, 0, 0, 0), (0, 0, 0, 132)], ids=str)
-def test_splits(kind, splits):
-    given = {
-        "int32": torch.tensor(splits, dtype=torch.int32, device="cuda"),
-        "int64": torch.tensor(splits, device="cuda"),
-        "list": list(splits),
-        "cpu": torch.tensor(splits),
-    }[kind]
-    sizes = Sizes(splits=splits, lead=SIZES.lead, hidden=SIZES.hidden, ffn=SIZES.ffn)
-    inputs = expert_inputs(PLAIN, sizes=sizes)
-    for path in PATHS:
-        ran = run_experts(path, PLAIN, inputs, splits=given)
-        if sizes.num_used:
-            assert_near_oracle(ran, mlp_oracle(inputs, PLAIN), PLAIN, sizes)
-        else:
-            assert not any(tensor.any() for tensor in ran.tensors.values())
+@pytest.mark.parametrize("path", PATHS)
+def test_splits(kind, splits, path):
+    device = "cpu" if kind == "cpu" else "cuda"
+    given = list(splits) if kind == "list" else torch.tensor(splits, device=device)
+    check_splits(path, given.int() if kind == "int32" else given, replace(SIZES, splits=splits), "cuda")
+
+
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast(weights, way):
+    check_autocast(way, Case(), weights, SIZES, "cuda")
+
+
+# -- what only GPUs do ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +116,7 @@ def test_splits(kind, splits):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_device_splits_cannot_lead_out_of_the_rows(splits, meant, dtype):
     """Nobody reads them on the host, so the kernels keep within the rows."""
-    sizes = Sizes(splits=(132, 0, 0, 0), lead=SIZES.lead, hidden=SIZES.hidden, ffn=SIZES.ffn)
+    sizes = replace(SIZES, splits=(132, 0, 0, 0))
     inputs = expert_inputs(PLAIN, sizes=sizes)  # no NaN: every row may be used
     got = run_experts("mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda"))
     want = run_experts("mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda"))
@@ -185,26 +134,6 @@ def test_widths_that_kernels_cannot_take(sizes):
         model(rows, splits, torch.ones(8, device="cuda"))
     with pytest.raises(ArgumentError, match=r"\(12\) must be a multiple of 8 on GPUs"):
         Sequential(model.fc1, ScaledSwiGLU(), model.fc2)(rows, splits, torch.ones(8, device="cuda"), splits)
-
-
-@pytest.mark.parametrize("weights", ["packed", "discrete"])
-def test_autocast(weights):
-    case = Case(buffers=())
-    inputs = expert_inputs(case)
-    fc1 = make_linear(case, inputs.w1, inputs.b1, weights=weights)
-    fc2 = make_linear(case, inputs.w2, inputs.b2, weights=weights)
-    model = Sequential(fc1, ScaledSwiGLU(), fc2)
-    out = inputs.x.new_full(inputs.x.shape, SENTINEL, dtype=torch.bfloat16)
-    x, splits = inputs.x.clone().requires_grad_(), inputs.splits
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        keywords = {-1: {"out": out, "bias_scale": inputs.scale}}
-        y = model(x, splits, inputs.scale, splits, op_kwargs=keywords)
-    y.backward(inputs.d_y.bfloat16())
-    oracle = mlp_oracle(inputs, case)
-    assert_near(used(y.detach(), SIZES), oracle["y"], torch.bfloat16)
-    assert_near(used(x.grad, SIZES), oracle["d_x"], torch.bfloat16)
-    assert y.data_ptr() == out.data_ptr()
-    assert fc1.weight_parameters()[0].grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

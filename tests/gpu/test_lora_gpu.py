@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lora_cases import (
+    FFN,
+    NAMES,
+    ROWS,
+    SPLITS,
+    is_near,
+    make_experts,
+    oracle_of_rows,
+    random_parameters,
+    rows_of_experts,
+)
 from row_ranges import spans_of, whole_groups
-from test_lora_gemms import FFN, NAMES, ROWS, SPLITS, TAIL, dense_oracle, is_near, make_experts, random_parameters
 
 from symmoe import kernels
 
@@ -21,12 +31,8 @@ HIDDEN = 520  # wide enough for Hopper's own kernels, and no multiple of a tile
 def test_experts(bias: bool, lora_rank: int, dtype: torch.dtype):
     parameters = random_parameters(len(SPLITS), HIDDEN, FFN, lora_rank, dtype, bias=bias)
     mlp = make_experts(parameters, slice(None)).to(DEVICE)
-    x, dy = torch.randn(2, ROWS + TAIL, HIDDEN).to(dtype)
-    probs = torch.rand(ROWS + TAIL) + 0.5
-    for tensor in (x, dy, probs):
-        tensor[ROWS:] = torch.nan
-    expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
-    want_y, want, _ = dense_oracle(parameters, x[:ROWS], probs[:ROWS, None], expert, dy[:ROWS], 6.0)
+    x, probs, dy = rows_of_experts(dtype, HIDDEN)
+    want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
     rows, row_probs = x.to(DEVICE).requires_grad_(), probs.to(DEVICE).requires_grad_()
     y = mlp(rows, torch.tensor(SPLITS, device=DEVICE), row_probs)
     y.backward(dy.to(DEVICE))

@@ -12,6 +12,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 import low_precision_oracle as oracle
 import numpy as np
+from gpu_steps import check_replays
 from grouped_cases import (
     PATHS,
     Buffers,
@@ -23,12 +24,11 @@ from grouped_cases import (
     run_experts,
     run_linear,
 )
+from layers import WAYS
 from low_precision_oracle import relative_error
 from quantize_cases import FORMATS, filled, hard_rows, row_range_of
-from test_layer import WAYS
 from test_low_precision import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
 from test_low_precision_layer import NAMES, WIRE_RECIPES, check_layer, check_second_bias, check_ways, run_cut
-from test_step_gpu import check_replays
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.kernels import gpu, twin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_skipped_gradients import OPTIONS, check_dispatch, check_layer, check_mismatches, check_mlp
+from skipped_gradients import OPTIONS, check_dispatch, check_layer, check_mismatches, check_mlp
 
 from symmoe.precision import Float8Block
 

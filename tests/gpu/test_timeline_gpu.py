@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import Cluster
-from test_step_gpu import TOKENS, config_for, layer_for, training_step
+from gpu_steps import TOKENS, config_for, layer_for, training_step
 from worker import open_heap
 
 from symmoe import timeline

@@ -8,7 +8,7 @@ from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, Case, differences, run_case
 
 from symmoe.kernels import control, twin
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.routing_rule import RoutingRule
 
 pytestmark = pytest.mark.gpu
@@ -220,44 +220,34 @@ def test_layer_call_in_a_graph(gpu):
         words = {control.HEAD_NUM_TOKENS: num_tokens, control.HEAD_CAPACITY: capacity, control.HEAD_PACKED_CAPACITY: -1}
         header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
         gpu.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
-        slot_start, slot_limit, packed_start, packed_limit = int32(num_experts), int32(num_experts), int32(1), int32(1)
-        source_rows, parts = int32(2, num_experts), int32(1, 2, num_experts)
-        source_start, load, report = int32(2), int32(num_experts), int32(control.SUMMARY_WORDS)
-        gpu.lay_out(
-            peers,
-            barrier((0, 0, 0)),
-            status,
-            num_experts=num_experts,
-            capacity=capacity,
-            packed_capacity=-1,
-            drop=False,
-            record_errors=True,
-            splits=int32(num_experts),
-            row_range=int32(2, num_experts),
-            slot_start=slot_start,
-            slot_limit=slot_limit,
-            packed_start=packed_start,
-            packed_limit=packed_limit,
-            source_to_packed_start=source_start,
-            source_to_row_start=source_rows,
-            expert_load=load,
-            report=report,
-        )
-        slots = int32(num_tokens, top_k), int32(num_tokens, top_k), int32(num_blocks, 1)
-        gpu.assign_rows(topk_idx, starts, slot_start, slot_limit, *slots, experts_per_rank=num_experts)
-        packed, primary = int32(num_tokens, 1), int32(num_tokens, 1)
-        gpu.assign_packed_rows(*slots, packed_start, packed, primary)
+        numel, layout = plan_layout(num_tokens, top_k, num_experts, 1)
+        plan = PlanIntegers(int32(numel), layout)
+        options = {"capacity": capacity, "packed_capacity": -1, "drop": False, "record_errors": True}
+        gpu.lay_out(peers, barrier((0, 0, 0)), status, plan, **options)
+        gpu.assign_rows(topk_idx, starts, plan)
+        gpu.assign_packed_rows(plan)
         ready = barrier(offsets)
-        gpu.push_rows(x, primary, peers, ready, column=0)
+        gpu.push_rows(x, plan.token_to_primary_row, peers, ready, column=0)
         gpu.push_slots(
-            *slots[:2], probs, packed, slots[2], packed_start, packed_limit, peers, ready, row_column=1, prob_column=2
+            plan.slot_to_row,
+            plan.slot_to_rank,
+            probs,
+            plan.token_to_packed_row,
+            plan.block_tokens,
+            plan.packed_start,
+            plan.packed_limit,
+            peers,
+            ready,
+            row_column=1,
+            prob_column=2,
         )
         gpu.send_signal(peers, 0)
         arrived = torch.empty(1, dtype=torch.int64, device=DEVICE)
         gpu.wait_for_signal(peers, 0, arrived, status, phase=3, timeout_ns=10**9)
-        gpu.split_by_source(source_rows, parts, rank=0)
+        gpu.split_by_source(plan.source_to_row_start, plan.source_to_rows, rank=0)
         packed_to_row, row_to_packed = int32(num_tokens, top_k), int32(capacity)
         row_probs = torch.empty(capacity, device=DEVICE)
+        source_start, slots = plan.source_to_packed_start, (plan.slot_to_rank, plan.slot_to_row)
         gpu.index_rows(
             peers.region(0, offsets[1], (num_tokens, top_k), torch.int32),
             peers.region(0, offsets[2], (num_tokens, top_k), torch.float32),
@@ -270,19 +260,20 @@ def test_layer_call_in_a_graph(gpu):
             row_probs,
         )
         rows = peers.region(0, offsets[0], (capacity, hidden), torch.bfloat16)
-        gpu.place_rows(x, *reversed(slots[:2]), rows, ready, rank=0)
+        gpu.place_rows(x, *slots, rows, ready, rank=0)
         by_slot, by_rank, values = torch.empty_like(x), torch.empty_like(x), torch.empty_like(probs)
-        gpu.pull_rows(*reversed(slots[:2]), peers, ready, by_slot, column=0)
+        gpu.pull_rows(*slots, peers, ready, by_slot, column=0)
         gpu.gather_values(
             row_probs,
             packed_to_row,
             source_start[1:],
             peers.region(0, offsets[2], (num_tokens, top_k), torch.float32),
         )
-        gpu.sum_home(rows, rows, packed, source_start[:1], *reversed(slots[:2]), ready, arrived, by_rank, rank=0)
-        gpu.pull_values(slots[1], packed, peers, ready, values, column=2)
+        packed = plan.token_to_packed_row
+        gpu.sum_home(rows, rows, packed, source_start[:1], *slots, ready, arrived, by_rank, rank=0)
+        gpu.pull_values(plan.slot_to_rank, packed, peers, ready, values, column=2)
         barrier((0, 0, 0))
-        return by_slot, by_rank, values, load, parts
+        return by_slot, by_rank, values, plan.expert_load, plan.source_to_rows
 
     call()
     torch.cuda.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -24,14 +23,9 @@ from grouped_cases import (
     assert_near,
     assert_near_oracle,
     assert_same_bits,
-    assert_same_results,
-    check_case,
-    check_discrete_weights,
-    check_without_gradients,
     linear_inputs,
     linear_oracle,
     make_linear,
-    matrix,
     refused,
     run,
     run_linear,
@@ -41,7 +35,6 @@ from torch.nn.utils import parametrize
 
 from symmoe import GroupedLinear
 from symmoe.errors import ArgumentError, StaleRows
-from symmoe.moe.ownership import named_parameters
 
 OUT = LINEAR_OUT
 PLAIN = Case(buffers=())
@@ -51,37 +44,6 @@ FORMS = ("packed", "discrete")
 def layer_and_inputs(case: Case = PLAIN, **options) -> tuple[GroupedLinear, Inputs]:
     inputs = linear_inputs(case)
     return make_linear(case, inputs.w1, inputs.b1, **options), inputs
-
-
-# -- the matrix -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", matrix(), ids=str)
-def test_matrix(case):
-    inputs = linear_inputs(case)
-    check_case("linear", case, inputs, linear_oracle(inputs, case))
-
-
-@pytest.mark.parametrize("case", [c for c in matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
-def test_discrete_weights_give_the_same_bits(case):
-    check_discrete_weights("linear", case, linear_inputs(case))
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_more_than_64_discrete_weights(main_grad):
-    case = Case(main_grad=main_grad, buffers=())
-    inputs = linear_inputs(case, sizes=Sizes(splits=(1, 0, 2) * 34, lead=(26, 4)))
-    assert_same_results(run_linear(case, inputs, weights="discrete"), run_linear(case, inputs), inputs.sizes)
-
-
-@pytest.mark.parametrize("buffers", [("out",), ("grad_input_out",), ("out", "grad_input_out")], ids=str)
-@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
-@pytest.mark.parametrize("is_nd", [False, True])
-def test_forward_without_gradients(mode, is_nd, buffers):
-    case = Case(is_nd=is_nd, buffers=buffers)
-    layer, inputs = layer_and_inputs(case)
-    want = run_linear(case, inputs).tensors["y"]
-    check_without_gradients(mode, case, inputs, layer, partial(layer, inputs.x, inputs.splits), want)
 
 
 def test_only_x_takes_a_gradient():
@@ -112,50 +74,6 @@ def test_rows_need_not_be_contiguous():
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-
-
-INTEGERS = ("int8", "int16", "uint8", "uint16", "uint32", "uint64")
-HOST_SPLITS = {
-    "list": list,
-    "tuple": tuple,
-    "NumPy integers": lambda splits: list(np.array(splits)),
-    "NumPy bytes": lambda splits: [np.uint8(n) for n in splits],
-    "array": np.array,
-    "strided array": lambda splits: np.array([splits, splits], dtype=np.int16).T[:, 0],
-    "reversed array": lambda splits: np.array(splits[::-1], dtype=np.uint32)[::-1],
-}
-
-
-@pytest.mark.parametrize("kind", ["int32", "int64", *INTEGERS, *HOST_SPLITS, "strided"])
-@pytest.mark.parametrize("splits", [(3, 0, 2, 4), (0, 0, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (1, 1, 1, 1)], ids=str)
-def test_splits(kind, splits):
-    if kind in HOST_SPLITS:
-        given = HOST_SPLITS[kind](splits)
-    elif kind == "strided":
-        given = torch.tensor([splits, splits]).t().contiguous()[:, 0]
-    else:
-        given = torch.tensor(splits, dtype=getattr(torch, kind))
-    sizes = Sizes(splits=splits)
-    inputs = linear_inputs(PLAIN, sizes=sizes)
-    if sizes.num_used:
-        ran = run_linear(PLAIN, inputs, splits=given)
-        assert_near_oracle(ran, linear_oracle(inputs, PLAIN), PLAIN, sizes)
-    else:
-        ran = run_linear(PLAIN, inputs, splits=given)
-        for name, tensor in ran.tensors.items():
-            assert not tensor.any(), name
-
-
-@pytest.mark.parametrize("shape", [(0, TINY.hidden), (0, 4, TINY.hidden), (3, 0, TINY.hidden)])
-def test_no_rows(shape):
-    layer, _ = layer_and_inputs()
-    x = torch.empty(shape, requires_grad=True)
-    y = layer(x, [0] * TINY.num_groups, out=torch.empty(*shape[:-1], OUT), grad_input_out=torch.empty(shape))
-    assert y.shape == (*shape[:-1], OUT)
-    y.sum().backward()
-    assert x.grad.shape == shape
-    assert not layer.weight.grad.any()
-    assert not layer.bias.grad.any()
 
 
 @pytest.mark.parametrize(
@@ -235,14 +153,6 @@ def test_a_sparse_gradient():
     assert_near(layer.weight.grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
 
 
-@pytest.mark.parametrize("name", ["out", "grad_input_out"])
-def test_a_sparse_buffer(name):
-    layer, inputs = layer_and_inputs()
-    buffer = torch.zeros(12, OUT if name == "out" else TINY.hidden).to_sparse()
-    with pytest.raises(ArgumentError, match=rf"{name} \(torch\.sparse_coo\) must be a strided tensor"):
-        layer(inputs.x, inputs.splits, **{name: buffer})
-
-
 @pytest.mark.parametrize("value", [8.0, True, "8", None, torch.tensor(8), -1, 0])
 @pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
 def test_sizes_that_are_none(name, value):
@@ -295,25 +205,13 @@ def test_discrete_parameters():
         assert_same_bits(getattr(layer, f"weight{g}"), inputs.w1[g])
 
 
-@pytest.mark.parametrize("weights", FORMS)
-def test_parameters_are_expert_parallel(weights):
-    layer = GroupedLinear(2, 4, 4, weights=weights)
-    assert all(is_expert for _, _, is_expert in named_parameters(layer))
-
-
 @pytest.mark.parametrize("target", FORMS)
 @pytest.mark.parametrize("source", FORMS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("prefix", ["", "net.experts."])
 def test_state_dicts_of_either_form(source, target, bias, prefix):
     def wrapped(layer):
-        if not prefix:
-            return layer
-        net = torch.nn.Module()
-        net.experts = layer
-        outer = torch.nn.Module()
-        outer.net = net
-        return outer
+        return torch.nn.ModuleDict({"net": torch.nn.ModuleDict({"experts": layer})}) if prefix else layer
 
     case = Case(bias=bias, buffers=())
     theirs, inputs = layer_and_inputs(case, weights=source)
@@ -691,31 +589,6 @@ def test_delayed_gradients_of_rows_that_were_overwritten(what):
 
 
 # -- autocast, second backward ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("weights", FORMS)
-def test_autocast(main_grad, delayed, weights):
-    case = Case(main_grad=main_grad, delayed=delayed)
-    inputs = linear_inputs(case)
-    layer = make_linear(case, inputs.w1, inputs.b1, weights=weights)
-    x = inputs.x.clone().requires_grad_()
-    out = torch.full((12, OUT), SENTINEL, dtype=torch.bfloat16)
-    grad_input_out = torch.full((12, TINY.hidden), SENTINEL, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer(x, inputs.splits, out=out, grad_input_out=grad_input_out)
-    assert y.dtype == torch.bfloat16
-    y.backward(inputs.d_y.bfloat16())
-    layer.backward_dw()
-    oracle = linear_oracle(inputs, case)
-    assert_near(used(y, TINY), oracle["y"], torch.bfloat16)
-    assert_near(used(x.grad, TINY), oracle["d_x"], torch.bfloat16)
-    assert x.grad.dtype == torch.float32
-    name, start = ("main_grad", MAIN_GRAD_START) if main_grad else ("grad", 0.0)
-    found = torch.stack([getattr(p, name) for p in layer.weight_parameters()]).view(inputs.w1.shape)
-    assert found.dtype == torch.float32
-    assert_near(found, oracle["d_fc.weight"] + start, torch.bfloat16)
 
 
 def test_no_second_derivatives():

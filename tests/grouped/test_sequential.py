@@ -97,14 +97,26 @@ def test_empty():
         Sequential()(x, op_kwargs={0: {}})
 
 
-def test_tuples_are_passed_on_and_returned():
+def nests(modules):
+    """The three modules in one Sequential, and in two."""
+    first, second, third = modules
+    yield Sequential(first, second, third)
+    yield Sequential(Sequential(first, second), third)
+    yield Sequential(first, Sequential(second, third))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_tuples_are_passed_on_and_returned(hooked):
     fc1, fc2 = linears(return_bias=True)
-    y, bias1, bias2 = Sequential(fc1, ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale, SPLITS)
     h, _ = fc1(INPUTS.x, SPLITS)
     want, _ = fc2(ScaledSwiGLU()(h, INPUTS.scale), SPLITS)
-    assert_same_bits(y, want)
-    assert bias1 is fc1.bias
-    assert bias2 is fc2.bias
+    for model in nests((fc1, ScaledSwiGLU(), fc2)):
+        for inner in inner_sequentials(model) if hooked else ():
+            inner.register_forward_hook(lambda *_: None)
+        y, bias1, bias2 = call(model)
+        assert_same_bits(y, want)
+        assert bias1 is fc1.bias
+        assert bias2 is fc2.bias
 
 
 def test_grouped_mlp_as_a_module():
@@ -119,18 +131,29 @@ def test_grouped_mlp_as_a_module():
 # -- extra inputs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 4])
-def test_wrong_number_of_extra_inputs(count):
-    given = (SPLITS, INPUTS.scale, SPLITS, SPLITS)[:count]
-    takers = ("1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)")
-    with refused(f"extra_inputs has {count} elements; 3 are needed, or 2 with the splits once", *takers):
-        experts()(INPUTS.x, *given)
+def wrong_numbers():
+    """(model, extra inputs given, parts of the text)."""
+    takers = ["1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)"]
+    for count in (0, 1, 4):
+        yield experts(), count, [f"has {count} elements; 3 are needed, or 2 with the splits once", *takers]
+    (fc1, fc2), text = linears(), "has 2 elements; 3 are needed: 1 for 0 (GroupedLinear)"
+    yield Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2), 2, [text]
+    for hooked in (False, True):
+        nested = Sequential(Sequential(*four()[:3]), four()[3])
+        if hooked:
+            nested[0].register_forward_hook(lambda *_: None)
+        for count in (1, 4):
+            text = f"has {count} elements; 3 are needed, or 2 with the splits once"
+            yield nested, count, [text, "2 for 0 (Sequential)", "1 for 1 (GroupedLinear)"]
 
 
-def test_no_pattern_no_splits_to_leave_out():
-    fc1, fc2 = linears()
-    with refused("extra_inputs has 2 elements; 3 are needed: 1 for 0 (GroupedLinear)"):
-        Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale)
+def test_wrong_number_of_extra_inputs():
+    ran = []
+    for model, count, parts in wrong_numbers():
+        next(m for m in model.modules() if isinstance(m, GroupedLinear)).register_forward_hook(lambda *_: ran.append(1))
+        with refused("extra_inputs", *parts):
+            model(INPUTS.x, *[SPLITS] * count)
+    assert not ran
 
 
 def test_extra_inputs_go_from_left_to_right():
@@ -144,26 +167,22 @@ def test_extra_inputs_go_from_left_to_right():
 # -- op_kwargs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", [0, -2])
-def test_address_by_index(index):
+@pytest.mark.parametrize(
+    ("key", "notes"),
+    [
+        (lambda m: {0: 7}, [[7], [None]]),
+        (lambda m: {-2: 7}, [[7], [None]]),
+        (lambda m: {m[1]: 7, 0: 8}, [[8], [7]]),
+    ],
+)
+def test_keywords_go_to_the_module_that_is_addressed(key, notes):
     model = Sequential(Notes(), Notes())
-    model(torch.ones(1), op_kwargs={index: {"note": 7}})
-    assert [module.notes for module in model] == [[7], [None]]
-
-
-def test_address_by_module():
-    model = Sequential(Notes(), Notes())
-    model(torch.ones(1), op_kwargs={model[1]: {"note": 7}, 0: {"note": 8}})
-    assert [module.notes for module in model] == [[8], [7]]
-
-
-def test_keywords_are_not_kept_for_the_next_call():
-    model = Sequential(Notes())
-    given = {0: {"note": 7}}
+    given = {address: {"note": note} for address, note in key(model).items()}
     model(torch.ones(1), op_kwargs=given)
+    assert [module.notes for module in model] == notes
     model(torch.ones(1))
-    assert model[0].notes == [7, None]
-    assert given == {0: {"note": 7}}
+    assert all(module.notes[1:] == [None] for module in model), "they are not kept for the next call"
+    assert given == {address: {"note": note} for address, note in key(model).items()}
 
 
 def test_modules_that_take_any_keyword_or_positional_defaults():
@@ -175,6 +194,7 @@ def test_modules_that_take_any_keyword_or_positional_defaults():
 
 
 def errors_of_op_kwargs():
+    """(what, op_kwargs of a flat model, parts of the text)."""
     anonymous = "a GroupedLinear"
     yield "index", lambda m: {3: {}}, ["index 3", "-3 to 2"]
     yield "negative index", lambda m: {-4: {}}, ["index -4", "-3 to 2"]
@@ -190,14 +210,38 @@ def errors_of_op_kwargs():
     yield "the row tensor", lambda m: {-1: {"x": 1}}, ["'x'", "2 (GroupedLinear)", *keywords]
     yield "no keywords", lambda m: {1: {"out": 1}}, ["'out'", "1 (ScaledSwiGLU)", "takes no keyword arguments"]
     yield "no keywords, by module", lambda m: {m[1]: {"scale": 1}}, ["'scale'", "takes no keyword arguments"]
+    for value in ([], [{"out": 1}], "out", 3):
+        yield f"{value} for all", lambda m, v=value: v, [f"op_kwargs ({type(value).__name__}) must be a dict"]
+    for value in (None, 3, ["out"]):
+        yield f"{value} for one", lambda m, v=value: {0: v}, ["op_kwargs"]
 
 
-@pytest.mark.parametrize(("make", "parts"), [pytest.param(m, p, id=name) for name, m, p in errors_of_op_kwargs()])
-def test_wrong_op_kwargs(make, parts):
-    model = experts()
+def errors_of_nested_op_kwargs():
+    """The same of [FC1, [activation, FC2]]."""
+    yield "a module of the inner one", lambda m: {m[1][0]: {}}, ["not in this Sequential", "0 (GroupedLinear)"]
+    yield "flat index", lambda m: {2: {}}, ["index 2", "-2 to 1"]
+    yield "keyword of a module", lambda m: {1: {"out": 1}}, ["'out' to 1 (Sequential)", "it takes op_kwargs"]
+    yield "inner index", lambda m: {1: {"op_kwargs": {2: {}}}}, ["index 2", "-2 to 1"]
+    yield "inner keyword", lambda m: {1: {"op_kwargs": {0: {"a": 1}}}}, ["'a' to 1.0 (ScaledSwiGLU)", "no keyword"]
+    yield "inner stranger", lambda m: {1: {"op_kwargs": {m[0]: {}}}}, ["1.0 (ScaledSwiGLU), 1.1 (GroupedLinear)"]
+    yield "inner twice", lambda m: {1: {"op_kwargs": {1: {}, m[1][1]: {}}}}, ["1.1 (GroupedLinear) twice"]
+    yield "no mapping", lambda m: {1: {"op_kwargs": [1]}}, ["op_kwargs (list) must be a dict"]
+
+
+@pytest.mark.parametrize(
+    ("is_nested", "make", "parts"),
+    [
+        pytest.param(is_nested, make, parts, id=name)
+        for is_nested, errors in ((False, errors_of_op_kwargs()), (True, errors_of_nested_op_kwargs()))
+        for name, make, parts in errors
+    ],
+)
+def test_wrong_op_kwargs(is_nested, make, parts):
+    model = [*nests(experts())][2 * is_nested]
     ran = []
-    for module in model:
-        module.register_forward_pre_hook(lambda *_: ran.append(1))
+    for module in model.modules():
+        if not isinstance(module, Sequential):
+            module.register_forward_pre_hook(lambda *_: ran.append(1))
     with refused(*parts):
         call(model, op_kwargs=make(model))
     assert not ran, "nothing has been computed"
@@ -212,18 +256,6 @@ def test_module_that_stands_twice():
         model(torch.ones(1), op_kwargs={notes: {"note": 1}})
     model(torch.ones(1), op_kwargs={0: {"note": 1}, 2: {"note": 2}})
     assert notes.notes == [1, 2]
-
-
-@pytest.mark.parametrize("value", [[], [{"out": 1}], "out", 3], ids=str)
-def test_op_kwargs_that_are_no_mapping(value):
-    with pytest.raises(ArgumentError, match=rf"^op_kwargs \({type(value).__name__}\) must be a dict"):
-        call(experts(), op_kwargs=value)
-
-
-@pytest.mark.parametrize("value", [None, 3, ["out"]], ids=str)
-def test_keywords_that_are_no_mapping(value):
-    with pytest.raises(ArgumentError, match="op_kwargs"):
-        call(experts(), op_kwargs={0: value})
 
 
 # -- fusion -----------------------------------------------------------------------------------------------------------
@@ -342,25 +374,6 @@ def test_fuses_in_the_middle_and_twice(num_fused):
     assert len(num_fused) == 2
     middle = torch.relu(fc2(ScaledSwiGLU()(fc1(x, SPLITS), INPUTS.scale), SPLITS))
     assert_same_bits(y, call(experts(), middle))
-
-
-def test_unfused_and_fused_delayed_gradients(num_fused):
-    case = Case(delayed=True, buffers=())
-    gradients = []
-    for fuse in (True, False):
-        fc1 = make_linear(case, INPUTS.w1, INPUTS.b1)
-        fc2 = make_linear(case, INPUTS.w2, INPUTS.b2)
-        model = Sequential(fc1, ScaledSwiGLU(), fc2)
-        if not fuse:
-            model[1].register_forward_hook(lambda *_: None)
-        call(model).backward(INPUTS.d_y)
-        assert fc1.weight.grad is None
-        for layer in (fc2, fc1):
-            layer.backward_dw()
-        gradients.append((fc1.weight.grad, fc2.weight.grad))
-    assert len(num_fused) == 1
-    for fused, modules in zip(*gradients, strict=True):
-        assert_same_bits(fused, modules)
 
 
 def test_first_micro_batch_of_one_layer():
@@ -495,23 +508,13 @@ def inner_sequentials(model: Sequential) -> list[nn.Module]:
 
 @nested
 @counts
-def test_nested_is_flat(nest, first, last, given, num_fused):
-    modules = four()
-    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
-    model = nest(modules)
-    assert model.num_extra_inputs == 3
-    assert_same(trained(model, *given), want)
-    assert len(num_fused) == 2
-
-
-@nested
-@counts
 @pytest.mark.parametrize("hooked", [False, True])
 def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fused):
     modules = four()
     want = trained(Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}})
     num_fused.clear()
     model, out, d_x = nest(modules), buffer(), buffer()
+    assert model.num_extra_inputs == 3
     hooks = [module.register_forward_hook(lambda *_: None) for module in inner_sequentials(model) if hooked]
     assert not hooked or hooks
     op_kwargs = keywords_at((first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None}))
@@ -558,20 +561,6 @@ def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
     assert len(num_fused) == 2, "its own modules run fused all the same"
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("count", [1, 4])
-def test_wrong_number_of_extra_inputs_of_nested(count, hooked):
-    model = Sequential(Sequential(*four()[:3]), four()[3])
-    ran = []
-    model[0][0].register_forward_hook(lambda *_: ran.append(1))
-    if hooked:
-        model[0].register_forward_hook(lambda *_: None)
-    takers = ("2 for 0 (Sequential)", "1 for 1 (GroupedLinear)")
-    with refused(f"extra_inputs has {count} elements; 3 are needed, or 2 with the splits once", *takers):
-        model(INPUTS.x, *[SPLITS] * count)
-    assert not ran
-
-
 def test_a_subclass_says_what_its_own_forward_takes():
     class Own(Sequential):
         num_extra_inputs = 1
@@ -582,41 +571,6 @@ def test_a_subclass_says_what_its_own_forward_takes():
     modules = four()
     want = trained(Sequential(*modules), SPLITS, None, SPLITS)
     assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), want)
-
-
-def test_tuples_of_nested():
-    fc1, fc2 = linears(return_bias=True)
-    flat = Sequential(fc1, ScaledSwiGLU(), fc2)
-    for model in (Sequential(Sequential(fc1, ScaledSwiGLU()), fc2), Sequential(fc1, Sequential(ScaledSwiGLU(), fc2))):
-        for _ in range(2):
-            y, bias1, bias2 = model(INPUTS.x, SPLITS, INPUTS.scale)
-            assert_same_bits(y, call(flat)[0])
-            assert bias1 is fc1.bias
-            assert bias2 is fc2.bias
-            inner_sequentials(model)[0].register_forward_hook(lambda *_: None)
-
-
-def errors_of_nested_op_kwargs():
-    yield "a module of the inner one", lambda m: {m[1][0]: {}}, ["not in this Sequential", "0 (GroupedLinear)"]
-    yield "flat index", lambda m: {2: {}}, ["index 2", "-2 to 1"]
-    yield "keyword of a module", lambda m: {1: {"out": 1}}, ["'out' to 1 (Sequential)", "it takes op_kwargs"]
-    yield "inner index", lambda m: {1: {"op_kwargs": {2: {}}}}, ["index 2", "-2 to 1"]
-    yield "inner keyword", lambda m: {1: {"op_kwargs": {0: {"a": 1}}}}, ["'a' to 1.0 (ScaledSwiGLU)", "no keyword"]
-    yield "stranger", lambda m: {1: {"op_kwargs": {m[0]: {}}}}, ["1.0 (ScaledSwiGLU), 1.1 (GroupedLinear)"]
-    yield "inner twice", lambda m: {1: {"op_kwargs": {1: {}, m[1][1]: {}}}}, ["1.1 (GroupedLinear) twice"]
-    yield "no mapping", lambda m: {1: {"op_kwargs": [1]}}, ["op_kwargs (list) must be a dict"]
-
-
-@pytest.mark.parametrize(
-    ("make", "parts"), [pytest.param(m, p, id=name) for name, m, p in errors_of_nested_op_kwargs()]
-)
-def test_wrong_op_kwargs_of_nested(make, parts):
-    fc1, activation, fc2 = experts()
-    model, ran = Sequential(fc1, Sequential(activation, fc2)), []
-    fc1.register_forward_hook(lambda *_: ran.append(1))
-    with refused(*parts):
-        call(model, op_kwargs=make(model))
-    assert not ran, "nothing has been computed"
 
 
 def test_buffers_of_nested_are_compared_with_those_outside():

@@ -7,12 +7,10 @@ import dataclasses
 import gc
 import io
 import pickle
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from cluster import Cluster
 from small_model import Block, assert_same, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,6 +21,7 @@ from worker import Watching, without_semaphores
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
 from symmoe.moe import torch_operators
+from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
 
@@ -123,7 +122,7 @@ def compiled_rank(rank: int, num_ranks: int, fields: dict) -> None:
     torch._dynamo.reset()
 
 
-def test_two_ranks(cluster: Callable[..., Cluster]):
+def test_compiled_block_on_two_ranks_gives_the_eager_results(cluster):
     cluster(2).run(compiled_rank, STATIC)
 
 
@@ -232,16 +231,21 @@ def test_delayed_weight_gradients_go_past_a_dispatch_mode(heap):
     assert torch.ops.symmoe.moe_forward.default in mode.seen
 
 
+def call_of(layer: symmoe.MoELayer) -> list[int]:
+    """The numbers of an operator's call in which everything is trained."""
+    return list(torch_operators._Call(layer._routed_experts.number, 2, trains=1, trains_own=1, gradients=3))
+
+
 def test_copied_state_is_refused(heap):
     layer = symmoe.MoELayer(config(**STATIC), heap)
     x, probs = torch.ones(3, HIDDEN), torch.ones(3, 2)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    weights, step = [p.detach() for p in layer.experts.parameters()], layer._routed_experts.number
-    _, _, _, state = torch.ops.symmoe.moe_forward(x, probs, topk_idx, weights, [], step, True, True, 3)
+    tensors, call = [x, probs, *(p.detach() for p in layer.experts.parameters())], call_of(layer)
+    *_, state = torch.ops.symmoe.moe_forward(tensors, topk_idx, call)
     dy = torch.ones(3, HIDDEN)
-    assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, weights, [], step, True, 3)) == 4
+    assert len(torch.ops.symmoe.moe_backward(dy, state, tensors, call)) == 4
     with pytest.raises(StalePlan, match="copy"):
-        torch.ops.symmoe.moe_backward(dy, state.clone(), x, probs, weights, [], step, True, 3)
+        torch.ops.symmoe.moe_backward(dy, state.clone(), tensors, call)
 
 
 def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
@@ -249,19 +253,19 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     layer = symmoe.MoELayer(config(stash="none", **STATIC), heap)
     x, probs = torch.randn(3, HIDDEN), torch.rand(3, 2)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    weights, step = [p.detach().clone() for p in layer.experts.parameters()], layer._routed_experts.number
+    weights, call = [p.detach().clone() for p in layer.experts.parameters()], call_of(layer)
     dy = torch.randn(3, HIDDEN)
     arguments = [x, probs, *weights]
     kept = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
-        return torch.ops.symmoe.moe_forward(x, probs, topk_idx, weights, [], step, True, True, 3)[3]
+        return torch.ops.symmoe.moe_forward(arguments, topk_idx, call)[3]
 
-    expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, weights, [], step, True, 3)
+    expected = torch.ops.symmoe.moe_backward(dy, forward(), arguments, call)
     state = forward()
     for tensor in arguments:
         tensor.fill_(torch.nan)
-    found = torch.ops.symmoe.moe_backward(dy, state, kept[0], kept[1], kept[2:], [], step, True, 3)
+    found = torch.ops.symmoe.moe_backward(dy, state, kept, call)
     assert all(map(torch.equal, found, expected))
 
 
@@ -276,13 +280,13 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     weights = [p.detach().requires_grad_() for p in layer.experts.parameters()]
     x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    arguments = (x, probs, topk_idx, weights, [], layer._routed_experts.number, True, True, 3)
+    arguments = ([x, probs, *weights], topk_idx, call_of(layer))
     check(torch.ops.symmoe.moe_forward.default, arguments)
     state = torch.ops.symmoe.moe_forward(*arguments)[3]
     kept = torch_operators._kept(state)
     monkeypatch.setattr(torch_operators, "_kept", lambda state: kept)  # the checks copy what they give to an operator
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
-    backward = (torch.randn(3, HIDDEN), state, *tensors[:2], tensors[2:], [], arguments[5], True, 3)
+    backward = (torch.randn(3, HIDDEN), state, tensors, call_of(layer))
     check(torch.ops.symmoe.moe_backward.default, backward)
     rule = ("sigmoid", True, 2, 1, 1.5, heap.number)
     router, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
@@ -350,3 +354,14 @@ def test_pickling_says_what_to_do_instead(heap):
     torch.save(layer.state_dict(), saved)
     saved.seek(0)
     symmoe.MoELayer(config(), heap).load_state_dict(torch.load(saved))
+
+
+def test_compiled_blocks_with_constant_weights_quantise_for_themselves(heap):
+    module = nn.Sequential(block(heap, **STATIC))
+    precise = dataclasses.replace(module[0].moe.config, ffn=16, precision=Float8Block())
+    module[0].moe = symmoe.MoELayer(precise, heap, dtype=torch.float32)
+    want = step(module, tokens())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with symmoe.constant_weights(module):
+        for _ in range(2):
+            assert_same(step(compiled, tokens()), want)

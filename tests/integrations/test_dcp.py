@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cluster import Cluster
-from small_model import CONFIG, FFN, HIDDEN, Model, equal_shares, open_heap, open_mesh, rank_loss, set_weights, whole
+from small_model import CONFIG, FFN, HIDDEN, equal_shares, on_mesh, open_heap, open_mesh, rank_loss, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import symmoe
-from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups
+from symmoe.integrations.parallel import parameter_groups
 
 BIASED = dataclasses.replace(CONFIG, expert_bias=True)
 State = dict[str, torch.Tensor]
@@ -35,9 +33,7 @@ ROUTES = {
 
 
 def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, experts: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Model(heap, dataclasses.replace(BIASED, num_experts=experts))
-    set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-    model = {"fsdp": parallelize, "ddp": data_parallel}[wrap](model, mesh)
+    model = on_mesh(mesh, heap, wrap, dataclasses.replace(BIASED, num_experts=experts))
     return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2)
 
 
@@ -97,7 +93,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_value_survives_the_change_of_layout(cluster: Callable[..., Cluster], tmp_path: Path, route: str):
+def test_every_value_survives_the_change_of_layout(cluster, tmp_path: Path, route: str):
     source, target, wrap, experts = ROUTES[route]
     saved = cluster(source[0] * source[1]).run(save, source, wrap, experts, str(tmp_path))[0]
     for before, after, shape in cluster(target[0] * target[1]).run(load, target, experts, str(tmp_path)):

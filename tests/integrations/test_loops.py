@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,123 +14,28 @@ import pytest
 pytest.importorskip("transformers", minversion="5.17")
 
 import torch
-import torch.distributed as dist
 import transformers
-from cluster import Cluster
-from small_model import CONFIG, HIDDEN, Model, equal_shares, open_heap, rank_loss, set_weights, share
-from test_wrappers import launched
+from launchers import launched
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from trainer_cases import GLOBAL_BATCH, LEARNING_RATE, MAX_NORM, STEPS, Sequences, small_model
+from trainer_cases import (
+    GLOBAL_BATCH,
+    HALF,
+    LEARNING_RATE,
+    MAX_NORM,
+    STEPS,
+    Job,
+    Run,
+    Sequences,
+    small_model,
+    with_torch,
+)
 
 import symmoe
-from symmoe import checkpoint
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import save_checkpoint, swap_moe
 
 BOUND = 1e-6  # of losses, relative
-HALF = STEPS // 2
-
-
-@dataclass
-class Run:
-    """What a loop did: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    heldout: float = 0.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a loop is to do.
-
-    Attributes:
-        rank, num_ranks: where it runs.
-        accumulate: micro-batches of a step.
-        bf16: autocast to it.
-        lora: train only adapters of peft.
-        recomputes: the model's own switch for activation checkpointing is on.
-        folder: where it saves after half of the steps; "": nowhere.
-        resumes: go on from there.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-    accumulate: int = 1
-    bf16: bool = False
-    lora: bool = False
-    recomputes: bool = False
-    folder: str = ""
-    resumes: bool = False
-
-    @property
-    def batch_size(self) -> int:
-        return GLOBAL_BATCH // self.num_ranks // self.accumulate
-
-    @property
-    def precision(self) -> str:
-        return "bf16" if self.bf16 else "no"
-
-    def loader(self) -> DataLoader:
-        """Micro-batches; the first of a run that resumes is the first that has not been trained on."""
-        sequences = Sequences(STEPS * GLOBAL_BATCH, seed=1, all_labels=True)
-        first = HALF * GLOBAL_BATCH if self.resumes else 0
-        return DataLoader([sequences[i] for i in range(first, len(sequences))], batch_size=self.batch_size)
-
-    def mean(self, value: torch.Tensor) -> float:
-        """Over ranks."""
-        value = value.detach().float().clone()
-        if self.num_ranks > 1:
-            dist.all_reduce(value)
-        return value.item() / self.num_ranks
-
-    def heldout(self, model: nn.Module) -> float:
-        sequences = Sequences(8, seed=2, all_labels=True)
-        ids = torch.stack([sequences[i]["input_ids"] for i in range(self.rank, 8, self.num_ranks)])
-        model.eval()
-        with torch.no_grad():
-            loss = self.mean(model(ids, labels=ids).loss)
-        model.train()
-        return loss
-
-
-def with_torch(model: nn.Module, job: Job) -> Run:
-    """The reference; and, with a DDP and symmoe's own functions in three places, the loop of one's own."""
-    run, optimizer = Run(), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    plain, clip = model, lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    if job.num_ranks > 1:
-        model = DistributedDataParallel(model)
-        clip = lambda: symmoe.clip_grad_norm(model, MAX_NORM)  # noqa: E731
-    if job.resumes:
-        checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)
-    micro_batches = [job_share(each, job) for each in Job(accumulate=job.accumulate, resumes=job.resumes).loader()]
-    for start in range(0, len(micro_batches), job.accumulate):
-        total = 0.0
-        for number, ids in enumerate(micro_batches[start : start + job.accumulate], 1):
-            with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
-                if job.num_ranks > 1 and number < job.accumulate:
-                    with model.no_sync():
-                        loss = model(ids, labels=ids).loss / job.accumulate
-                        loss.backward()
-                else:
-                    loss = model(ids, labels=ids).loss / job.accumulate
-            if job.num_ranks == 1 or number == job.accumulate:
-                loss.backward()
-            total += job.mean(loss)
-        run.losses.append(total)
-        run.norms.append(clip().item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if job.folder and not job.resumes and len(run.losses) == HALF:
-            checkpoint.save_checkpoint(job.folder, HALF, model=plain, optimizer=optimizer)
-    run.heldout = job.heldout(plain)
-    return run
-
-
-def job_share(micro_batch: dict[str, torch.Tensor], job: Job) -> torch.Tensor:
-    return micro_batch["input_ids"][job.rank :: job.num_ranks]
 
 
 def with_accelerate(model: nn.Module, job: Job) -> Run:
@@ -345,7 +249,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("function", "options"), CASES)
-def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path, function: str, options: str):
+def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options: str):
     """Losses, norms and evaluation; a run that goes on from a checkpoint has the bits of one that never ended; and
     what is saved for transformers is what was trained."""
     needs(function)
@@ -369,65 +273,6 @@ def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path,
         return  # tests/integrations/test_peft.py
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert Job().heldout(tuned) == pytest.approx(expected.heldout, rel=5e-3 if rounded else BOUND)
-
-
-# -- models of symmoe's own layers ------------------------------------------------------------------------------------
-
-OWN_NORM, OWN_RATE = 0.05, 0.3
-
-
-def own_layer(heap: symmoe.SymmetricHeap) -> nn.Module:
-    """A bare MoELayer, of which a rank has its part of the same whole."""
-    layer = symmoe.MoELayer(CONFIG, heap)
-    set_weights(nn.ModuleDict({"moe": layer}), ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-    return layer
-
-
-def own_model(heap: symmoe.SymmetricHeap) -> nn.Module:
-    model = Model(heap)
-    set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-    symmoe.prepare_for_ddp(model)
-    return model
-
-
-def layer_loss(layer: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -> torch.Tensor:
-    x = torch.randn(sum(shares), HIDDEN, generator=torch.Generator().manual_seed(step))[share(rank, shares)]
-    y, _ = layer(x)
-    return (y - x.roll(1, 1)).square().mean()
-
-
-OWN = {"bare layer": (own_layer, layer_loss), "model": (own_model, rank_loss)}
-
-
-def own_curves(rank: int, num_ranks: int, what: str) -> tuple[list[float], list[float]]:
-    """Losses and norms of all steps in a DDP over two ranks, and of one process with all experts."""
-    build, loss_of = OWN[what]
-    curves = []
-    for ranks in (num_ranks, 1):
-        with symmoe.SymmetricHeap(num_bytes=4 << 20) if ranks > 1 else open_heap(None) as heap:
-            model = build(heap)
-            group = None if ranks > 1 else dist.new_group([rank], use_local_synchronization=True)
-            wrapped = DistributedDataParallel(model) if ranks > 1 else model
-            optimizer = torch.optim.SGD(model.parameters(), lr=OWN_RATE)
-            curve = []
-            for step in range(STEPS):
-                loss = loss_of(wrapped, step, rank if ranks > 1 else 0, equal_shares(ranks))
-                loss.backward()
-                norm = symmoe.clip_grad_norm(wrapped, OWN_NORM, group=group).item()
-                optimizer.step()
-                optimizer.zero_grad()
-                curve += [Job(rank, ranks).mean(loss), norm]
-            curves.append(curve)
-    return curves[0], curves[1]
-
-
-@pytest.mark.parametrize("what", OWN)
-def test_ddp_of_symmoes_own_layers(cluster: Callable[..., Cluster], what: str):
-    for found, expected in cluster(2).run(own_curves, what):
-        assert found[::2] == pytest.approx(expected[::2], rel=BOUND)
-        assert found[1::2] == pytest.approx(expected[1::2], rel=2 * BOUND)
-        assert min(found[1::2]) > OWN_NORM
-        assert found[-2] < 0.95 * found[0]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -455,7 +300,7 @@ def refused_by_accelerate(rank: int, num_ranks: int, folder: str) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="fp16")
 
 
-def test_accelerate_refuses(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_accelerate_refuses(cluster, tmp_path: Path):
     needs("accelerate")
     cluster(2).run(refused_by_accelerate, str(tmp_path))
 
@@ -490,6 +335,6 @@ def refused_by_lightning(rank: int, num_ranks: int, folder: str) -> None:
             fabric.setup(plain)
 
 
-def test_lightning_refuses(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_lightning_refuses(cluster, tmp_path: Path):
     needs("Fabric")
     cluster(2).run(refused_by_lightning, str(tmp_path))

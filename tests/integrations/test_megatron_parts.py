@@ -32,8 +32,8 @@ from symmoe.integrations.megatron import (
     use_symmoe_experts,
 )
 from symmoe.integrations.megatron.compat import experts_problem, layer_problem
-from symmoe.integrations.megatron.dispatcher import select_slots
 from symmoe.integrations.megatron.experts import activation_of
+from symmoe.integrations.megatron.layer import select_slots
 
 
 @pytest.fixture

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster
 from small_model import open_mesh
 from torch import nn
 from worker import without_semaphores
@@ -105,7 +102,7 @@ def against_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_results_and_gradients_are_those_of_a_loop(cluster: Callable[..., Cluster], compiled: bool):
+def test_results_and_gradients_are_those_of_a_loop(cluster, compiled: bool):
     cluster(2).run(against_a_loop, compiled)
 
 
@@ -196,7 +193,7 @@ def wrong_on_one_rank(rank: int, num_ranks: int) -> None:
                 layer(x, topk_idx=good[0], probs=good[1])[0].sum().backward()
 
 
-def test_wrong_arguments_raise_on_every_rank(cluster: Callable[..., Cluster]):
+def test_wrong_arguments_raise_on_every_rank(cluster):
     cluster(2).run(wrong_on_one_rank)
 
 
@@ -211,7 +208,7 @@ def wrapped(rank: int, num_ranks: int) -> None:
             torch.testing.assert_close(y, want)
 
 
-def test_models_without_a_router_on_a_mesh(cluster: Callable[..., Cluster]):
+def test_models_without_a_router_on_a_mesh(cluster):
     cluster(2).run(wrapped)
 
 

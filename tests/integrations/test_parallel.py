@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster
 from small_model import (
     CONFIG,
     EXPERTS,
@@ -21,10 +23,11 @@ from small_model import (
     Model,
     curve_of,
     equal_shares,
+    model_of,
+    on_mesh,
     open_heap,
     open_mesh,
     rank_loss,
-    set_weights,
     whole,
     whole_gradients,
 )
@@ -38,6 +41,8 @@ from worker import without_semaphores
 import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
+from symmoe.kernels import twin
+from symmoe.precision import Float8Block
 
 STEPS, MAX_NORM = 50, 0.5
 # Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.
@@ -64,18 +69,11 @@ def reference(
     """The curve and the first gradients in one process, of ordinary tensors."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     with open_heap(None) as heap:
-        model = Model(heap, config)
-        set_weights(model, ep_rank=0, num_ep_ranks=1)
+        model = model_of(heap, config)
         rank_loss(model, 0, 0, (TOKENS,)).backward()
         gradients = whole_gradients(model)
         model.zero_grad()
         return train(model, 0, (TOKENS,), steps=steps, group=alone), gradients
-
-
-def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, config: symmoe.MoEConfig = CONFIG) -> nn.Module:
-    model = Model(heap, config)
-    set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-    return {"fsdp": parallelize, "ddp": data_parallel}[wrap](model, mesh)
 
 
 def sharded(
@@ -96,7 +94,7 @@ def sharded(
         mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "efsdp", "ep"))
     with open_heap(mesh, ranks_per_node) as heap:
         assert heap.spans_nodes == (ranks_per_node is not None)
-        model = build(mesh, heap, wrap, config)
+        model = on_mesh(mesh, heap, wrap, config)
         if wrong_factor:  # what FSDP would do by itself: the mean over the replicas
             for module in model.modules():
                 if isinstance(module, symmoe.MoELayer):
@@ -108,7 +106,7 @@ def sharded(
 
 
 @pytest.fixture(scope="module")
-def alone(cluster: Callable[..., Cluster]) -> tuple[Curve, dict[str, torch.Tensor]]:
+def alone(cluster) -> tuple[Curve, dict[str, torch.Tensor]]:
     return cluster(2).run(reference, STEPS)[0]
 
 
@@ -135,48 +133,40 @@ def test_reference_learns_and_clips(alone):
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fsdp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], alone, layout: str):
-    replicas, ep = LAYOUTS[layout]
-    results = cluster(replicas * ep).run(sharded, (replicas, ep))
+def slow(function: str, **fields: Any) -> Any:
+    return pytest.param(function, fields, marks=pytest.mark.slow)
+
+
+CURVES = [  # (kind of case, arguments of `sharded`)
+    *(("FSDP", {"layout": layout}) for layout in LAYOUTS.values()),
+    ("DDP", {"layout": (1, 2), "wrap": "ddp"}),
+    slow("DDP", layout=(2, 2), wrap="ddp", steps=15),
+    ("few or no tokens", {"layout": (1, 2), "shares": (TOKENS, 0), "steps": 10}),
+    slow("few or no tokens", layout=(1, 2), shares=(17, 31), steps=10),
+    slow("few or no tokens", layout=(1, 2), wrap="ddp", shares=(TOKENS, 0), steps=10),
+    ("few or no tokens", {"layout": (1, 2), "wrap": "ddp", "shares": (17, 31), "steps": 10}),
+    *(slow("hybrid sharding of experts", layout=layout, steps=10) for layout in ((2, 1, 2), (2, 2, 1))),
+    # EP groups that span virtual nodes, and experts that are sharded or copied over other ranks.
+    ("nodes", {"layout": (1, 2), "steps": 5, "ranks_per_node": 1}),
+    *(
+        slow("nodes", layout=layout, wrap=wrap, ranks_per_node=ranks_per_node)
+        for layout, ranks_per_node in (((1, 2), 1), ((2, 2), 1), ((1, 4), 2))
+        for wrap in ("fsdp", "ddp")
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "fields"), CURVES, ids=str)
+def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: dict[str, Any]):
+    results = cluster(math.prod(fields["layout"])).run(sharded, **fields)
     for result in results:
         assert_same_training(result, alone)
-    assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
+    if function == "FSDP":
+        assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
 
 
 @pytest.mark.parametrize("layout", EP_AND_REPLICAS)
-def test_ddp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], alone, layout: str):
-    replicas, ep = LAYOUTS[layout]
-    steps = STEPS if layout == "EP2" else 15
-    for result in cluster(replicas * ep).run(sharded, (replicas, ep), wrap="ddp", steps=steps):
-        assert_same_training(result, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "ranks_per_node"), [((1, 2), 1), ((2, 2), 1), ((1, 4), 2)], ids=str)
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_curves_on_several_nodes(cluster: Callable[..., Cluster], alone, layout, ranks_per_node: int, wrap: str):
-    """EP groups that span virtual nodes, and experts that are sharded or copied over other ranks."""
-    for found in cluster(layout[0] * layout[1]).run(sharded, layout, wrap, ranks_per_node=ranks_per_node):
-        assert_same_training(found, alone)
-
-
-def test_a_mesh_on_two_nodes(cluster: Callable[..., Cluster], alone):
-    """The beginning of the above."""
-    for found in cluster(2).run(sharded, LAYOUTS["EP2"], steps=5, ranks_per_node=1):
-        assert len(found[0]) == 5
-        assert_same_training(found, alone)
-
-
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-@pytest.mark.parametrize("shares", [(TOKENS, 0), (17, 31)], ids=str)
-def test_ranks_with_few_or_no_tokens(cluster: Callable[..., Cluster], alone, shares: tuple[int, ...], wrap: str):
-    for result in cluster(2).run(sharded, LAYOUTS["EP2"], wrap=wrap, shares=shares, steps=10):
-        assert_same_training(result, alone)
-
-
-@pytest.mark.parametrize("layout", EP_AND_REPLICAS)
-def test_wrong_scale_of_expert_gradients_is_seen(cluster: Callable[..., Cluster], alone, layout: str):
+def test_wrong_scale_of_expert_gradients_is_seen(cluster, alone, layout: str):
     replicas, ep = LAYOUTS[layout]
     result = cluster(replicas * ep).run(sharded, (replicas, ep), wrong_factor=True, steps=10)[0]
     name = "blocks.0.moe.experts.fc1.weight"
@@ -187,19 +177,11 @@ def test_wrong_scale_of_expert_gradients_is_seen(cluster: Callable[..., Cluster]
     assert deviation > 100 * CURVE_BOUND
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)], ids=str)
-def test_hybrid_sharding_of_experts(cluster: Callable[..., Cluster], alone, layout: tuple[int, ...]):
-    for result in cluster(4).run(sharded, layout, steps=10):
-        assert_same_training(result, alone)
-
-
 def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tensor]:
     """Dense parameters on a mesh of their own over pairs of ranks; the first block is one more unit; or sums."""
     mesh = open_mesh(num_ranks // 2, 2)
     with open_heap(mesh) as heap:
-        model = Model(heap)
-        set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+        model = model_of(heap)
         if how == "dense mesh":
             dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             parallelize(model, mesh, dense_mesh=dense_mesh, units=[model.blocks[0]], reshard_after_forward=False)
@@ -213,7 +195,7 @@ def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)])
-def test_dense_mesh_and_loss_divided_by_all_tokens(cluster: Callable[..., Cluster], alone, num_ranks: int, how: str):
+def test_dense_mesh_and_loss_divided_by_all_tokens(cluster, alone, num_ranks: int, how: str):
     for gradients in cluster(num_ranks).run(first_gradients, how):
         for name, gradient in alone[1].items():
             assert_close(gradients[name], gradient, name)
@@ -221,7 +203,7 @@ def test_dense_mesh_and_loss_divided_by_all_tokens(cluster: Callable[..., Cluste
 
 # 3 experts on 2 replicas, and 1 expert for 2: the next dimension is cut.
 @pytest.mark.parametrize("num_experts", [3, 1])
-def test_more_shards_than_experts(cluster: Callable[..., Cluster], num_experts: int):
+def test_more_shards_than_experts(cluster, num_experts: int):
     config = dataclasses.replace(CONFIG, num_experts=num_experts, top_k=1)
     expected = cluster(2).run(reference, 10, config)[0]
     for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=10, config=config):
@@ -231,7 +213,7 @@ def test_more_shards_than_experts(cluster: Callable[..., Cluster], num_experts: 
 def described(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(2, 1)
     with open_heap(mesh) as heap:
-        model = build(mesh, heap, "fsdp")
+        model = on_mesh(mesh, heap, "fsdp")
         first, second = model.blocks[0].moe, model.blocks[1].moe
         weight = first.experts.fc1.weight
         assert (weight.shape, weight.to_local().shape) == ((EXPERTS, 2 * FFN, HIDDEN), (EXPERTS // 2, 2 * FFN, HIDDEN))
@@ -252,13 +234,13 @@ def described(rank: int, num_ranks: int) -> None:
             y += 1
             y.square().sum().backward()
         assert first.experts.fc1.weight.grad is not None
-        odd = build(mesh, heap, "fsdp", dataclasses.replace(CONFIG, num_experts=3))
+        odd = on_mesh(mesh, heap, "fsdp", dataclasses.replace(CONFIG, num_experts=3))
         odd_weight = odd.blocks[0].moe.experts.fc1.weight
         assert odd_weight.placements[0] == Shard(1)
         assert odd_weight.to_local().shape == (3, FFN, HIDDEN)
 
 
-def test_what_becomes_of_the_parameters(cluster: Callable[..., Cluster]):
+def test_what_becomes_of_the_parameters(cluster):
     cluster(2).run(described)
 
 
@@ -266,7 +248,7 @@ def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
     """Two micro-batches, reduced once, have the gradients of one batch of both; also with the sum over all tokens."""
     mesh, halves = open_mesh(1, 2), (TOKENS // 4,) * 4
     with open_heap(mesh) as heap:
-        whole_batch, parts = build(mesh, heap, wrap), build(mesh, heap, wrap)
+        whole_batch, parts = on_mesh(mesh, heap, wrap), on_mesh(mesh, heap, wrap)
         rank_loss(whole_batch, 0, rank, equal_shares(2)).backward()
         if wrap == "ddp":
             with parts.no_sync():
@@ -282,7 +264,7 @@ def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_gradient_accumulation(cluster: Callable[..., Cluster], wrap: str):
+def test_gradient_accumulation(cluster, wrap: str):
     cluster(2).run(accumulated, wrap)
 
 
@@ -292,7 +274,7 @@ def optimised(rank: int, num_ranks: int, wrap: str) -> None:
     with open_heap(mesh) as heap:
         results = []
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            model = build(mesh, heap, wrap)
+            model = on_mesh(mesh, heap, wrap)
             before = [whole(parameter).clone() for parameter in model.parameters()]
             rank_loss(model, 0, rank, equal_shares(2)).backward()
             torch.optim.AdamW(parameter_groups(model), lr=1e-2, **options).step()
@@ -304,7 +286,7 @@ def optimised(rank: int, num_ranks: int, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_every_kind_of_optimizer_takes_the_groups(cluster: Callable[..., Cluster], wrap: str):
+def test_every_kind_of_optimizer_takes_the_groups(cluster, wrap: str):
     cluster(2).run(optimised, wrap)
 
 
@@ -312,9 +294,7 @@ def in_bf16(rank: int, num_ranks: int) -> float:
     mesh = open_mesh(2, 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with open_heap(mesh) as heap:
-        model = Model(heap)
-        set_weights(model, ep_rank=0, num_ep_ranks=1)
-        parallelize(model, mesh, mp_policy=policy)
+        model = parallelize(model_of(heap), mesh, mp_policy=policy)
         seen = {}
         router, experts = model.blocks[0].moe.router, model.blocks[0].moe.experts
         router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.dtype))
@@ -333,7 +313,7 @@ def in_bf16(rank: int, num_ranks: int) -> float:
         return loss.item() / num_ranks
 
 
-def test_bf16_parameters_and_an_fp32_router(cluster: Callable[..., Cluster], alone):
+def test_bf16_parameters_and_an_fp32_router(cluster, alone):
     for loss in cluster(2).run(in_bf16):
         assert loss == pytest.approx(alone[0][0][0], rel=0.02)
 
@@ -368,7 +348,7 @@ def with_more(rank: int, num_ranks: int, more: str, wrap: str) -> None:
 
 
 @pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
-def test_biases_and_adapters(cluster: Callable[..., Cluster], more: str, wrap: str):
+def test_biases_and_adapters(cluster, more: str, wrap: str):
     cluster(2).run(with_more, more, wrap)
 
 
@@ -405,7 +385,7 @@ def refused(rank: int, num_ranks: int) -> None:
             symmoe.clip_grad_norm(model, 1.0)
 
 
-def test_errors_name_both_values(cluster: Callable[..., Cluster]):
+def test_errors_name_both_values(cluster):
     cluster(2).run(refused)
 
 
@@ -414,11 +394,11 @@ def looked_on(rank: int, num_ranks: int) -> None:
     without_semaphores()
     mesh = open_mesh(2, 1)
     with open_heap(mesh) as heap:
-        plain = build(mesh, heap, "fsdp")
+        plain = on_mesh(mesh, heap, "fsdp")
         rank_loss(plain, 0, rank, equal_shares(2)).backward()
         expected = whole_gradients(plain)
         for name in ("compiled", "recomputed", "selective"):
-            model = build(mesh, heap, "fsdp")
+            model = on_mesh(mesh, heap, "fsdp")
             for block in model.blocks:
                 if name == "compiled":
                     block.compile(backend="aot_eager")
@@ -434,5 +414,51 @@ def looked_on(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_with_compile_and_checkpointing(cluster: Callable[..., Cluster]):
+def test_with_compile_and_checkpointing(cluster):
     cluster(2).run(looked_on)
+
+
+# -- constant_weights -------------------------------------------------------------------------------------------------
+
+QUANTIZED = dataclasses.replace(CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
+
+
+def quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
+    """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
+    mesh, shares = open_mesh(*layout), equal_shares(num_ranks)
+    with open_heap(mesh) as heap:
+        model = on_mesh(mesh, heap, wrap, QUANTIZED)
+        found = []
+        for is_constant in (False, True):
+            context = symmoe.constant_weights(model) if is_constant else nullcontext()
+            with context, counted("quantize_weights") as single, counted("quantize_weight_pairs") as pairs:
+                losses = []
+                for number in range(3):
+                    losses.append(rank_loss(model, number, rank, shares))
+                    losses[-1].backward()
+            found.append({"losses": torch.stack(losses).detach(), **whole_gradients(model)})
+            assert single.call_count + pairs.call_count == 4 * (1 if is_constant else 3)  # two weights of two layers
+            model.zero_grad()
+        for name, want in found[0].items():
+            assert torch.equal(found[1][name], want), name
+
+        optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
+        with symmoe.constant_weights(model):
+            rank_loss(model, 0, rank, shares).backward()
+            optimizer.step()
+            with pytest.raises(ArgumentError, match="written to inside constant_weights"):
+                rank_loss(model, 0, rank, shares)
+        before = rank_loss(model, 0, rank, shares)
+        with symmoe.constant_weights(model):
+            after = rank_loss(model, 0, rank, shares)
+        assert torch.equal(before, after)
+
+
+def counted(kernel: str) -> Any:
+    return patch.object(twin, kernel, wraps=getattr(twin, kernel))
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["FSDP2", "EP2"])
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_constant_weights_are_quantised_once(cluster, layout: tuple[int, int], wrap: str):
+    cluster(2).run(quantised_once, layout, wrap)

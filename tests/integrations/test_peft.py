@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ pytest.importorskip("peft", minversion="0.21")
 import peft
 import torch
 import transformers
-from cluster import Cluster
 from hf_cases import FAMILIES, random_model
+from launchers import launched
 from safetensors.torch import load_file, save_file
-from test_loops import Job, Run
-from test_transformers_trainer import EVERY, KEPT, arguments, trained
-from test_wrappers import launched
-from trainer_cases import STEPS, eval_data, small_model, train_data
+from trainer_cases import EVERY, KEPT, Job, Run, eval_data, resumed, small_model, trained, with_torch
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError
@@ -92,7 +88,7 @@ def moved(rank: int, num_ranks: int, family: str, config: str, order: str, sourc
     + [(family, "all-linear") for family in FAMILIES if family != "qwen3_moe"]
     + [("gpt_oss", "target_parameters")],
 )
-def test_files_of_peft(cluster: Callable[..., Cluster], tmp_path: Path, family: str, config: str, order: str):
+def test_files_of_peft(cluster, tmp_path: Path, family: str, config: str, order: str):
     """Of every family: as many numbers are trained as on the plain model; adapters that peft has saved give the same
     outputs, and are saved with the same bytes."""
     plain = peft.get_peft_model(random_model(family), config_of(config))
@@ -115,34 +111,18 @@ def test_files_of_peft(cluster: Callable[..., Cluster], tmp_path: Path, family: 
     assert torch.equal(again(ids).logits, plain(ids).logits)
 
 
-def steps(model: Any, job: Job, clip: Callable[[], torch.Tensor]) -> Run:
-    run = Run()
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-    for micro_batch in Job().loader():
-        ids = micro_batch["input_ids"][job.rank :: job.num_ranks]
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        if job.num_ranks > 1:
-            symmoe.reduce_gradients(model)
-        run.losses.append(job.mean(loss))
-        run.norms.append(clip().item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return run
-
-
 def adapted_curve(rank: int, num_ranks: int, config: str, order: str) -> Run:
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = wrapped(small_model(), config_of(config), heap, order)
-        return steps(model, Job(rank, num_ranks), lambda: symmoe.clip_grad_norm(model, 0.02))
+        return with_torch(model, Job(rank, num_ranks, max_norm=0.02, reduces=True))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_adapters_train_as_on_the_plain_model(cluster: Callable[..., Cluster], config: str, order: str):
+def test_adapters_train_as_on_the_plain_model(cluster, config: str, order: str):
     """The same first values for the same seed, and the same 20 steps."""
     plain = wrapped_by_peft(small_model(), config_of(config))
-    expected = steps(plain, Job(), lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.02))
+    expected = with_torch(plain, Job(max_norm=0.02))
     for run in cluster(2).run(adapted_curve, config, order):
         assert run.losses == pytest.approx(expected.losses, rel=BOUND)
         assert run.norms == pytest.approx(expected.norms, rel=100 * BOUND)
@@ -158,24 +138,17 @@ def in_a_trainer(rank: int, num_ranks: int, folder: str, order: str) -> tuple[li
         trainer.save_model()
         names = sorted(path.name for path in Path(folder, f"checkpoint-{EVERY}").iterdir())
         model = wrapped(small_model(), config_of("target_parameters"), heap, order)
-        options = {**KEPT, "load_best_model_at_end": False, "max_grad_norm": 0.02}
-        losses: list[float] = []
-        again = Trainer(
-            model, arguments(folder, num_ranks, **options), train_dataset=train_data(), eval_dataset=eval_data()
-        )
-        again.train(resume_from_checkpoint=f"{folder}/checkpoint-{2 * EVERY}")
-        losses = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
-        return logs.losses, losses, names
+        return logs.losses, resumed(model, folder, num_ranks, max_grad_norm=0.02), names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_trainer(cluster: Callable[..., Cluster], tmp_path: Path, order: str):
+def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, tmp_path: Path, order: str):
     plain = wrapped_by_peft(small_model(), config_of("target_parameters"))
     _, logs = trained(transformers.Trainer, plain, str(tmp_path / "one"), 1, max_grad_norm=0.02)
-    losses, resumed, names = cluster(2).run(in_a_trainer, str(tmp_path / "two"), order)[0]
+    losses, after, names = cluster(2).run(in_a_trainer, str(tmp_path / "two"), order)[0]
     assert losses == pytest.approx(logs.losses, rel=BOUND)
-    assert resumed[-(STEPS - 2 * EVERY) :] == losses[2 * EVERY :]
+    assert after == losses[2 * EVERY :]
     assert "adapter_model.safetensors" in names
     assert not any(name.startswith("model") for name in names)
     best = peft.PeftModel.from_pretrained(small_model(), tmp_path / "two").state_dict()  # what save_model wrote
@@ -229,7 +202,7 @@ def refused(rank: int, num_ranks: int, folder: str) -> None:
         attention(ids).logits.sum().backward()
 
 
-def test_what_is_refused(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_adapters_that_experts_cannot_have_are_refused(cluster, tmp_path: Path):
     cluster(2).run(refused, str(tmp_path))
 
 
@@ -273,5 +246,5 @@ def target_parameters(rank: int, num_ranks: int) -> None:
         torch.testing.assert_close(y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds]))
 
 
-def test_target_parameters_of_modules_of_symmoe(cluster: Callable[..., Cluster]):
+def test_target_parameters_of_modules_of_symmoe(cluster):
     cluster(2).run(target_parameters)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worker import without_semaphores
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +40,15 @@ def routed_experts(dispatcher):
     return module
 
 
+def spread(module, rank: int) -> DeviceMesh:
+    """Leaves a RoutedExperts the experts of one of two ranks, and gives its dispatcher their mesh, which it returns."""
+    for name, parameter in list(module.inner_experts.named_parameters()):
+        setattr(module.inner_experts, name, torch.nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    module.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    return mesh
+
+
 def inputs(rank: int, num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, scores and expert ids."""
     generator = torch.Generator().manual_seed(10 + rank)
@@ -68,11 +77,7 @@ def compare(
         num_experts=EXPERTS, top_k=top_k, hidden_dim=DIM, num_max_tokens_per_rank=max(nums), order="slot"
     )
     ours = routed_experts(config)
-    own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
-    for name, parameter in list(ours.inner_experts.named_parameters()):
-        setattr(ours.inner_experts, name, torch.nn.Parameter(parameter.detach()[own].clone()))
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    ours.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    mesh = spread(ours, rank)
     other = routed_experts(config).token_dispatcher  # a second layer
     other.wire_meshes(ep_mesh=mesh)
     assert other.heap is ours.token_dispatcher.heap
@@ -87,7 +92,7 @@ def compare(
     other.close()
     for name, parameter in local.inner_experts.named_parameters():
         dist.all_reduce(parameter.grad)  # an expert has seen the tokens of both ranks
-        expected[name] = parameter.grad[own]
+        expected[name] = parameter.grad.chunk(2)[rank]
     return {
         name: ((found[name].float() - tensor.float()).abs().max() / tensor.float().abs().max()).item()
         for name, tensor in expected.items()
@@ -125,10 +130,7 @@ def compiled(rank: int, num_ranks: int, nums: tuple[int, int]) -> tuple[list[str
     without_semaphores()
     config = SymmoeTokenDispatcher.Config(num_experts=EXPERTS, top_k=2, hidden_dim=DIM, num_max_tokens_per_rank=64)
     module = routed_experts(config)
-    own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
-    for name, parameter in list(module.inner_experts.named_parameters()):
-        setattr(module.inner_experts, name, torch.nn.Parameter(parameter.detach()[own].clone()))
-    module.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    spread(module, rank)
     arguments = inputs(rank, nums[rank], 2, torch.float32)
     expected = {name: tensor.clone() for name, tensor in run(module, *arguments).items()}
     module.zero_grad()

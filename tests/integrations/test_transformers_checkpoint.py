@@ -18,20 +18,13 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import torch
 import transformers
-from hf_cases import FAMILIES, batch_of, random_model
+from hf_cases import FAMILIES, batch_of, random_model, share_of
 from safetensors.torch import load_file, save_file
 from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
-from symmoe.integrations.transformers import (
-    ExpertParallelExperts,
-    checkpoint,
-    from_pretrained,
-    load_checkpoint,
-    save_checkpoint,
-    swap_moe,
-)
+from symmoe.integrations.transformers import checkpoint, from_pretrained, load_checkpoint, save_checkpoint, swap_moe
 
 SHARD = 50_000  # bytes; makes three to six files of every model
 
@@ -56,28 +49,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def named_shares(model: torch.nn.Module) -> list[tuple[str, ExpertParallelExperts]]:
-    return [(path, m) for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)]
-
-
-def differing(model: torch.nn.Module, whole: torch.nn.Module, rank: int) -> list[str]:
+def differing(model: torch.nn.Module, whole: torch.nn.Module, rank: int, num_ranks: int) -> list[str]:
     """Tensors of a swapped model that are not, bit for bit, this rank's part of an unmodified one."""
-    wanted, wrong = whole.state_dict(), []
-    transposed = model.config.model_type == "gpt_oss"
-    for path, share in named_shares(model):
-        for ours, theirs in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
-            for kind, suffix in (("weight", ""), ("bias", "_bias")):
-                mine = getattr(getattr(share.mlp, ours), kind)
-                if mine is None:
-                    continue
-                mine = mine.transpose(1, 2) if transposed and kind == "weight" else mine
-                name = f"{path}.{theirs}{suffix}"
-                if not torch.equal(mine, wanted[name][rank * len(mine) : (rank + 1) * len(mine)]):
-                    wrong.append(name)
-    mine = {name: tensor for name, tensor in model.state_dict().items() if ".experts.mlp." not in name}
-    wrong += [name for name in mine if not torch.equal(mine[name], wanted[name])]
-    wrong += [name for name in wanted if name not in mine and ".mlp.experts." not in name]
-    return wrong
+    wanted = share_of(whole.state_dict(), rank, num_ranks, model.config.model_type)
+    found = model.state_dict()
+    return sorted(
+        (wanted.keys() ^ found.keys())
+        | {name for name in wanted.keys() & found.keys() if not torch.equal(found[name], wanted[name])}
+    )
 
 
 # -- there and back -----------------------------------------------------------------------------------------------
@@ -100,8 +79,8 @@ def round_trip(rank: int, num_ranks: int, source: str, target: str) -> tuple[lis
         assert all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         save_checkpoint(model, target, like=source)
         if num_ranks > 1:  # negative control
-            assert len(differing(model, whole, num_ranks - 1 - rank)) >= 2
-        return differing(model, whole, rank), off
+            assert len(differing(model, whole, num_ranks - 1 - rank, num_ranks)) >= 2
+        return differing(model, whole, rank, num_ranks), off
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -168,7 +147,7 @@ def trained(rank: int, num_ranks: int, source: str, target: str) -> list[str]:
         symmoe.reduce_gradients(model)
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         save_checkpoint(model, target, like=source)
-        return differing(model, transformers.AutoModelForCausalLM.from_pretrained(target), rank)
+        return differing(model, transformers.AutoModelForCausalLM.from_pretrained(target), rank, num_ranks)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -188,7 +167,7 @@ def load_into_other_dtypes(rank: int, num_ranks: int, source: str, target: str) 
         return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
-def test_dtypes(cluster, saved, tmp_path: Path):
+def test_dtypes_are_those_of_transformers_from_pretrained(cluster, saved, tmp_path: Path):
     source, target = saved("deepseek_v3"), tmp_path / "target"
     dtypes = cluster(2).run(load_into_other_dtypes, str(source), str(target))[0]
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
@@ -321,32 +300,28 @@ def edited(source: Path, target: Path, edit) -> Path:
     return target
 
 
+KEY, FUSED = "model.layers.1.mlp.experts.6.up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+WRONG_KEYS = [
+    ("qwen3_moe", lambda t: t.pop(KEY) is None or t, f"{KEY} is missing (the model has shape [24, 32])"),
+    ("qwen3_moe", lambda t: t | {KEY: torch.zeros(24, 31)}, f"{KEY} has shape [24, 31]; the model has [24, 32]"),
+    ("qwen3_moe", lambda t: t | {"more": torch.zeros(2, 3)}, "more of shape [2, 3] is not in the model"),
+    ("qwen3_moe", lambda t: {"lm_head.weight": torch.ones(61, 32)}, "; and "),
+    (
+        "qwen3_moe",
+        lambda t: t | {KEY: t[KEY].to(torch.float8_e4m3fn)},
+        f"{KEY} has a dtype that cannot become torch.float32; is the checkpoint quantised?",
+    ),
+    ("gpt_oss", lambda t: t | {FUSED: torch.zeros(8, 48, 32)}, f"{FUSED} has shape [8, 48, 32]; the model has [8, 32"),
+]
+
+
 def test_wrong_keys_are_named_with_both_shapes(cluster, saved, tmp_path: Path):
-    source = saved("qwen3_moe")
-    key = "model.layers.1.mlp.experts.6.up_proj.weight"
-    assert load_file(edited(source, tmp_path / "same", lambda t: t) / "model.safetensors")[key].shape == (24, 32)
-
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "a", lambda t: t.pop(key) is None or t))
-    assert f"{key} is missing (the model has shape [24, 32])" in text
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "b", lambda t: t | {key: torch.zeros(24, 31)}))
-    assert f"{key} has shape [24, 31]; the model has [24, 32]" in text
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "c", lambda t: t | {"more": torch.zeros(2, 3)}))
-    assert "more of shape [2, 3] is not in the model" in text
-    text = failures(
-        cluster, "qwen3_moe", edited(source, tmp_path / "d", lambda t: {"lm_head.weight": torch.ones(61, 32)})
-    )
-    assert re.search(r"; and \d\d more$", text)
-
-    def quantise(tensors):
-        return tensors | {key: tensors[key].to(torch.float8_e4m3fn)}
-
-    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "e", quantise))
-    assert f"{key} has a dtype that cannot become torch.float32; is the checkpoint quantised?" in text
-    fused = "model.layers.0.mlp.experts.gate_up_proj"
-    text = failures(
-        cluster, "gpt_oss", edited(saved("gpt_oss"), tmp_path / "f", lambda t: t | {fused: torch.zeros(8, 48, 32)})
-    )
-    assert f"{fused} has shape [8, 48, 32]; the model has [8, 32, 48]" in text
+    unchanged = edited(saved("qwen3_moe"), tmp_path / "same", lambda t: t)
+    assert load_file(unchanged / "model.safetensors")[KEY].shape == (24, 32)
+    for number, (family, edit, text) in enumerate(WRONG_KEYS):
+        found = failures(cluster, family, edited(saved(family), tmp_path / str(number), edit))
+        assert text in found
+        assert (re.search(r"; and \d\d more$", found) is not None) == (text == "; and ")
 
 
 def test_broken_files(cluster, saved, tmp_path: Path):

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +23,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import torch.distributed as dist
 import transformers
-from hf_cases import FAMILIES, batch_of, random_model
+from hf_cases import BOUND, FAMILIES, WRONG, batch_of, error, mean_gradients, random_model, share_of
 from limits import HANG_S
 from worker import open_heap
 
@@ -32,105 +32,66 @@ from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
 from symmoe.integrations.transformers.families import ACTIVATIONS
 
-BOUND = 5e-6  # measured: up to 1.9e-6
-WRONG = 1e-2  # what a negative control exceeds
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest difference over the largest wanted entry; infinite for a wrong shape or a zero that is none."""
-    if got.shape != want.shape:
-        return math.inf
-    worst, scale = (got - want).abs().max().item(), want.abs().max().item()
-    return worst / scale if scale else (0.0 if worst == 0 else math.inf)
-
-
-def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[dict, list]:
-    """Gradients of the mean loss by name, and (loss, logits, aux loss) of every batch; of an unmodified model."""
-    outputs = [model(batch, labels=batch) for batch in batches]
-    (sum(output.loss for output in outputs) / len(batches)).backward()
-    seen = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
-    return {name: p.grad for name, p in model.named_parameters()}, seen
-
-
-def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Rows of all ranks of an EP group."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts)
-
-
-def gradients_as_transformers_has_them(model: torch.nn.Module, group: dist.ProcessGroup | None) -> dict:
-    """Gradients of a swapped model by the names of the unmodified one, experts of all ranks. Collective."""
-    found = {}
-    transposed = model.config.model_type == "gpt_oss"
-    for name, parameter in model.named_parameters():
-        match = re.fullmatch(r"(.*\.experts)\.mlp\.(fc[12])\.(weight|bias)", name)
-        if match is None:
-            found[name] = parameter.grad
-            continue
-        path, layer, kind = match.groups()
-        whole = gathered(parameter.grad, group)
-        projection = {"fc1": "gate_up_proj", "fc2": "down_proj"}[layer]
-        if kind == "bias":
-            projection += "_bias"
-        found[f"{path}.{projection}"] = whole.transpose(1, 2) if transposed and kind == "weight" else whole
-    return found
-
 
 def errors_of(model: torch.nn.Module, gradients: dict, group: dist.ProcessGroup | None = None) -> dict:
-    got = gradients_as_transformers_has_them(model, group)
-    if set(got) != set(gradients):
+    """Of a swapped model's gradients, beside this rank's part of those of the unmodified model."""
+    place = dist.get_rank(group), dist.get_world_size(group)
+    wanted = share_of(gradients, *place, model.config.model_type)
+    got = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if got.keys() != wanted.keys():
         return {"names": math.inf}
-    return {name: error(got[name], gradients[name]) for name in got}
+    return {name: error(got[name], wanted[name]) for name in got}
 
 
 # -- every family -------------------------------------------------------------------------------------------------
 
 
+def one_step(reference: torch.nn.Module, heap: symmoe.SymmetricHeap, group=None, replicas=None) -> SimpleNamespace:
+    """A swapped copy after a step of all ranks, whose gradients are those of the reference on all batches."""
+    batches, rank = [batch_of(r) for r in range(dist.get_world_size())], dist.get_rank()
+    model = swap_moe(copy.deepcopy(reference), heap)
+    gradients, seen = mean_gradients(reference, batches)
+    output = model(batches[rank], labels=batches[rank])
+    output.loss.backward()
+    raw = errors_of(model, gradients, group)
+    symmoe.reduce_gradients(model, expert_group=replicas)
+    errors = errors_of(model, gradients, group)
+    assert max(errors.values()) < BOUND, {name: each for name, each in errors.items() if each >= BOUND}
+    if len(batches) > 1:  # negative control: without the reduction
+        assert raw["model.embed_tokens.weight"] > WRONG
+    return SimpleNamespace(model=model, output=output, raw=raw, gradients=gradients, seen=seen[rank])
+
+
 def compare(
     rank: int, num_ranks: int, family: str, ranks_per_node: int | None = None, hidden_act: str = "silu"
-) -> dict:
-    """Errors of everything, before and after reduce_gradients."""
-    reference = random_model(family, hidden_act=hidden_act)
-    batches = [batch_of(r) for r in range(num_ranks)]
+) -> None:
+    """Outputs, all gradients and their norm."""
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
-        model = swap_moe(copy.deepcopy(reference), heap)
-        gradients, seen = mean_gradients(reference, batches)
-        output = model(batches[rank], labels=batches[rank])
-        output.loss.backward()
-        raw = errors_of(model, gradients)
-        symmoe.reduce_gradients(model)
-        errors = errors_of(model, gradients)
-        loss, logits, aux_loss = seen[rank]
-        errors["loss"], errors["logits"] = error(output.loss.detach(), loss), error(output.logits.detach(), logits)
-        if aux_loss is not None:
-            errors["aux loss"] = error(output.aux_loss.detach(), aux_loss.detach())
-        norm = symmoe.clip_grad_norm(model, 1e-3)
-        wanted_norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
-        errors["norm"] = error(norm, wanted_norm)
-        return {"errors": errors, "raw": raw, "nodes": heap.topology.num_nodes}
+        assert heap.topology.num_nodes == num_ranks // (ranks_per_node or num_ranks)
+        done = one_step(random_model(family, hidden_act=hidden_act), heap)
+        output, (loss, logits, aux_loss), names = done.output, done.seen, set(done.gradients)
+        assert error(output.loss.detach(), loss) < BOUND
+        assert error(output.logits.detach(), logits) < BOUND
+        assert (aux_loss is None) == (family == "deepseek_v3")
+        assert aux_loss is None or error(output.aux_loss.detach(), aux_loss.detach()) < BOUND
+        norm = torch.stack([gradient.square().sum() for gradient in done.gradients.values()]).sum().sqrt()
+        assert error(symmoe.clip_grad_norm(done.model, 1e-3), norm) < BOUND
+        assert any("mlp.experts.down_proj" in name for name in names)
+        assert any("gate.weight" in name or "router.weight" in name for name in names)
+        assert any("shared_experts" in name for name in names) == (family == "deepseek_v3")
+        if num_ranks == 2:  # the sum over ranks, not the mean
+            experts = [each for name, each in done.raw.items() if "mlp.experts.mlp.fc2" in name]
+            assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_all_gradients_equal_the_unmodified_model(cluster, family: str, num_ranks: int):
-    for found in cluster(num_ranks).run(compare, family):
-        errors = found["errors"]
-        assert max(errors.values()) < BOUND, {k: v for k, v in errors.items() if v >= BOUND}
-        assert {"logits", "loss", "norm", "model.embed_tokens.weight"} <= set(errors)
-        assert any("mlp.experts.down_proj" in name for name in errors)
-        assert any("gate.weight" in name or "router.weight" in name for name in errors)
-        assert ("aux loss" in errors) == (family != "deepseek_v3")
-        assert any("shared_experts" in name for name in errors) == (family == "deepseek_v3")
-        if num_ranks == 2:  # negative control: without the reduction, both kinds of gradient are wrong
-            assert found["raw"]["model.embed_tokens.weight"] > WRONG
-            experts = [error for name, error in found["raw"].items() if "mlp.experts.down_proj" in name]
-            assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)  # the sum over ranks, not the mean
+    cluster(num_ranks).run(compare, family)
 
 
 def test_another_activation(cluster):
-    for found in cluster(2).run(compare, "olmoe", None, "gelu"):
-        assert max(found["errors"].values()) < BOUND
+    cluster(2).run(compare, "olmoe", None, "gelu")
 
 
 def test_activations_are_those_of_transformers():
@@ -142,13 +103,6 @@ def test_activations_are_those_of_transformers():
     assert len(ACTIVATIONS.keys() & transformers.activations.ACT2FN.keys()) > 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_four_ranks(cluster, family: str):
-    for found in cluster(4).run(compare, family):
-        assert max(found["errors"].values()) < BOUND
-
-
 _NODES = [(family, 2, 1) for family in FAMILIES] + [("qwen3_moe", 4, 2), ("deepseek_v3", 4, 2)]
 
 
@@ -158,30 +112,20 @@ _NODES = [(family, 2, 1) for family in FAMILIES] + [("qwen3_moe", 4, 2), ("deeps
 )
 def test_several_nodes(cluster, family: str, num_ranks: int, ranks_per_node: int):
     """Virtual ones, against the same unmodified model as one node."""
-    for found in cluster(num_ranks).run(compare, family, ranks_per_node):
-        errors = found["errors"]
-        assert max(errors.values()) < BOUND, {k: v for k, v in errors.items() if v >= BOUND}
-        assert found["raw"]["model.embed_tokens.weight"] > WRONG
-        assert found["nodes"] == 2
+    cluster(num_ranks).run(compare, family, ranks_per_node)
 
 
-def replicated_experts(rank: int, num_ranks: int) -> float:
-    """The worst error with two EP groups of two ranks."""
+def replicated_experts(rank: int, num_ranks: int) -> None:
+    """Two EP groups of two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    reference = random_model("qwen3_moe")
-    batches = [batch_of(r) for r in range(num_ranks)]
     with open_heap("cpu", group=groups[rank // 2]) as heap:
-        model = swap_moe(copy.deepcopy(reference), heap)
-        gradients, _ = mean_gradients(reference, batches)
-        model(batches[rank], labels=batches[rank]).loss.backward()
-        symmoe.reduce_gradients(model, expert_group=replicas[rank % 2])
-        return max(errors_of(model, gradients, groups[rank // 2]).values())
+        one_step(random_model("qwen3_moe"), heap, groups[rank // 2], replicas[rank % 2])
 
 
 @pytest.mark.slow
 def test_two_groups_of_two(cluster):
-    assert max(cluster(4).run(replicated_experts)) < BOUND
+    cluster(4).run(replicated_experts)
 
 
 # -- what could go unnoticed --------------------------------------------------------------------------------------
@@ -232,34 +176,24 @@ def test_negative_controls(cluster, family: str, how: str):
 # -- ranks and experts without tokens -----------------------------------------------------------------------------
 
 
-def crowded(rank: int, num_ranks: int, family: str) -> tuple[float, bool, bool]:
-    """All tokens choose experts 0, 1 (and 2): (worst error, other experts' gradients zero, somebody's are not)."""
+def crowded(rank: int, num_ranks: int, family: str) -> None:
+    """All tokens choose experts 0, 1 (and 2); rank 1 takes part in backward and receives nothing."""
     reference = random_model(family)
     with torch.no_grad():
         for name, tensor in reference.state_dict().items():
             if name.endswith(("e_score_correction_bias", "router.bias")):
                 tensor[:3] += 100
-    batches = [batch_of(r) for r in range(num_ranks)]
     with open_heap("cpu") as heap:
-        model = swap_moe(copy.deepcopy(reference), heap)
-        gradients, _ = mean_gradients(reference, batches)
-        model(batches[rank], labels=batches[rank]).loss.backward()
-        symmoe.reduce_gradients(model)
-        experts = [m.mlp for m in model.modules() if isinstance(m, ExpertParallelExperts)]
+        model = one_step(reference, heap).model
+        experts = [p.grad for m in model.modules() if isinstance(m, ExpertParallelExperts) for p in m.mlp.parameters()]
         empty = slice(3, None) if rank == 0 else slice(None)
-        none = all(not p.grad[empty].any() for mlp in experts for p in mlp.parameters())
-        some = any(p.grad.any() for mlp in experts for p in mlp.parameters())
-        return max(errors_of(model, gradients).values()), none, some
+        assert not any(gradient[empty].any() for gradient in experts)
+        assert any(gradient.any() for gradient in experts) == (rank == 0)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_rank_and_experts_without_tokens(cluster, family: str):
-    (first, none0, some0), (second, none1, some1) = cluster(2).run(crowded, family)
-    assert max(first, second) < BOUND
-    assert none0
-    assert none1
-    assert some0
-    assert not some1  # rank 1 took part in backward and received nothing
+    cluster(2).run(crowded, family)
 
 
 # -- how people train ---------------------------------------------------------------------------------------------
@@ -298,8 +232,7 @@ def test_training_with_gradient_checkpointing(cluster, options: dict):
         assert got[-1] < got[0] - 0.1
 
 
-def half(rank: int, num_ranks: int, autocast: bool) -> tuple[float, torch.dtype]:
-    """Error of the logits in bf16."""
+def half(rank: int, num_ranks: int, autocast: bool) -> None:
     reference = random_model("gpt_oss", dtype=torch.float32 if autocast else torch.bfloat16)
     batch = batch_of(rank)
     with open_heap("cpu") as heap, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -307,14 +240,14 @@ def half(rank: int, num_ranks: int, autocast: bool) -> tuple[float, torch.dtype]
         model = swap_moe(reference, heap)
         output = model(batch, labels=batch)
         output.loss.backward()
-        return error(output.logits.float(), want.float()), next(model.parameters()).grad.dtype
+        # Routing may flip on rounding; what is tested exactly is fp32.
+        assert error(output.logits.float(), want.float()) < 0.05
+        assert next(model.parameters()).grad.dtype == (torch.float32 if autocast else torch.bfloat16)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bf16(cluster, autocast: bool):
-    for found, dtype in cluster(2).run(half, autocast):
-        assert found < 0.05  # routing may flip on rounding; what is tested exactly is fp32
-        assert dtype == (torch.float32 if autocast else torch.bfloat16)
+def test_logits_in_bf16_are_near_those_of_the_unmodified_model(cluster, autocast: bool):
+    cluster(2).run(half, autocast)
 
 
 # -- what is imported ---------------------------------------------------------------------------------------------
@@ -338,7 +271,7 @@ def test_transformers_is_imported_by_those_that_need_it_alone():
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_refusals():
+def test_models_that_cannot_be_swapped_are_refused():
     with open_heap("cpu") as heap:
         model = random_model("qwen3_moe")
         state = torch.get_rng_state()
@@ -357,34 +290,24 @@ def test_refusals():
             StepConfig(stash="some")
 
 
-def refusals_of_ranks(rank: int, num_ranks: int) -> list[str]:
-    texts = []
+def refusals_of_ranks(rank: int, num_ranks: int) -> None:
     with open_heap("cpu") as heap:
         odd = random_model("olmoe", num_experts=7)
         before = odd.model.layers[0].mlp.experts
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=r"\(7\) must be divisible by the number of ranks \(2\)"):
             swap_moe(odd, heap)
-        texts.append(str(caught.value))
         assert odd.model.layers[0].mlp.experts is before
         experts = swap_moe(random_model("olmoe"), heap).model.layers[0].mlp.experts
         x, idx, weights = torch.zeros(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-        for bad in (
-            (x[:, :8], idx, weights) if rank else (x, idx, weights),
-            (x, idx, weights[:3]) if rank else (x, idx, weights),
-            (x, idx + 8 * rank, weights),
-        ):
-            with pytest.raises(ArgumentError) as caught:
-                experts(*bad)
-            texts.append(str(caught.value))
+        for text, bad in {
+            r"\[4, 8\].*\[T, 32\]": (x[:, :8], idx, weights),
+            r"\[4, 2\].*\[3, 2\]": (x, idx, weights[:3]),
+            "8": (x, idx + 8, weights),
+        }.items():
+            with pytest.raises(ArgumentError, match=text):
+                experts(*(bad if rank else (x, idx, weights)))
         assert experts(x, idx, weights).shape == x.shape
-    return texts
 
 
 def test_wrong_arguments_on_one_rank_raise_on_all(cluster):
-    for odd, hidden, shapes, ids in cluster(2).run(refusals_of_ranks):
-        assert "(7) must be divisible by the number of ranks (2)" in odd
-        assert "[4, 8]" in hidden
-        assert "[T, 32]" in hidden
-        assert "[4, 2]" in shapes
-        assert "[3, 2]" in shapes
-        assert "8" in ids
+    cluster(2).run(refusals_of_ranks)

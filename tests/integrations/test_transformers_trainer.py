@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,10 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import torch
 import transformers
-from cluster import Cluster
+from hf_cases import share_of
+from launchers import launched
 from small_model import open_mesh
-from test_wrappers import launched
-from trainer_cases import GLOBAL_BATCH, LEARNING_RATE, MAX_NORM, STEPS, eval_data, share_of, small_model, train_data
-from transformers import TrainerCallback, TrainingArguments
+from trainer_cases import EVERY, KEPT, MAX_NORM, STEPS, arguments, eval_data, resumed, small_model, trained
 
 import symmoe
 from symmoe.errors import ArgumentError, CheckpointError
@@ -36,54 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Logs(TrainerCallback):
-    """Every number that the Trainer logs."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.eval_losses: list[float] = []
-
-    def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **_: object) -> None:
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
-            self.norms.append(logs["grad_norm"])
-        if "eval_loss" in logs:
-            self.eval_losses.append(logs["eval_loss"])
-
-
-def arguments(folder: str, num_ranks: int, **options: Any) -> TrainingArguments:
-    accumulate = options.get("gradient_accumulation_steps", 1)
-    defaults = {
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": GLOBAL_BATCH // num_ranks // accumulate,
-        "per_device_eval_batch_size": 4 // num_ranks,
-        "learning_rate": LEARNING_RATE,
-        "max_grad_norm": MAX_NORM,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(folder, **(defaults | options))
-
-
-def trained(trainer_class: type, model: Any, folder: str, num_ranks: int, **options: Any) -> tuple[Any, Logs]:
-    """A script that knows nothing of ranks."""
-    logs = Logs()
-    trainer = trainer_class(
-        model,
-        arguments(folder, num_ranks, **options),
-        train_dataset=train_data(),
-        eval_dataset=eval_data(),
-        callbacks=[logs],
-    )
-    trainer.train()
-    return trainer, logs
-
-
 def on_a_rank(rank: int, num_ranks: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **options)
@@ -95,7 +44,7 @@ def on_a_rank(rank: int, num_ranks: int, folder: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path, options: str):
+def test_two_ranks_train_as_one(cluster, tmp_path: Path, options: str):
     """Losses, norms, evaluation, generated tokens, and what is saved."""
     chosen = OPTIONS[options]
     rounded = options == "bf16"
@@ -120,17 +69,6 @@ def test_two_ranks_train_as_one(cluster: Callable[..., Cluster], tmp_path: Path,
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
-EVERY = 5
-KEPT: dict[str, Any] = {
-    "save_strategy": "steps",
-    "eval_strategy": "steps",
-    "save_steps": EVERY,
-    "eval_steps": EVERY,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "eval_loss",
-    "greater_is_better": True,  # the first one is the worst
-}
-
 
 def kept_and_resumed(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float], list[str]]:
     """Losses of all steps, of those after a checkpoint in the middle, and tensors that are not of the best model."""
@@ -138,29 +76,15 @@ def kept_and_resumed(rank: int, num_ranks: int, folder: str) -> tuple[list[float
         trainer, logs = trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, **KEPT)
         best = trainer.state.best_model_checkpoint
         assert best == f"{folder}/checkpoint-{EVERY}"
-        wanted = share_of(transformers.AutoModelForCausalLM.from_pretrained(best), rank)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(best)
+        wanted = share_of(plain.state_dict(), rank, num_ranks, plain.config.model_type)
         found = trainer.model.state_dict()
         differing = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
         losses = resumed(swap_moe(small_model(seed=9), heap), folder, num_ranks)
         return logs.losses, losses, differing
 
 
-def resumed(model: Any, folder: str, num_ranks: int) -> list[float]:
-    """Losses after the checkpoint in the middle, saving over those that are there."""
-    logs = Logs()
-    options = {**KEPT, "load_best_model_at_end": False}
-    trainer = Trainer(
-        model,
-        arguments(folder, num_ranks, **options),
-        train_dataset=train_data(),
-        eval_dataset=eval_data(),
-        callbacks=[logs],
-    )
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{2 * EVERY}")
-    return logs.losses
-
-
-def test_checkpoints(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Path):
     """The best model is loaded at the end; a run that goes on from a checkpoint has the bits of one that never ended,
     and one rank can go on where two ended."""
     found = cluster(2).run(kept_and_resumed, str(tmp_path / "run"))
@@ -178,7 +102,7 @@ def test_checkpoints(cluster: Callable[..., Cluster], tmp_path: Path):
     assert state["global_step"] == STEPS
 
 
-def without_optimizer(rank: int, num_ranks: int, folder: str) -> str:
+def without_optimizer(rank: int, num_ranks: int, folder: str) -> None:
     """What resuming says where the optimizer's state is damaged."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, save_strategy="steps", save_steps=10)
@@ -187,15 +111,14 @@ def without_optimizer(rank: int, num_ranks: int, folder: str) -> str:
         if rank == 0:
             file.write_bytes(file.read_bytes()[:-1])
         heap.agree(None)
-        with pytest.raises(CheckpointError) as caught:
+        text = r"rank-00001-0000.safetensors has \d+ bytes; manifest.json says \d+"
+        with pytest.raises(CheckpointError, match=text):
             resumed(swap_moe(small_model(), heap), folder, num_ranks)
-        return str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_refused_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
-    for text in cluster(2).run(without_optimizer, str(tmp_path)):
-        assert re.search(r"rank-00001-0000.safetensors has \d+ bytes; manifest.json says \d+", text)
+def test_a_damaged_checkpoint_is_refused_on_every_rank(cluster, tmp_path: Path):
+    cluster(2).run(without_optimizer, str(tmp_path))
 
 
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
@@ -215,7 +138,7 @@ def replicated(rank: int, num_ranks: int, folder: str) -> tuple[list[float], lis
 
 
 @pytest.mark.slow
-def test_replicas_of_the_ep_group(cluster: Callable[..., Cluster], tmp_path: Path):
+def test_replicas_of_the_ep_group(cluster, tmp_path: Path):
     _, logs = trained(transformers.Trainer, small_model(), str(tmp_path / "one"), 1)
     losses, norms, after = cluster(4).run(replicated, str(tmp_path / "four"))[0]
     assert losses == pytest.approx(logs.losses, rel=BOUND)
@@ -223,20 +146,18 @@ def test_replicas_of_the_ep_group(cluster: Callable[..., Cluster], tmp_path: Pat
     assert after == losses[2 * EVERY :]
 
 
-def refused(rank: int, num_ranks: int, folder: str) -> str:
-    """What transformers' own Trainer says, which clips by default."""
+def refused(rank: int, num_ranks: int, folder: str) -> None:
+    """transformers' own Trainer clips by default."""
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = swap_moe(small_model(), heap)
         with pytest.raises(ArgumentError, match=r"args.fp16 \(True\) must not be set"):
             Trainer(model, arguments(folder, num_ranks, fp16=True))
         with pytest.raises(ArgumentError, match="swap_moe comes first"):
             Trainer(small_model(), arguments(folder, num_ranks))
-        with pytest.raises(ArgumentError) as caught:
+        text = "dense parameters differ.*symmoe.integrations.transformers.Trainer"
+        with pytest.raises(ArgumentError, match=text):
             trained(transformers.Trainer, model, folder, num_ranks)
-        return str(caught.value)
 
 
-def test_what_is_refused(cluster: Callable[..., Cluster], tmp_path: Path):
-    for text in cluster(2).run(refused, str(tmp_path)):
-        assert "dense parameters differ" in text
-        assert "symmoe.integrations.transformers.Trainer" in text
+def test_wrong_arguments_and_transformers_own_trainer_are_refused(cluster, tmp_path: Path):
+    cluster(2).run(refused, str(tmp_path))

@@ -16,7 +16,7 @@ from compiled_launches import atomics, catch_launches
 from compiled_launches import meta as empty
 
 from symmoe.kernels import control
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.triton import plan, sync, tokens
 
 # T, H, E, K, R
@@ -93,6 +93,11 @@ def test_signals(launches):
     assert "%globaltimer" in ptx
 
 
+def integers_of(*sizes: int) -> PlanIntegers:
+    numel, layout = plan_layout(*sizes)
+    return PlanIntegers(empty(numel), layout)
+
+
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plan_kernels(launches, shape, id_dtype):
@@ -101,27 +106,16 @@ def test_plan_kernels(launches, shape, id_dtype):
     peers = make_peers(num_ranks)
     topk_idx = empty(num_tokens, top_k, dtype=id_dtype)
     block_counts, block_starts = empty(num_blocks, num_experts + num_ranks + 2), empty(num_blocks, num_experts)
-    slot_start, slot_limit, packed_start = empty(num_experts), empty(num_experts), empty(num_ranks)
-    slot_to_row, slot_to_rank = empty(num_tokens, top_k), empty(num_tokens, top_k)
-    block_tokens, token_to_row = empty(num_blocks, num_ranks), empty(num_tokens, num_ranks)
+    integers = integers_of(num_tokens, top_k, num_experts, num_ranks)
 
     plan.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
     check(launches, "count_slots_kernel")
     header = tuple(range(control.HEADER_WORDS))
     plan.send_counts(block_counts, topk_idx, header, block_starts, peers, num_experts=num_experts)
     check(launches, "send_counts_kernel")
-    plan.assign_rows(
-        topk_idx,
-        block_starts,
-        slot_start,
-        slot_limit,
-        slot_to_row,
-        slot_to_rank,
-        block_tokens,
-        experts_per_rank=num_experts // num_ranks,
-    )
+    plan.assign_rows(topk_idx, block_starts, integers)
     check(launches, "assign_rows_kernel", 200)
-    plan.assign_packed_rows(slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_row, token_to_row)
+    plan.assign_packed_rows(integers)
     check(launches, "assign_packed_rows_kernel", 200)
 
 
@@ -133,21 +127,11 @@ def test_lay_out(launches, shape, drop):
         make_peers(num_ranks),
         empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64),
         torch.zeros(control.STATUS_WORDS, dtype=torch.int64),
-        num_experts=num_experts,
+        integers_of(5, 1, num_experts, num_ranks),
         capacity=1000,
         packed_capacity=-1,
         drop=drop,
         record_errors=True,
-        splits=empty(num_experts // num_ranks),
-        row_range=empty(2, num_experts // num_ranks),
-        slot_start=empty(num_experts),
-        slot_limit=empty(num_experts),
-        packed_start=empty(num_ranks),
-        packed_limit=empty(num_ranks),
-        source_to_packed_start=empty(num_ranks + 1),
-        source_to_row_start=empty(num_ranks + 1, num_experts // num_ranks),
-        expert_load=empty(num_experts),
-        report=empty(control.SUMMARY_WORDS),
     )
     assert check(launches, "lay_out_kernel", 255).ptx.count("fence.acq_rel.sys") == 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from interpreter import emulated, interpreted, interpreter
 
-CHECKS = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
@@ -33,11 +33,11 @@ IN_THE_EMULATOR = [
 @interpreter
 @pytest.mark.parametrize("name", IN_THE_INTERPRETER)
 def test_kernels_in_the_interpreter(name):
-    assert interpreted(CHECKS / f"{name}_interpreter_checks.py").endswith("all is well\n")
+    assert interpreted(SUPPORT / f"{name}_interpreter_checks.py").endswith("all is well\n")
 
 
 @pytest.mark.parametrize("name", IN_THE_EMULATOR)
 def test_kernels_in_the_emulator(name):
     pytest.importorskip("triton")
     pytest.importorskip("ml_dtypes")
-    assert emulated(CHECKS / f"{name}_emulator_checks.py").endswith("all is well\n")
+    assert emulated(SUPPORT / f"{name}_emulator_checks.py").endswith("all is well\n")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from culprits import TRANSFORMS, sets_of_culprits
 from limits import HANG_S
 from test_heap import outcome
-from torch.autograd import forward_ad
 from worker import Findings, difference, free_bytes, open_heap
 
 from symmoe import (
@@ -199,37 +199,25 @@ def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
 def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
     """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap; test_buffers.py has more."""
 
-    def memory(heap: SymmetricHeap, good: Arguments, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return heap.lease(shape, dtype).tensor
-
-    def num_rows(good: Arguments) -> int:
-        return len(good[name])
+    def memory(
+        more_rows: int = 0, features: int = H, dtype: torch.dtype = torch.float32
+    ) -> Callable[..., torch.Tensor]:
+        return lambda heap, good: heap.lease((len(good[name]) + more_rows, features), dtype).tensor
 
     def overlapping(heap: SymmetricHeap, good: Arguments) -> Arguments:
-        both = memory(heap, good, max(num_rows(good), len(good[like])), H)
-        return {like: both[: len(good[like])].copy_(good[like]), name: both[: num_rows(good)]}
+        both = heap.lease((max(len(good[name]), len(good[like])), H), torch.float32).tensor
+        return {like: both[: len(good[like])].copy_(good[like]), name: both[: len(good[name])]}
 
     def released(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
-        lease = heap.lease((num_rows(good), H), torch.float32)
+        lease = heap.lease((len(good[name]), H), torch.float32)
         tensor = lease.tensor
         lease.release()
         return tensor
 
     yield wrong(name, freed, f"{name} (a tensor whose memory has been freed)")
-    yield on_heap(name, lambda heap, good: memory(heap, good, num_rows(good) + 1, H), f"{name} has shape", "must be")
-    yield on_heap(
-        name,
-        lambda heap, good: memory(heap, good, num_rows(good), H + 1),
-        f"{name} has shape",
-        f", {H + 1}]",
-        f", {H}]",
-    )
-    yield on_heap(
-        name,
-        lambda heap, good: memory(heap, good, num_rows(good), H, dtype=torch.bfloat16),
-        f"{name} has dtype torch.bfloat16",
-        "torch.float32",
-    )
+    yield on_heap(name, memory(more_rows=1), f"{name} has shape", "must be")
+    yield on_heap(name, memory(features=H + 1), f"{name} has shape", f", {H + 1}]", f", {H}]")
+    yield on_heap(name, memory(dtype=torch.bfloat16), f"{name} has dtype torch.bfloat16", "torch.float32")
     yield wrong(name, lambda good: good.to("meta"), f"{name} is on meta", "on cpu")
     yield wrong(name, lambda good: good.clone(), f"{name} is not on this symmetric heap")
     yield Bad(overlapping, (f"{name} [", "overlaps a tensor of shape ["))
@@ -316,16 +304,17 @@ def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
     probs = torch.rand((T, K), generator=generator)
     plan = plan_of(heap, seed)
     rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-    y = combine_tokens(rows * row_probs[:, None], plan, order="slot")
-    want = torch.zeros(T, H)
-    for k in range(K):
-        want += x * probs[:, k : k + 1]
-    findings.check(torch.equal(y, want), "the next correct call is wrong")
+    want = sum((x * probs[:, k : k + 1] for k in range(K)), torch.zeros(T, H))
+    found = combine_tokens(rows * row_probs[:, None], plan, order="slot")
+    findings.check(torch.equal(found, want), "the next correct call is wrong")
 
 
-def sets_of_culprits(num_ranks: int) -> list[list[int]]:
-    """Each rank, and all."""
-    return [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
+def expect(findings: Findings, found: tuple[str, str], error: str, *parts: str) -> None:
+    """Notes an error of another class, and each part that its text has not."""
+    name, text = found
+    findings.equal("error", (name, "" if name == error else text), (error, ""))
+    for part in parts:
+        findings.check(part in text, f"{part!r} is not in {text!r}")
 
 
 class Stage:
@@ -378,12 +367,10 @@ def check_mistakes(rank: int, num_ranks: int, stage_name: str) -> list[str]:
         for turn, (culprits, bad) in enumerate(itertools.product(sets_of_culprits(num_ranks), list(make()))):
             findings.where = f"{stage_name}, {bad.parts} on ranks {culprits}, seen by rank {rank} of {num_ranks}"
             stage = Stage(stage_name, heap, bad.base)
-            name, text = stage.call(**(bad.change(heap, stage.good) if rank in culprits else {}))
-            findings.equal("error", (name, "" if name == bad.error else text), (bad.error, ""))
-            for part in bad.parts:
-                findings.check(part.format(rank=culprits[0]) in text, f"{part!r} is not in {text!r}")
+            found = stage.call(**(bad.change(heap, stage.good) if rank in culprits else {}))
+            expect(findings, found, bad.error, *(part.format(rank=culprits[0]) for part in bad.parts))
             if rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
-                findings.check(text.startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {text!r}")
+                findings.check(found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}")
             if stage_name == "expert_parallel_mlp":
                 findings.check(stage.plan.not_dispatched is not None, "tokens have been dispatched")
             if stage_name == "layer":
@@ -429,18 +416,18 @@ def check_mismatches(rank: int, num_ranks: int) -> list[str]:
                 if changes is None:
                     changes = {"topk_idx": stage.good["topk_idx"][:, :1]}
                 found = stage.call(**(changes if rank == culprit else {}))
-                findings.equal(
-                    "error", found, ("ConfigMismatch", difference(f"{field} differs", culprit, usual, other))
-                )
+                wanted = difference(f"{field} differs", culprit, usual, other)
+                findings.equal("error", found, ("ConfigMismatch", wanted))
                 goes_on(heap, findings, turn)
             for field, value in layer_mismatches(num_ranks):
                 findings.where = f"layer: {field}={value} on rank {culprit}, seen by rank {rank} of {num_ranks}"
                 layer = layer_of(heap, **({field: value} if rank == culprit else {}))
-                name, text = outcome(layer, torch.randn(T, layer.config.hidden))
                 values = getattr(layer_of(heap).config, field), value
                 usual, other = ("none" if v is None else repr(v).removesuffix(".0") for v in values)
-                wanted = ("ConfigMismatch", difference(f"{field} differs", culprit, usual, other))
-                findings.equal("error", (name, text), wanted)
+                found = outcome(layer, torch.randn(T, layer.config.hidden))
+                findings.equal(
+                    "error", found, ("ConfigMismatch", difference(f"{field} differs", culprit, usual, other))
+                )
                 goes_on(heap, findings)
         # Not collective: the configuration is the same everywhere.
         text = f"num_experts ({2 * num_ranks + 1}) must be divisible by the number of ranks ({num_ranks})"
@@ -504,8 +491,7 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
         layer, x = layer_of(heap), torch.randn(T, H)
         want = layer(x)[0].detach()
         layer.experts.to(torch.float64 if rank == 0 else torch.float32)
-        name, text = outcome(layer, x)
-        findings.check(name == "ArgumentError" and "the weights are torch.float64" in text, f"{name}: {text}")
+        expect(findings, outcome(layer, x), "ArgumentError", "the weights are torch.float64")
         findings.equal("experts of float64 are cast back", layer.float()(x)[0].detach(), want)
         stage = Stage("expert_parallel_mlp", heap)
         if num_ranks > 1:
@@ -606,25 +592,20 @@ def check_places(rank: int, num_ranks: int) -> list[str]:
                 layer(x)[0].sum().backward()
             if rank in culprits:
                 move(layer)
-            kind, text = outcome(layer, x)
-            findings.equal("error", kind, "ArgumentError")
-            findings.check(f"{name} is on meta; it must be on cpu" in text, text)
+            expect(findings, outcome(layer, x), "ArgumentError", f"{name} is on meta; it must be on cpu")
             goes_on(heap, findings)
         findings.where = f"assigned experts of another size, seen by rank {rank} of {num_ranks}"
         layer = new_layer()
         fitting, layer.experts = layer.experts, GroupedMLP(2, H, 2 * H if rank == num_ranks - 1 else H)
-        kind, text = outcome(layer, x)
-        findings.equal("error", kind, "ArgumentError")
-        findings.check(f"experts.ffn ({2 * H}) must be {H}" in text, text)
+        expect(findings, outcome(layer, x), "ArgumentError", f"experts.ffn ({2 * H}) must be {H}")
         layer.experts = fitting
         findings.equal("y", outcome(layer, x), ("", ""))
         findings.where = f"a layer without memory, seen by rank {rank} of {num_ranks}"
         layer = new_layer(device="meta")
-        findings.check("router.weight is on meta" in outcome(layer, x)[1], outcome(layer, x)[1])
+        expect(findings, outcome(layer, x), "ArgumentError", "router.weight is on meta")
         layer.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.fill_(0.25)
+        for parameter in layer.parameters():
+            torch.nn.init.constant_(parameter, 0.25)
         findings.equal("y", outcome(layer, x), ("", ""))
     return findings.texts
 
@@ -701,17 +682,15 @@ def check_other_heaps(rank: int, num_ranks: int) -> list[str]:
             x, plan = torch.randn(T, H), plan_of(heap, turn)
             rows, _ = dispatch_tokens(x, plan)
             foreign = other.lease((plan.row_capacity, H), torch.float32, name="foreign").tensor
-            for name, call in (
-                ("out", partial(dispatch_tokens, x, plan, out=foreign)),
-                ("grad_out", partial(combine_tokens, rows, plan, grad_out=foreign[: len(rows)])),
+            for name, found in (
+                ("out", outcome(dispatch_tokens, x, plan, out=foreign)),
+                ("grad_out", outcome(combine_tokens, rows, plan, grad_out=foreign[: len(rows)])),
             ):
-                kind, text = outcome(call)
-                findings.equal("error", kind, "ArgumentError")
-                findings.check(f"{name} is not on this symmetric heap" in text, text)
+                expect(findings, found, "ArgumentError", f"{name} is not on this symmetric heap")
             foreign[: len(rows)] = rows
             y = combine_tokens(foreign[: plan.num_rows], plan, order="slot")
             findings.equal("y of foreign rows", y, sum(x for _ in range(K)))
-            del foreign, rows, plan, call
+            del foreign, rows, plan
             goes_on(heap, findings, turn)
             goes_on(other, findings, turn)
     return findings.texts
@@ -761,15 +740,13 @@ def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
                 findings.where = f"{name} with {left} bytes left on {culprits}, rank {rank} of {num_ranks}"
                 call = leasing_call(name, heap, layer)
                 taken = exhaust(heap, left) if rank in culprits else []
-                error, text = outcome(call)
-                if error:
-                    findings.equal("error", error, "HeapExhausted")
-                    findings.check(all(part in text for part in parts), text)
-                    findings.check(rank in culprits or text.startswith(f"on rank {culprits[0]}: "), text)
+                found = outcome(call)
                 del call, taken
                 goes_on(heap, findings, turn)
-                if not error:
+                if found == ("", ""):
                     break
+                expect(findings, found, "HeapExhausted", *parts)
+                findings.check(rank in culprits or found[1].startswith(f"on rank {culprits[0]}: "), found[1])
             findings.check(0 < left < (1 << 14) - 512, "the memory was always or never enough")
     return findings.texts
 
@@ -804,31 +781,14 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
                 gradients = [torch.ones_like(tensor) for tensor in found]
                 if rank in culprits:
                     gradients[0] = bad.change(heap, {"the gradient": gradients[0]})["the gradient"]
-                error, text = outcome(torch.autograd.backward, found, gradients)
-                findings.equal("error", error, bad.error)
-                for part in bad.parts:
-                    part = part.replace("the gradient ", f"the gradient of {name.split()[0]} ")
-                    findings.check(part in text, f"{part!r} is not in {text!r}")
+                parts = [part.replace("the gradient ", f"the gradient of {name.split()[0]} ") for part in bad.parts]
+                expect(findings, outcome(torch.autograd.backward, found, gradients), bad.error, *parts)
                 del found, gradients
                 goes_on(heap, findings, turn)
     return findings.texts
 
 
 # -- transforms of torch.func and forward-mode AD ---------------------------------------------------------------------
-
-
-def with_tangents(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> object:
-    with forward_ad.dual_level():
-        return call(forward_ad.make_dual(x, torch.ones_like(x)))
-
-
-TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], object]] = {
-    "grad": lambda call, x: torch.func.grad(call)(x),
-    "vjp": lambda call, x: torch.func.vjp(call, x),
-    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
-    "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
-    "tangents": with_tangents,
-}
 
 
 def check_transforms(rank: int, num_ranks: int) -> list[str]:
@@ -853,15 +813,13 @@ def check_transforms(rank: int, num_ranks: int) -> list[str]:
             for kind, (call, argument) in calls.items():
                 findings.where = f"{name} of {kind} on {culprits}, seen by rank {rank} of {num_ranks}"
                 found = outcome(transform, call, argument) if rank in culprits else outcome(call, argument)
-                findings.equal("error", found[0], "ArgumentError")
-                findings.check("no rules for transforms of torch.func" in found[1], found[1])
+                expect(findings, found, "ArgumentError", "no rules for transforms of torch.func")
                 goes_on(heap, findings)
             y = layer(x.requires_grad_())[0]
             options = {"is_grads_batched": True} if rank in culprits else {}
             dy = torch.ones((2, T, H) if rank in culprits else (T, H))
-            found = outcome(partial(torch.autograd.grad, y, x, dy, **options))
-            findings.equal("error of batched gradients", found[0], "ArgumentError")
-            findings.check("(a tensor of vmap) must be a strided tensor" in found[1], found[1])
+            found = outcome(torch.autograd.grad, y, x, dy, **options)
+            expect(findings, found, "ArgumentError", "(a tensor of vmap) must be a strided tensor")
             del y
             x.requires_grad_(False)
             goes_on(heap, findings)
@@ -890,6 +848,10 @@ def test_transforms_of_modules_without_a_heap(name: str, transform: str):
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
 
 
+KERNELS_OF_A_STEP = "count_slots grouped_gemm_act grouped_gemm push_sums sum_home".split()
+KERNELS_OF_A_STEP += "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad".split()
+
+
 def check_unforeseen(rank: int, num_ranks: int, schedule: str) -> list[str]:
     """One rank has an error of its own in the middle of a call: the others raise it too, at once. The heap lives."""
     findings, ops = Findings(), kernels.for_device(torch.device("cpu"))
@@ -915,13 +877,10 @@ def check_unforeseen(rank: int, num_ranks: int, schedule: str) -> list[str]:
         layer = MoELayer(config, heap, shared_expert=torch.nn.Identity())
         x = torch.randn(T, H, requires_grad=True)
         for culprit in range(num_ranks):
-            for owner, name in (
-                (layer.router, "forward"),
-                (layer.shared_expert, "forward"),
-                *((ops, name) for name in ("count_slots", "grouped_gemm_act", "grouped_gemm", "push_sums", "sum_home")),
-                *((ops, name) for name in ("grouped_gemm_dact", "grouped_gemm_dgrad", "grouped_gemm_wgrad")),
-            ):
-                spoiled(lambda: layer(x)[0].sum().backward(), owner, name, culprit)
+            for owner in (layer.router, layer.shared_expert):
+                spoiled(lambda: layer(x)[0].sum().backward(), owner, "forward", culprit)
+            for name in KERNELS_OF_A_STEP:
+                spoiled(lambda: layer(x)[0].sum().backward(), ops, name, culprit)
             plan = plan_of(heap)
             spoiled(partial(dispatch_tokens, x, plan), ops, "push_rows", culprit)
             rows, _ = dispatch_tokens(x, plan)

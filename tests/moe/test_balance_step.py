@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
-from symmoe.moe.expert_bias import balance_after, balance_step
+from symmoe.moe.balance import balance_after, balance_step
 
 EXPERTS, TOP_K, H, I, RATE = 4, 2, 16, 8, 0.01
 
@@ -79,6 +79,10 @@ def biases(model: Model) -> np.ndarray:
     return np.array([block.moe.router.expert_bias.tolist() for block in model.blocks])
 
 
+def counted(model: Model) -> np.ndarray:
+    return np.array([block.moe.router.step_load.tolist() for block in model.blocks])
+
+
 def expected_bias(loads: np.ndarray) -> np.ndarray:
     return np.sign(loads.mean(1, keepdims=True) - loads) * RATE
 
@@ -89,13 +93,12 @@ def test_micro_batches_count_once(heap: SymmetricHeap, forward: str):
     loads = loads_of(model, range(3))
     for number in range(3):
         model(batch(0, number), FORWARDS[forward]).sum().backward()
-    counted = np.array([block.moe.router.step_load.tolist() for block in model.blocks])
-    np.testing.assert_array_equal(counted, loads)
+    np.testing.assert_array_equal(counted(model), loads)
     balance_step(model)
     want = expected_bias(loads)
     np.testing.assert_allclose(biases(model), want, rtol=1e-6)
     assert np.abs(want).max() > 0
-    assert not any(block.moe.router.step_load.any() for block in model.blocks)
+    assert not counted(model).any()
 
 
 def test_order_of_backwards_does_not_matter(heap: SymmetricHeap):
@@ -106,16 +109,18 @@ def test_order_of_backwards_does_not_matter(heap: SymmetricHeap):
     model(batch(0, 3))
     for y in (flying[1], flying[0], flying[2]):
         y.sum().backward()
-    counted = np.array([block.moe.router.step_load.tolist() for block in model.blocks])
-    np.testing.assert_array_equal(counted, loads)
+    np.testing.assert_array_equal(counted(model), loads)
 
 
-def test_a_retained_graph_counts_once(heap: SymmetricHeap):
-    model = Model(heap)
-    y = model(batch(0, 0))
+def test_a_retained_graph_and_a_frozen_router_count_once(heap: SymmetricHeap):
+    """Nothing before the experts takes a gradient."""
+    block = Block(heap)
+    block.dense.requires_grad_(False)
+    block.moe.router.requires_grad_(False)
+    y = block(batch(0, 0).detach())
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    assert model.blocks[0].moe.router.step_load.sum().item() == 9 * TOP_K
+    assert block.moe.router.step_load.sum().item() == 9 * TOP_K
 
 
 def test_evaluation_does_not_count(heap: SymmetricHeap):
@@ -124,20 +129,11 @@ def test_evaluation_does_not_count(heap: SymmetricHeap):
         model(batch(0, 0))
     model.eval()
     model(batch(0, 0)).sum().backward()
-    assert not any(block.moe.router.step_load.any() for block in model.blocks)
+    assert not counted(model).any()
     balance_step(model)
     assert not biases(model).any()
     model.train()(batch(0, 0)).sum().backward()
-    assert all(block.moe.router.step_load.any() for block in model.blocks)
-
-
-def test_a_frozen_router_counts(heap: SymmetricHeap):
-    """Nothing before the experts takes a gradient."""
-    block = Block(heap)
-    block.dense.requires_grad_(False)
-    block.moe.router.requires_grad_(False)
-    block(batch(0, 0).detach()).sum().backward()
-    assert block.moe.router.step_load.sum().item() == 9 * TOP_K
+    assert counted(model).any(1).all()
 
 
 @pytest.mark.parametrize("forward", list(FORWARDS)[1:])
@@ -159,16 +155,12 @@ def test_recomputation_leaves_gradients_of_the_global_loss_alone(heap: Symmetric
 def test_after_an_optimizer(heap: SymmetricHeap):
     model = Model(heap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = balance_after(optimizer, model)
-    loads = loads_of(model, range(1))
-    model(batch(0, 0)).sum().backward()
-    optimizer.step()
-    want = expected_bias(loads)
-    np.testing.assert_allclose(biases(model), want, rtol=1e-6)
-    handle.remove()
-    model(batch(0, 0)).sum().backward()
-    optimizer.step()
-    np.testing.assert_allclose(biases(model), want, rtol=1e-6)
+    handle, want = balance_after(optimizer, model), expected_bias(loads_of(model, range(1)))
+    for _ in range(2):
+        model(batch(0, 0)).sum().backward()
+        optimizer.step()
+        np.testing.assert_allclose(biases(model), want, rtol=1e-6)
+        handle.remove()
 
 
 def test_without_a_bias_there_is_nothing_to_count(heap: SymmetricHeap):
@@ -212,8 +204,7 @@ def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest
         compiled(batch(0, 0))
     for y in flying:
         y.sum().backward()
-    counted = np.array([block.moe.router.step_load.tolist() for block in model.blocks])
-    np.testing.assert_array_equal(counted, loads)
+    np.testing.assert_array_equal(counted(model), loads)
     eager = Model(heap, **options)
     for y in [eager(batch(0, number)) for number in range(2)]:
         y.sum().backward()
@@ -233,7 +224,7 @@ def check_replicas(rank: int, num_ranks: int, ep_size: int) -> list[str]:
         model = Model(heap)
         for number in range(2):
             model(batch(rank, number)).sum().backward()
-        total = torch.tensor([block.moe.router.step_load.tolist() for block in model.blocks])
+        total = torch.tensor(counted(model))
         dist.all_reduce(total)
         total = total.numpy() // ep_size  # every rank of an EP group has its load
         findings.equal("slots", int(total[0].sum()), num_ranks * (9 + 10) * TOP_K)

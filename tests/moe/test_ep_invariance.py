@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from test_layer import WAYS
+from layers import WAYS
 from worker import experts_of, mlp_with_room, open_heap
 
 from symmoe import make_plan

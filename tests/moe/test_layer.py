@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
-import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import oracle
@@ -15,160 +12,25 @@ import pytest
 import routings
 import torch
 from cluster import on_ranks
+from layers import H, I, config_for, make_layer, shapes, tokens_of
+from mlp_oracle import check_mlp, compare
 from torch.utils.hooks import RemovableHandle
-from worker import Findings, experts_of, is_poison, mlp_with_room, open_heap, poison, poisoned_lease
+from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.dispatch.plan import Plan
-from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import NVFP4, Float8Block, draw_signs
-
-H, I = 16, 24
-GPU_H, GPU_I = 64, 96
-# Of the largest wanted value. fp32: sums of two dozen products. bf16: h, a, rows and y are each rounded to 2^-9,
-# and the gradients go through as many roundings again.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-GPU_SUMS = math.sqrt(GPU_I / I)  # the rounding of fp32 sums grows with the root of their length
-
-
-def compare(
-    findings: Findings, name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, *, num_terms: int = 0
-) -> None:
-    """Notes a tensor that is further from the oracle than the dtype explains.
-
-    num_terms: that a number is the sum of, each about 1/2. Such sums are of any size, and where they cancel, they are
-    no more exact for it; a single one cannot say of what size they mostly are.
-    """
-    scale = max(float(want.abs().max()) if want.numel() else 0.0, 0.5 * math.sqrt(num_terms), 0.1)
-    tolerance = TOLERANCE[dtype] * (GPU_SUMS if got.is_cuda and dtype == torch.float32 else 1.0)
-    findings.close(name, got, want, rtol=0.0, atol=tolerance * scale)
-
+from symmoe import MoEConfig, MoELayer
 
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
 
 
-def shapes(device: str) -> tuple[int, int]:
-    return (H, I) if device == "cpu" else (GPU_H, GPU_I)
-
-
-def config_for(num_ranks: int, device: str, **options) -> MoEConfig:
-    """Two experts per rank, two for each token."""
-    hidden, ffn = shapes(device)
-    sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2}
-    return MoEConfig(**sizes, **{"schedule": "always-overlapped", **options})
-
-
-def global_weights(num_experts: int, hidden: int, ffn: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """w1 and w2 of all experts, the same on all ranks."""
-    generator = torch.Generator().manual_seed(11)
-    w1 = torch.randn((num_experts, 2 * ffn, hidden), generator=generator) / hidden**0.5
-    w2 = torch.randn((num_experts, hidden, ffn), generator=generator) / ffn**0.5
-    return [w1.to(dtype), w2.to(dtype)]
-
-
-def local_part(weights: list[torch.Tensor], heap: SymmetricHeap) -> list[torch.Tensor]:
-    """This rank's experts as leaves on its device."""
-    local = weights[0].shape[0] // heap.num_ranks
-    mine = slice(heap.rank * local, (heap.rank + 1) * local)
-    return [w[mine].to(heap.device, copy=True).requires_grad_() for w in weights]
-
-
-@contextlib.contextmanager
-def in_parts(
-    x: torch.Tensor, probs: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, num_rows: int, findings: Findings
-) -> Iterator[torch.Tensor]:
-    """y of dispatch_tokens, the experts and combine_tokens, in leases; at the end their tails must be untouched."""
-    names = ("rows", "expert output", "gradient of the output", "gradient of the rows")
-    with contextlib.ExitStack() as stack:
-        shape = (plan.row_capacity, x.shape[1])
-        leases = [stack.enter_context(poisoned_lease(plan.heap, shape, x.dtype, name=name)) for name in names]
-        rows_out, out, d_out, d_rows = (lease.tensor for lease in leases)
-        rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=rows_out, order=order)
-        n = rows.shape[0]
-        expert_out = experts(rows, plan.splits, row_probs, out=out[:n], grad_input_out=d_rows[:n])
-        yield combine_tokens(expert_out, plan, order=order, grad_out=d_out[:n])
-        for lease in leases:
-            findings.check(is_poison(lease.tensor[num_rows:]), f"the tail of '{lease.name}' was written")
-        del rows, expert_out
-
-
-def check_mlp(rank: int, num_ranks: int, numbers: list[int], device: str, dtype: torch.dtype) -> list[str]:
+def check_step(rank: int, num_ranks: int, numbers: list[int], device: str, dtype: torch.dtype) -> list[str]:
     findings = Findings()
     with open_heap(device) as heap:
         for number in numbers:
             case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}, {dtype}"
-            _check_mlp(heap, case, shapes(device), dtype, findings)
+            check_mlp(heap, case, shapes(device), dtype, findings)
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
     return findings.texts
-
-
-# Ways of an expert-parallel step: the first is compared with the oracle, and so are its public parts; the others with
-# the first's bits.
-WAYS = tuple(
-    {"layout": layout, "schedule": schedule}
-    for schedule in ("serial", "always-overlapped")
-    for layout in ("packed", "expert-major")
-)
-WITH_ROOM = tuple({"with room": way} for way in (WAYS[0], WAYS[-1]))  # with exact capacity
-
-
-def _check_mlp(
-    heap: SymmetricHeap, case: routings.Case, sizes: tuple[int, int], dtype: torch.dtype, findings: Findings
-) -> None:
-    rank, (hidden, ffn), routing = heap.rank, sizes, case.routing(heap.num_ranks)
-    ids = torch.from_numpy(routing.topk_idx[rank])
-    all_ids = oracle.gather(ids)
-    layout = oracle.lay_out([t.numpy() for t in all_ids], routing.num_experts, capacity=routing.capacity)
-    if routing.overflow == "raise" and layout.num_dropped:
-        return
-    weights = global_weights(routing.num_experts, hidden, ffn, dtype)
-    rng = case.generator(600 + rank)
-    x, dy = (torch.from_numpy(rng.standard_normal((len(ids), hidden))).to(dtype) for _ in range(2))
-    probs = case.probs(rank, len(ids))
-    want = oracle.dense_moe(layout, all_ids, oracle.gather(x), oracle.gather(probs), weights, oracle.gather(dy))
-
-    x, probs = x.to(heap.device).requires_grad_(), probs.to(heap.device).requires_grad_()
-    experts = experts_of(*local_part(weights, heap))
-    leaves = x, probs, experts.fc1.weight, experts.fc2.weight
-    where, first = findings.where, None
-    is_of_a_layer = routing.capacity is None and ids.shape[1] <= routing.num_experts
-    ways = *WAYS, *(WITH_ROOM if is_of_a_layer else ()), "parts"
-    for order, way in itertools.product(("rank", "slot"), ways):
-        findings.where = f"{where}, order={order}, {way}"
-        poison(heap)
-        if way in WITH_ROOM:
-            arguments = {"num_experts": routing.num_experts, "order": order, **way["with room"]}
-            y = mlp_with_room(heap, ids.to(heap.device), x, probs, experts, **arguments)
-            step = contextlib.nullcontext(y)
-        else:
-            plan = make_plan(ids.to(heap.device), **routing.arguments, heap=heap)
-            if way == "parts":
-                step = in_parts(x, probs, experts, plan, order, len(layout.rows[rank]), findings)
-            else:
-                step = contextlib.nullcontext(expert_parallel_mlp(x, probs, experts, plan, order=order, **way))
-        with step as y:
-            found = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(heap.device))]
-            del y
-        del step
-        findings.equal("leased bytes", heap.leased_bytes, 0)
-        if way in (*WAYS[1:], *WITH_ROOM):
-            for name, got, one in zip(("y", "dx", "dprobs", "dw1", "dw2"), found, first, strict=True):
-                findings.check(torch.equal(got, one), f"{name} has other bits than with {WAYS[0]}")
-            continue
-        first = found if way == WAYS[0] else first
-        y, dx, dprobs, dw1, dw2 = found
-        mine = slice(rank * len(dw1), (rank + 1) * len(dw1))
-        compare(findings, "y", y, want.y[rank], dtype)
-        compare(findings, "dx", dx, want.dx[rank], dtype)
-        compare(findings, "dprobs", dprobs, want.dprobs[rank], dtype, num_terms=ffn)
-        compare(findings, "dw1", dw1, want.dweights[0][mine], dtype)
-        compare(findings, "dw2", dw2, want.dweights[1][mine], dtype)
-        # What has no row has no gradient at all, not a small one.
-        nowhere = torch.from_numpy(layout.slot_to_row[rank] < 0)
-        findings.check(not dprobs.cpu()[nowhere].any(), "a slot without a row has a gradient")
-        for g, count in enumerate(layout.splits[rank]):
-            findings.equal(f"expert {g} has a gradient", bool(dw1[g].any()), count > 0)
 
 
 def few_cases(per_stratum: int) -> list[int]:
@@ -182,39 +44,23 @@ def few_cases(per_stratum: int) -> list[int]:
     [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 3), (2, 3), (3, 3), (4, 2)))],
 )
 def test_expert_parallel_mlp_is_the_oracle(cluster, num_ranks: int, per_stratum: int):
-    assert cluster(num_ranks).findings(check_mlp, few_cases(per_stratum), "cpu", torch.float32) == []
+    assert cluster(num_ranks).findings(check_step, few_cases(per_stratum), "cpu", torch.float32) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_expert_parallel_mlp_in_half_precision(cluster, dtype: torch.dtype):
-    assert cluster(2).findings(check_mlp, few_cases(1), "cpu", dtype) == []
+    assert cluster(2).findings(check_step, few_cases(1), "cpu", dtype) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_expert_parallel_mlp_is_the_oracle_on_gpus(cluster, num_ranks: int, dtype: torch.dtype):
-    assert cluster(num_ranks, "cuda").findings(check_mlp, few_cases(1), "cuda", dtype, timeout_s=280) == []
+    assert cluster(num_ranks, "cuda").findings(check_step, few_cases(1), "cuda", dtype, timeout_s=280) == []
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-
-
-def make_layer(heap: SymmetricHeap, config: MoEConfig) -> tuple[MoELayer, list[torch.Tensor]]:
-    """A layer with known weights, and the weights of all its experts."""
-    torch.manual_seed(17)  # the router is replicated
-    layer = MoELayer(config, heap)
-    weights = global_weights(config.num_experts, config.hidden, config.ffn, torch.float32)
-    with torch.no_grad():
-        w1, w2 = local_part(weights, heap)
-        layer.experts.fc1.weight.copy_(w1)
-        layer.experts.fc2.weight.copy_(w2)
-    return layer, weights
-
-
-def tokens_of(rank: int, num_tokens: int, hidden: int, salt: int = 0) -> torch.Tensor:
-    return torch.randn((num_tokens, hidden), generator=torch.Generator().manual_seed(100 * salt + rank))
 
 
 def check_layer(rank: int, num_ranks: int, device: str, options: dict) -> list[str]:
@@ -415,51 +261,3 @@ def test_hooks_elsewhere_run_without_a_warning():
         layer.experts.fc1.weight.register_hook(lambda _: ran.append("weight"))
         layer(torch.randn(3, H))[0].sum().backward()
     assert sorted(ran) == ["", "router", "shared_expert", "weight"]
-
-
-# -- another default device -------------------------------------------------------------------------------------------
-
-
-def check_default_device(rank: int, num_ranks: int) -> list[str]:
-    """Under a default device that holds no numbers: whatever does not say where it is made gives itself away."""
-    findings = Findings()
-    options = (
-        {},
-        {"capacity": 64, "max_tokens": 8, "stash": "none"},
-        {"precision": Float8Block(), "quantized_wire": "both", "ffn": 32},
-        {"precision": NVFP4(hadamard_signs=5), "hidden": 64, "ffn": 32},
-    )
-    with open_heap("cpu") as heap:
-        for number, option in enumerate(options):
-            findings.where = f"rank {rank} of {num_ranks}, {option}"
-            features = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "expert_bias": True, "aux_loss": "global"}
-            config = MoEConfig(
-                **{"hidden": H, "ffn": I, "num_experts": 2 * num_ranks, "top_k": 2, **features, **option}
-            )
-            layer, x = MoELayer(config, heap), tokens_of(rank, 5 + rank, config.hidden, salt=number)
-            mask = torch.ones(len(x), dtype=torch.bool)
-
-            def step(layer: MoELayer = layer, x: torch.Tensor = x, mask: torch.Tensor = mask) -> list[torch.Tensor]:
-                num_experts = layer.config.num_experts
-                leaf = x.clone().requires_grad_()
-                y, metrics = layer(leaf, mask)
-                (y.square().sum() + metrics.aux_loss).backward()
-                found = [y.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
-                layer.zero_grad(set_to_none=True)
-                layer.router.step_load.zero_()
-                plan = make_plan(metrics.topk_idx, num_experts=num_experts, heap=heap)
-                rows, probs = dispatch_tokens(x, plan, probs=x.new_ones(metrics.topk_idx.shape))
-                return [*found, combine_tokens(rows * probs[:, None], plan)]
-
-            want = step()
-            with torch.device("meta"):
-                found = step()
-                findings.check(0 <= draw_signs() < 1 << 16, "signs")
-            for number, (got, wanted) in enumerate(zip(found, want, strict=True)):
-                findings.check(got.device.type == "cpu" and torch.equal(got, wanted), f"tensor {number} differs")
-    return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_default_device_does_not_matter(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_default_device) == []

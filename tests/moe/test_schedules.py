@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import on_ranks
-from test_layer import WAYS, H, I, config_for, make_layer, tokens_of
+from layers import WAYS, H, I, config_for, make_layer, tokens_of
 from worker import Findings, open_heap, poison
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory

@@ -145,7 +145,7 @@ def test_sizes_of_a_static_capacity_and_of_one_node():
         ({"num_nodes": 3}, "num_ranks (16) must be divisible by num_nodes (3)"),
         ({"num_nodes": 0}, "num_nodes (0) must be at least 1"),
         ({"num_tokens": 0}, "num_tokens (0) must be at least 1"),
-        ({"num_ranks": 24}, "num_experts (128) must be divisible by num_ranks (24)"),
+        ({"num_ranks": 24}, "num_experts (128) must be divisible by the number of ranks (24)"),
         ({"nic_gbs": 0.0}, "nic_gbs (0.0) must be finite and greater than 0"),
         ({"nic_gbs": float("nan")}, "nic_gbs (nan) must be finite"),
     ],

@@ -27,10 +27,10 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
-from symmoe.dispatch import overlapped_trip
+from symmoe.combine import trip as combine_trip
+from symmoe.dispatch import trip
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.kernels.gemm_parts import Part
-from symmoe.moe import schedule
 from symmoe.nodes import place
 from symmoe.nodes.place import Place, find_place
 from symmoe.nodes.topology import find_topology
@@ -213,7 +213,7 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int, ranks_per_node: in
 def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tuple[str, bool]]]:
     """Of forward and backward: what begins and ends on the rails, and parts of GEMMs, and whether they have rows."""
     events: list[tuple[str, bool]] = []
-    part_of = overlapped_trip.Part
+    part_of = trip.Part
 
     def noting_part(rows: torch.Tensor, num_sms: int | None = None) -> Part:
         events.append(("part", bool((rows[1] > rows[0]).any())))
@@ -227,7 +227,7 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
         layer = MoELayer(config, heap)
         faults, found = heap._faults, []
         with pytest.MonkeyPatch.context() as patch:
-            for module in (overlapped_trip, schedule):
+            for module in (combine_trip, trip):
                 patch.setattr(module, "Part", noting_part)
             num_tokens, plan_exchanges = 150 * num_ranks, 2  # 300 rows from each rank to each: a whole tile and more
             x = torch.randn(num_tokens, 16, requires_grad=True)

@@ -19,11 +19,12 @@ from limits import HANG_S, PROMPT_S
 from worker import free_bytes, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.combine import trip as combine_trip
 from symmoe.combine.nodes import FromNodes
-from symmoe.dispatch import overlapped_trip
-from symmoe.dispatch.crossing import Crossing
+from symmoe.dispatch import trip
+from symmoe.dispatch.nodes import RailPlan
 from symmoe.kernels import control
-from symmoe.moe import ep_step, schedule
+from symmoe.moe import ep_step
 from symmoe.nodes.rail import Messages, Started
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
@@ -192,16 +193,16 @@ def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
     """In the middle of what code: a function, which of its calls in a step on two nodes, and whether in backward."""
     parts = ranks_per_node + 1  # of a dispatch: the ranks of this node, and the other node
     return {
-        "sending": (Crossing, "away_rows", 1, False),
-        "own rows": (overlapped_trip, "Part", 0, False),
-        "rows of a peer": (overlapped_trip, "Part", 1, False),
-        "rows of other nodes": (overlapped_trip, "Part", parts - 1, False),
-        "FC2 of other nodes": (schedule, "Part", 0, False),
-        "FC2 of own rows": (schedule, "Part", 1, False),
+        "sending": (RailPlan, "sent_rows", 1, False),
+        "own rows": (trip, "Part", 0, False),
+        "rows of a peer": (trip, "Part", 1, False),
+        "rows of other nodes": (trip, "Part", parts - 1, False),
+        "FC2 of other nodes": (combine_trip, "Part", 0, False),
+        "FC2 of own rows": (combine_trip, "Part", 1, False),
         "summing": (FromNodes, "add", 0, False),
-        "sending gradients": (Crossing, "away_rows", 3, True),  # after those of maps, tokens and probs
-        "own gradients": (overlapped_trip, "Part", parts, True),
-        "gradients of other nodes": (overlapped_trip, "Part", 2 * parts - 1, True),
+        "sending gradients": (RailPlan, "sent_rows", 3, True),  # after those of maps, tokens and probs
+        "own gradients": (trip, "Part", parts, True),
+        "gradients of other nodes": (trip, "Part", 2 * parts - 1, True),
         "weight gradients": (ep_step._EPStep, "weight_gradients", 0, True),
         "summing in backward": (FromNodes, "add", 1, True),
     }

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_layer import tokens_of
+from layers import tokens_of
 from test_low_precision import every_recipe
 from test_low_precision_layer import config_for, count_calls
 from torch.utils.checkpoint import checkpoint

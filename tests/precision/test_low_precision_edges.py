@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import pytest
 import test_nan_isolation
 import torch
+from layers import tokens_of
 from row_ranges import whole_groups
-from test_layer import tokens_of
 from test_low_precision import RECIPES
 from test_no_host_reads import NoReads
 from worker import Findings, open_heap, poison

@@ -10,11 +10,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from kept_memory import bytes_kept
+from layers import WAYS, global_weights, local_part, tokens_of
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
-from test_layer import WAYS, global_weights, local_part, tokens_of
 from test_low_precision import ONE_PRODUCT, RECIPES, TWO_LAYERS, every_recipe
-from test_memory import bytes_kept
 from test_schedules import Stack, compare_bits, pipeline, run_schedule, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap, poison
@@ -22,8 +22,8 @@ from worker import Findings, Watching, open_heap, poison
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.grouped import quantized_experts
-from symmoe.grouped.experts import ExpertRows
-from symmoe.grouped.mlp import ExpertForm, expert_weights
+from symmoe.grouped.experts import ExpertForm, ExpertRows
+from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -422,7 +422,7 @@ def test_bytes_of_a_call(recipe, stash: str):
         options = {"precision": recipe, "quantized_wire": wire, "stash": stash, "capacity": 150}
         config = MoEConfig(hidden=160, ffn=96, num_experts=8, top_k=3, schedule="always-overlapped", **options)
         plan = plan_memory(config, num_ranks=1, num_tokens=37, dtype=torch.float32)
-        assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config), wire
+        assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config, 37), wire
 
 
 def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_layer import make_layer, tokens_of
+from layers import make_layer, tokens_of
 from test_low_precision import RECIPES
 from test_schedules import compare_bits
 from worker import Findings, open_heap, poison

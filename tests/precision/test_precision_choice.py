@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layer import tokens_of
+from layers import tokens_of
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer
@@ -170,7 +170,7 @@ def test_wrong_numbers():
     for name in numbers:
         with pytest.raises(ArgumentError, match=rf"{name} \(0\) must be at least 1"):
             best_measured(config_of(), **{**numbers, name: 0})
-    with pytest.raises(ArgumentError, match=r"num_experts \(64\) must be divisible by num_ranks \(3\)"):
+    with pytest.raises(ArgumentError, match=r"num_experts \(64\) must be divisible by the number of ranks \(3\)"):
         best_measured(config_of(), **{**numbers, "num_ranks": 3})
     with pytest.raises(ArgumentError, match=r"precision \(None\)"):
         choose_precision(in_full(config_of()), **numbers, device="cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from limits import HANG_S
 
-pytest.importorskip("mkdocs", reason="make docs, or pip install 'symmoe[docs]'")
+pytest.importorskip("mkdocs", reason="make docs, or pip install '.[docs]'")
 pytest.importorskip("mkdocstrings")
 
 pytestmark = pytest.mark.slow

@@ -15,6 +15,7 @@ from limits import HANG_S
 
 PACKAGE = Path(__file__).resolve().parents[2] / "symmoe"
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
+NAMES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
 
 # Rooms in the one direction of imports: a room may import itself and those above it.
 ROOMS = (
@@ -33,6 +34,7 @@ ROOMS = (
     "grouped",
     "moe",
     "training",
+    "",  # the package's own file
     "checkpoint",
     "integrations",
     "tools",
@@ -54,14 +56,16 @@ def room_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> list[str]:
-    """Dotted names of everything a file imports, wherever in the file; `from a import b` counts as a.b as well."""
+    """Dotted names of everything a file imports, wherever in the file; `from a import b` counts as a.b as well. But
+    `from package import module` needs the module, not what the package's own file imports."""
     found = []
     for node in ast.walk(ast.parse((PACKAGE.parent / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [*members, *[node.module] * (not NAMES.keys() >= set(members))]
     return found
 
 
@@ -137,24 +141,14 @@ def test_a_folder_of_the_same_name_hides_an_editable_package(tmp_path: Path):
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_imports_go_one_way(path: Path):
-    own = LEVELS.get(path.parts[1].removesuffix(".py"))
-    if own is None:
-        assert path == Path("symmoe/__init__.py")  # names the rooms, imports them lazily
-        return
-    for module in imports_of(path):
-        room = room_of(module) if module.startswith("symmoe") else ""
-        assert LEVELS.get(room, 0) <= own, f"{path} imports {module}"
+    own = LEVELS[room_of(str(path.with_suffix("")).replace("/", ".").removesuffix(".__init__"))]
+    for module in NAMES.keys() & imports_of(path):
+        assert LEVELS[room_of(module)] <= own, f"{path} imports {module}"
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Imports inside functions count, but for those of the package's own file."""
-    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
-    graph = {}
-    for name, path in names.items():
-        found = set(imports_of(path)) & names.keys() - {name, "symmoe"}
-        # `from package import module` needs the module, not what the package's own file imports.
-        graph[name] = {module for module in found if not any(other.startswith(f"{module}.") for other in found)}
-    del graph["symmoe"]
+    """Imports inside functions, and of types only, count as well."""
+    graph = {name: set(imports_of(path)) & NAMES.keys() - {name} for name, path in NAMES.items()}
     graphlib.TopologicalSorter(graph).prepare()
     assert "symmoe.symm_mem.lease" in graph["symmoe.symm_mem.heap"]
     graph["symmoe.symm_mem.lease"].add("symmoe.symm_mem.heap")  # negative control

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_finds_nothing(command: tuple[str, ...]) -> None:
-    pytest.importorskip(command[0], reason="looks for faults in sources: pip install 'symmoe[dev]'")
+    pytest.importorskip(command[0], reason="looks for faults in sources: pip install '.[dev]'")
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
     )

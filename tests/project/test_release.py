@@ -25,7 +25,7 @@ from limits import HANG_S
 import symmoe
 from symmoe.tools.doctor.versions import Versions, check_versions
 
-pytest.importorskip("build", reason="builds the package: pip install 'symmoe[dev]'")
+pytest.importorskip("build", reason="builds the package: pip install '.[dev]'")
 
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
+SOURCES = ("pyproject.toml", "requirements-train.txt", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
 TIMEOUT_S = 800  # 20 s of a processor's time, which on a busy machine are minutes
 
 
@@ -67,7 +67,7 @@ def registry() -> None:
     except PackageNotFoundError:
         number = (0, 0)
     if number < (25, 3):
-        pytest.skip("an earlier pip downloads everything in a dry run: pip install 'symmoe[dev]'")
+        pytest.skip("an earlier pip downloads everything in a dry run: pip install '.[dev]'")
     if why := registry_is_missing():
         pytest.skip(why)
 
@@ -82,8 +82,9 @@ def sources(tmp_path: Path) -> Path:
 
 
 def wanted() -> list[str]:
-    """The lines of requirements.txt."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    """The lines of both files of requirements."""
+    names = ("requirements-train.txt", "requirements.txt")
+    lines = [line for name in names for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if not line.startswith("#")]
 
 
@@ -135,7 +136,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder symmoe below one with a space, with what make reads; `python` beside it stands for an interpreter."""
     folder = tmp_path / "a folder" / "symmoe"
     folder.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "requirements.txt", "requirements-torchtitan.txt"):
+    for name in ("Makefile", "pyproject.toml", *(path.name for path in ROOT.glob("requirements*.txt"))):
         shutil.copy(ROOT / name, folder)
     (folder.parent / "python").write_text(PYTHON, encoding="utf-8")
     (folder.parent / "python").chmod(0o755)
@@ -165,7 +166,9 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert [python for python, _, _ in calls] == [theirs] + [ours] * (len(calls) - 1)
     assert {path for _, path, _ in calls} == {str(checkout)}
     arguments = [words for _, _, words in calls]
-    set_up = ["-m venv .venv", "-m pip install --quiet --requirement requirements.txt"]
+    set_up = ["-m venv .venv", "-m pip install --requirement requirements-train.txt"]
+    if target != "train":
+        set_up.append("-m pip install --requirement requirements.txt")
     if target == "test-all":
         set_up.append("-m pip install --quiet --no-deps --requirement requirements-torchtitan.txt")
     assert [words for words in arguments if words.startswith(("-m venv ", "-m pip "))] == set_up
@@ -191,6 +194,28 @@ def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
     assert words.startswith("-m pytest tests/project/test_import.py ")
     for path in (word for word in words.split() if word.startswith("tests/")):
         assert (ROOT / path).exists()
+
+
+def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
+    """Of an editable install; the folder symmoe beside the program, the checkout, is no package."""
+    pytest.importorskip("setuptools", minversion="77")
+    checkout = tmp_path / "symmoe"
+    shutil.copytree(ROOT / "symmoe", checkout / "symmoe", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    build = f"from setuptools.build_meta import build_editable as build; build({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, timeout=300, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    (tmp_path / "program.py").write_text("import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8")
+    run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
+    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+    command = [sys.executable, "-c", run]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout == "SymmetricHeap\n", done.stderr
 
 
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from limits import HANG_S
 
-pytest.importorskip("mypy", reason="checks types: pip install 'symmoe[dev]'")
+pytest.importorskip("mypy", reason="checks types: pip install '.[dev]'")
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("typed_user.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "typed_user.py"
 
 
 WRONG = """import torch

@@ -41,8 +41,8 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
-from test_checkpoint import bits as content
-from test_checkpoint import fill
+from checkpoint_cases import bits as content
+from checkpoint_cases import fill
 from torch import nn
 
 import symmoe
@@ -60,21 +60,14 @@ TARGETS = ("shard", "manifest", "seal", "latest")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """Who dies when, and what is being saved.
+    """Who dies when, and what is being saved."""
 
-    Attributes:
-        victims: ranks; none: nobody dies.
-        moment: int: the line, counted from 0, that the first victim is about to run; float: seconds into the save.
-        step: OLD: a step that has a checkpoint is saved again, with other values.
-        keep_last: of save_checkpoint.
-        module: lines are counted in this file of symmoe.checkpoint; "": in all of them.
-    """
-
-    victims: tuple[int, ...]
+    victims: tuple[int, ...]  # ranks; none: nobody dies
+    # int: the line, counted from 0, that the first victim is about to run; float: seconds into the save
     moment: int | float
-    step: int
-    keep_last: int | None
-    module: str = ""
+    step: int  # OLD: a step that has a checkpoint is saved again, with other values
+    keep_last: int | None  # of save_checkpoint
+    module: str = ""  # lines are counted in this file of symmoe.checkpoint; "": in all of them
 
     @property
     def by_line(self) -> bool:

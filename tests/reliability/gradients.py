@@ -13,8 +13,9 @@ from functools import partial
 
 import routings
 import test_combine_oracle as combine
-import test_layer as layer
 import torch
+from layers import shapes
+from mlp_oracle import check_mlp
 from worker import Findings, open_heap
 
 from reliability.delays import dawdling
@@ -45,7 +46,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             slow = number % 2 == 1 and number // 2 % num_ranks == rank
             ops = kernels.for_device(heap.device)
             with dawdling(ops, number, longest_s=1e-3) if slow else nullcontext():
-                layer._check_mlp(heap, case, layer.shapes(device), dtype, findings)
+                check_mlp(heap, case, shapes(device), dtype, findings)
             findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
             combine._check_adjoint(heap, case, case.shape(device), findings)
             yield 1e3 * (time.perf_counter() - start), findings.texts, {}

@@ -16,7 +16,7 @@ from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 from symmoe.kernels.triton import plan, route, sync, tokens
 
 
@@ -210,7 +210,8 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         counts = torch.zeros((2, num_experts + num_ranks + 2), dtype=torch.int32)
         starts = torch.zeros((2, num_experts), dtype=torch.int32)
         module.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
-        header = tuple(peers.rank if word == control.HEAD_RAIL_DROPPED else 0 for word in range(control.HEADER_WORDS))
+        words = {control.HEAD_RAIL_DROPPED: peers.rank, control.HEAD_CAPACITY: 1000, control.HEAD_PACKED_CAPACITY: -1}
+        header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
         module.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
     for peers in ranks:
         counters = peers.region(peers.rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
@@ -221,15 +222,13 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         tables[peers.rank][other : other + per_node] = tables[other][other : other + per_node]
         found[f"table of rank {peers.rank}"] = tables[peers.rank].clone()
     for peers in ranks:
-        names = ("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit")
-        names += ("source_to_packed_start", "source_to_row_start", "expert_load", "report")
-        shapes = ((2,), (2, 2), (8,), (8,), (4,), (4,), (5,), (5, 2), (8,), (control.SUMMARY_WORDS,))
-        out = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in zip(names, shapes, strict=True)}
+        numel, places = plan_layout(num_tokens, top_k, num_experts, num_ranks)
+        out = PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), places)
         received = torch.zeros((num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
         options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "record_errors": False}
         status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
-        module.lay_out(peers, received, status, num_experts=num_experts, **options, **out)
-        found |= {f"{name} of rank {peers.rank}": tensor for name, tensor in out.items()}
+        module.lay_out(peers, received, status, out, **options)
+        found |= {f"{name} of rank {peers.rank}": getattr(out, name) for name in places}
     return found
 
 

@@ -6,16 +6,26 @@ oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledActivation, ScaledSwiGLU, Sequential
+from symmoe import (
+    GroupedLinear,
+    GroupedMLP,
+    ScaledActivation,
+    ScaledClampedSwiGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    Sequential,
+)
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 
@@ -209,8 +219,10 @@ def run(
     case: Case,
     *,
     finish: Callable[[], object] = tuple,
+    around: AbstractContextManager[object] | None = None,
 ) -> Ran:
-    """Forward by `call(x, scale)`, backward from d_y, `finish()` for delayed weight gradients; everything collected.
+    """Forward by `call(x, scale)` in the context `around`, backward from d_y, `finish()` for delayed weight gradients;
+    everything collected.
 
     x has a producer, as in a network: so the gradient that `call` returns is seen before autograd copies it.
     """
@@ -219,10 +231,11 @@ def run(
     x = leaf.clone()
     seen: list[int] = []
     x.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
-    y = call(x, scale)
+    with around or nullcontext():
+        y = call(x, scale)
     ran.y_ptr = y.data_ptr()
     assert y.requires_grad
-    y.backward(inputs.d_y)
+    y.backward(inputs.d_y.to(y.dtype))
     ran.d_x_ptr = seen[0]
     if case.delayed:
         for layer in layers.values():
@@ -281,16 +294,18 @@ def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options)
     return layer
 
 
-def run_linear(case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, **options) -> Ran:
+def run_linear(
+    case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, around=None, **options
+) -> Ran:
     """One linear layer of w1 and b1."""
     layer = make_linear(case, inputs.w1, inputs.b1, **options)
-    buffers = buffers or Buffers()
+    given = vars(buffers or Buffers())
     splits = inputs.splits if splits is None else splits
 
     def call(x, scale):
-        return layer(x, splits, out=buffers.out, grad_input_out=buffers.grad_input_out)
+        return layer(x, splits, **given)
 
-    return run(call, {"fc": layer}, inputs, case, finish=layer.backward_dw)
+    return run(call, {"fc": layer}, inputs, case, finish=layer.backward_dw, around=around)
 
 
 PATHS = ("modules", "sequential", "mlp")  # the first is the three modules one by one, the others are fused
@@ -304,6 +319,7 @@ def run_experts(
     *,
     activation: ScaledActivation | None = None,
     splits=None,
+    around=None,
     **options,
 ) -> Ran:
     """FC1, activation, FC2 along one of PATHS. The scale multiplies FC2's bias too, as GroupedMLP does."""
@@ -334,7 +350,10 @@ def run_experts(
         fc1.backward_dw()
 
     call = {"modules": modules, "sequential": sequential, "mlp": mlp}[path]
-    return run(call, {"fc1": fc1, "fc2": fc2}, inputs, case, finish=finish)
+    return run(call, {"fc1": fc1, "fc2": fc2}, inputs, case, finish=finish, around=around)
+
+
+WAYS = ("linear", *PATHS)
 
 
 def run_way(way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None, **options) -> Ran:
@@ -342,6 +361,22 @@ def run_way(way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None
     if way == "linear":
         return run_linear(case, inputs, buffers, **options)
     return run_experts(way, case, inputs, buffers, **options)
+
+
+def inputs_of(way: str, case: Case, **options) -> Inputs:
+    """Those of run_way."""
+    return linear_inputs(case, **options) if way == "linear" else make_inputs(case, **options)
+
+
+def oracle_of(way: str, case: Case, inputs: Inputs, **options) -> dict[str, torch.Tensor]:
+    """What run_way must give for these inputs."""
+    return linear_oracle(inputs, case) if way == "linear" else mlp_oracle(inputs, case, **options)
+
+
+@functools.cache
+def _oracle_of_case(is_linear: bool, case: Case, sizes: Sizes, device: str) -> dict[str, torch.Tensor]:
+    way = "linear" if is_linear else "mlp"
+    return oracle_of(way, case, inputs_of(way, case, sizes=sizes, device=device))
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -356,30 +391,82 @@ def refused(*parts: str) -> Iterator[None]:
         assert part in str(caught.value)
 
 
-def check_case(way: str, case: Case, inputs: Inputs, oracle: dict[str, torch.Tensor]) -> Ran:
-    """In buffers and without: the same bits, where they belong, near the oracle. Returns what was without buffers.
+def assert_like_modules(ran: Ran, modules: Ran, sizes: Sizes, device: str = "cpu") -> None:
+    """The bits of three modules, but where fused kernels sum in an order of their own."""
+    close = ("d_fc1.bias",) if device == "cuda" else ("d_scale", "d_fc1.bias")
+    assert_same_results(ran, modules, sizes, close=close)
 
-    way: "linear" or one of PATHS.
-    """
-    internal, sizes = run_way(way, case, inputs), inputs.sizes
+
+def check_case(way: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
+    """In buffers and without, by any way: the same bits, where they belong, near the oracle."""
+    inputs = inputs_of(way, case, sizes=sizes, device=device)
+    internal = run_way(way, case, inputs)
     buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
     with_buffers = run_way(way, case, inputs, buffers)
     assert_same_results(with_buffers, internal, sizes)
     assert_buffers_used(with_buffers, buffers, sizes)
-    assert_near_oracle(with_buffers, oracle, case, sizes)
+    plain = Case(dtype=case.dtype, is_nd=case.is_nd, bias=case.bias)  # results do not depend on the rest
+    assert_near_oracle(with_buffers, _oracle_of_case(way == "linear", plain, sizes, device), case, sizes)
     for name in ("y", "d_x"):
         assert (internal.tensors[name].flatten(0, -2)[sizes.num_used :] == 0).all(), "a tail allocated here is zero"
     if way != "linear":
         assert not internal.tensors["d_scale"].flatten()[sizes.num_used :].any()
-    return internal
+        assert_like_modules(internal, run_experts("modules", case, inputs), sizes, device)
 
 
-def check_discrete_weights(way: str, case: Case, inputs: Inputs) -> None:
+def check_discrete_weights(way: str, case: Case, sizes: Sizes = TINY, device: str = "cpu") -> None:
     """They give the bits of packed ones, in the buffers of the caller."""
+    inputs = inputs_of(way, case, sizes=sizes, device=device)
     buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
     discrete = run_way(way, case, inputs, buffers, weights="discrete")
     assert_same_results(discrete, run_way(way, case, inputs), inputs.sizes)
     assert_buffers_used(discrete, buffers, inputs.sizes)
+
+
+def check_splits(way: str, given: Any, sizes: Sizes, device: str = "cpu") -> None:
+    """Splits in any form are those of `sizes`."""
+    case = Case(buffers=())
+    inputs = inputs_of(way, case, sizes=sizes, device=device)
+    ran = run_way(way, case, inputs, splits=given)
+    if sizes.num_used:
+        assert_near_oracle(ran, oracle_of(way, case, inputs), case, sizes)
+    for name, tensor in ran.tensors.items():
+        assert sizes.num_used or not tensor.any(), name
+
+
+def check_autocast(way: str, case: Case, weights: str, sizes: Sizes = TINY, device: str = "cpu") -> None:
+    """fp32 inputs and parameters, bf16 results in bf16 buffers, fp32 gradients."""
+    inputs, half = inputs_of(way, case, sizes=sizes, device=device), replace(case, dtype=torch.bfloat16)
+    as_half = replace(inputs, x=inputs.x.bfloat16(), d_y=inputs.d_y.bfloat16())
+    buffers = Buffers.of(case, as_half, out_features=inputs.d_y.shape[-1])
+    ran = run_way(way, case, inputs, buffers, weights=weights, around=torch.autocast(device, dtype=torch.bfloat16))
+    assert ran.tensors["y"].dtype == torch.bfloat16
+    assert ran.y_ptr == buffers.out.data_ptr()
+    assert (buffers.out.flatten(0, -2)[sizes.num_used :] == SENTINEL).all()
+    for name, tensor in ran.tensors.items():
+        assert name == "y" or tensor.dtype == torch.float32, name
+    assert_near_oracle(ran, oracle_of(way, case, inputs), half, sizes)
+
+
+def check_activation(path: str, name: str, dtype: torch.dtype, sizes: Sizes = TINY, device: str = "cpu") -> None:
+    """One of ACTIVATIONS against the oracle, and against three modules."""
+    activation, act, block = ACTIVATIONS[name]
+    if block is not None:
+        order = interleaved_order(2 * sizes.ffn, block)
+        back, plain = [order.index(column) for column in range(2 * sizes.ffn)], act
+
+        def act(h):
+            return plain(h[back])
+
+    case = Case(dtype=dtype)
+    inputs = make_inputs(case, sizes=sizes, width=activation.activation.hidden_width(sizes.ffn), device=device)
+    buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
+    ran = run_experts(path, case, inputs, buffers, activation=activation)
+    assert_buffers_used(ran, buffers, sizes)
+    assert_like_modules(ran, run_experts("modules", case, inputs, activation=activation), sizes, device)
+    # A rounded h may fall on the other side of a limit, where the derivative jumps.
+    if name != "tight" or dtype is torch.float32:
+        assert_near_oracle(ran, mlp_oracle(inputs, case, act=act), case, sizes)
 
 
 def check_without_gradients(
@@ -496,6 +583,9 @@ def clamped_swiglu(h: torch.Tensor, *, alpha: float, limit: float, offset: float
     return (up + offset) * gate * torch.sigmoid(alpha * gate)
 
 
+gpt_oss = functools.partial(clamped_swiglu, alpha=1.702, limit=7.0, offset=1.0)
+
+
 def srelu(h: torch.Tensor) -> torch.Tensor:
     """[I] of one row [I]."""
     return torch.relu(h) ** 2
@@ -525,12 +615,6 @@ def interleaved_order(width: int, block: int) -> list[int]:
     return order
 
 
-def rows_of(inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """(row, group) of every row that belongs to one."""
-    for row in range(inputs.sizes.num_used):
-        yield row, inputs.sizes.group_of(row)
-
-
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in float64 on the CPU, as a leaf."""
     return tensor.detach().cpu().double().requires_grad_()
@@ -538,26 +622,14 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def linear_oracle(inputs: Inputs, case: Case, *, scale_bias: bool = False) -> dict[str, torch.Tensor]:
     """y and gradients of y_r = W1_g x_r + b1_g (* scale_r); only rows that belong to a group."""
-    x, scale, weight, bias = (
-        leaf(inputs.x.flatten(0, -2)),
-        leaf(inputs.scale.flatten()),
-        leaf(inputs.w1),
-        leaf(inputs.b1),
-    )
-    outs = []
-    for row, g in rows_of(inputs):
-        y = weight[g] @ x[row]
-        if case.bias:
-            y = y + (bias[g] * scale[row] if scale_bias else bias[g])
-        outs.append(y)
-    y = torch.stack(outs)
-    y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
-    found = {"y": y.detach(), "d_x": x.grad[: len(outs)], "d_fc.weight": weight.grad}
-    if case.bias:
-        found["d_fc.bias"] = bias.grad
-        if scale_bias:
-            found["d_scale"] = scale.grad[: len(outs)]
-    return found
+
+    def layer(x, scale, w1, b1, w2, b2):
+        return w1 @ x + (b1 * scale if scale_bias else b1)
+
+    found = _oracle(inputs, case, layer)
+    names = {"y": "y", "d_x": "d_x", "d_fc1.weight": "d_fc.weight", "d_fc1.bias": "d_fc.bias"}
+    names |= {"d_scale": "d_scale"} if scale_bias and case.bias else {}
+    return {names[name]: tensor for name, tensor in found.items() if name in names}
 
 
 def mlp_oracle(
@@ -568,19 +640,47 @@ def mlp_oracle(
     scale_bias: bool = True,
 ) -> dict[str, torch.Tensor]:
     """y and gradients of y_r = W2_g (act(W1_g x_r + b1_g) * scale_r) + b2_g (* scale_r)."""
+
+    def layers(x, scale, w1, b1, w2, b2):
+        return w2 @ (act(w1 @ x + b1) * scale) + (b2 * scale if scale_bias else b2)
+
+    return _oracle(inputs, case, layers)
+
+
+def _oracle(inputs: Inputs, case: Case, of_row: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """y and all gradients of y_r = of_row(x_r, scale_r, w1_g, b1_g, w2_g, b2_g); biases are zero in a case without."""
     x, scale = leaf(inputs.x.flatten(0, -2)), leaf(inputs.scale.flatten())
-    w1, b1, w2, b2 = (leaf(tensor) for tensor in (inputs.w1, inputs.b1, inputs.w2, inputs.b2))
-    outs = []
-    for row, g in rows_of(inputs):
-        h = w1[g] @ x[row]
-        if case.bias:
-            h = h + b1[g]
-        y = w2[g] @ (act(h) * scale[row])
-        if case.bias:
-            y = y + (b2[g] * scale[row] if scale_bias else b2[g])
-        outs.append(y)
-    y = torch.stack(outs)
+    names = ("d_fc1.weight", "d_fc1.bias", "d_fc2.weight", "d_fc2.bias")
+    parameters = {name: leaf(p) for name, p in zip(names, (inputs.w1, inputs.b1, inputs.w2, inputs.b2), strict=True)}
+    if not case.bias:
+        for name in names[1::2]:
+            parameters[name] = torch.zeros_like(parameters[name])
+    used_rows = range(inputs.sizes.num_used)
+    groups = map(inputs.sizes.group_of, used_rows)
+    y = torch.stack(
+        [of_row(x[r], scale[r], *(p[g] for p in parameters.values())) for r, g in zip(used_rows, groups, strict=True)]
+    )
     y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
-    found = {"y": y.detach(), "d_x": x.grad[: len(outs)], "d_scale": scale.grad[: len(outs)]}
-    found |= {"d_fc1.weight": w1.grad, "d_fc2.weight": w2.grad}
-    return found | ({"d_fc1.bias": b1.grad, "d_fc2.bias": b2.grad} if case.bias else {})
+    found = {"y": y.detach(), "d_x": x.grad[: len(y)], "d_scale": None if scale.grad is None else scale.grad[: len(y)]}
+    found |= {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
+    return found
+
+
+# Each with its formula for one row of h. A block: gate and up columns of h alternate so.
+ACTIVATIONS = {
+    "swiglu": (ScaledSwiGLU(), swiglu, None),
+    "gpt-oss": (ScaledClampedSwiGLU(), gpt_oss, None),
+    "tight": (
+        ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
+        functools.partial(clamped_swiglu, alpha=2.0, limit=0.5, offset=0.25),
+        None,
+    ),
+    "srelu": (ScaledSReLU(), srelu, None),
+    "gelu": (scaled("gelu", is_gated=False), torch.nn.functional.gelu, None),
+    "geglu": (scaled("gelu"), gating(torch.nn.functional.gelu), None),
+    "tanh gelu": (scaled("gelu_tanh", is_gated=False), tanh_gelu, None),
+    "tanh geglu": (scaled("gelu_tanh"), gating(tanh_gelu), None),
+    "interleaved by 1": (ScaledClampedSwiGLU(interleave=1), gpt_oss, 1),
+    "interleaved by 4": (ScaledSwiGLU(interleave=4), swiglu, 4),
+    "interleaved by 8": (ScaledClampedSwiGLU(interleave=8), gpt_oss, 8),
+}

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 SEQUENCE, BATCH, VOCABULARY, NUM_EXPERTS = 12, 2, 64, 8
 HEAP_BYTES = 8 << 20
+ROUNDING = 1e-5  # of a tensor's largest value: what sums in another order change at most
 
 
 _GROUPS: list[dist.ProcessGroup] = []  # of Megatron, on this rank
@@ -151,6 +152,14 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     return parts
 
 
+def steered(model: Any, bias: dict[int, float] | None) -> Any:
+    """The model with these values, by expert, in its routers' expert biases."""
+    for layer in model.decoder.layers:
+        for expert, value in (bias or {}).items():
+            layer.mlp.router.expert_bias[expert] = value
+    return model
+
+
 def reference_spec(config: Any) -> Any:
     """Megatron's own layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -264,9 +273,7 @@ def compare(
             if form in ("experts", "dispatcher") and fault is not None:
                 for layer in model.decoder.layers:
                     damage(layer.mlp, fault)
-            for expert, value in (bias or {}).items():
-                for layer in model.decoder.layers:
-                    layer.mlp.router.expert_bias[expert] = value
+            steered(model, bias)
             if form == "experts":
                 for layer in model.decoder.layers:
                     note_rows(layer.mlp, received)

@@ -1,13 +1,27 @@
-"""What ranks run for the tests of checkpoints. Everything runs on ranks."""
+"""What ranks run for the tests of checkpoints and of Megatron's distributed optimizer. Everything runs on ranks."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 from typing import Any
 
+import megatron_shim
 import torch
-from megatron_cases import config_of, model_of, named_parameters, named_parts, opened_heap, reference_spec, use_groups
+from megatron_cases import (
+    ROUNDING,
+    batch_of,
+    config_of,
+    differences,
+    forms_of,
+    model_of,
+    named_parameters,
+    named_parts,
+    opened_heap,
+    reference_spec,
+    use_groups,
+)
 
+NUM_STEPS = 3
 MOMENT = 3.0  # exp_avg of the saved optimizer is this times the parameter
 
 
@@ -113,3 +127,68 @@ def _metadata(per_expert_keys: bool) -> dict[str, Any]:
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {"singleton_local_shards": per_expert_keys, "dp_cp_group": group}
+
+
+# -- the distributed optimizer ---------------------------------------------------------------------------------------
+
+
+def trained(rank: int, num_ranks: int, *, ep: int) -> None:
+    """A few steps with Megatron's plain and its distributed optimizer, of Megatron's layers and of ours, are the same.
+
+    Without its checkpoints: with torch's Adam, which Megatron takes without Apex and Transformer Engine, its loader
+    asks for a "step" that its writer has not written.
+    """
+    use_groups(ep=ep)
+    config = config_of()
+    found, sizes = {}, []
+    with opened_heap() as heap, megatron_shim.CudaIsCpu():
+        forms = forms_of(reference_spec(config), heap)
+        for form in ("megatron", "experts"):
+            for distributed in (False, True):
+                run = _Run(config, forms[form], distributed)
+                before = run.parameters()
+                run.steps(NUM_STEPS)
+                found[form, distributed] = run.parameters()
+                if form == "experts":
+                    sizes.append(run.state_size())
+        assert len(differences(run.parameters(), before)) == len(before)
+        to_plain, to_megatrons = (found[other] for other in (("experts", False), ("megatron", True)))
+        assert max(differences(found["experts", True], to_plain).values(), default=0.0) < ROUNDING
+        # Adam divides by small numbers.
+        assert max(differences(found["experts", True], to_megatrons).values()) < 100 * ROUNDING
+        plain, sharded = sizes  # numbers of Adam's state on this rank
+        assert sharded < 0.7 * plain if ep == 1 else sharded < plain
+
+
+class _Run:
+    """A GPTModel in Megatron's DDP, with Adam."""
+
+    def __init__(self, config: Any, spec: Any, distributed: bool) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        choice = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        self.model = DistributedDataParallel(config, choice, model_of(config, spec))
+        settings = OptimizerConfig(
+            optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=0.5, use_distributed_optimizer=distributed
+        )
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
+
+    def steps(self, number: int) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        for _ in range(number):
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self.model(**batch_of()).mean().backward()
+            finalize_model_grads([self.model])
+            is_done, norm, _ = self.optimizer.step()
+            assert is_done
+            assert norm > 0.5, "the gradients are clipped"
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in named_parameters(self.model)}
+
+    def state_size(self) -> int:
+        states = [state for part in self.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+        return sum(state["exp_avg"].numel() for state in states)

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 from megatron_cases import (
     BATCH,
+    ROUNDING,
     SEQUENCE,
     batch_of,
     config_of,
@@ -24,8 +25,10 @@ from megatron_cases import (
     opened_heap,
     reference_spec,
     results_of,
+    steered,
     use_groups,
 )
+from small_model import check_metrics
 from worker import without_semaphores
 
 import symmoe
@@ -38,6 +41,7 @@ SIGMOID_BIAS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_dtype": "fp32",
 }
+ALL_ON_RANK_0 = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token: values of expert biases
 
 
 def main_grads(
@@ -59,14 +63,14 @@ def main_grads(
     received: list[list[int]] = []
     with opened_heap() as heap:
         spec = reference_spec(config)
-        found["megatron"], _ = _reduced(_ddp(_steered(model_of(config, spec), bias), overlap))
+        found["megatron"] = _reduced(_ddp(steered(model_of(config, spec), bias), overlap))
         for fused in (False, True):
             for delayed in (False, True):
                 config = config_of(**fields)
                 # Its own checks ask for extensions (fused) and schedules (delayed) that CPUs do not have.
                 config.delay_wgrad_compute = delayed
                 ours = use_symmoe(spec, heap, options=DispatchOptions(order="slot"))
-                model = _steered(model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
+                model = steered(model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
                 for layer in model.decoder.layers:
                     note_rows(layer.mlp, received)
                 if fault:
@@ -75,9 +79,7 @@ def main_grads(
                 name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
                 ddp = _ddp(model, overlap)
                 expert_buckets[name] = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
-                found[name], grads = _reduced(ddp)
-                if fused:
-                    expert_buckets[f"{name}: .grad"] = sum(grad is not None for grad in grads)
+                found[name] = _reduced(ddp)
     return {
         **{name: differences(found[name], found["megatron"]) for name in found if name != "megatron"},
         "fused to unfused": differences(found["main_grad"], found["grad"]),
@@ -85,14 +87,6 @@ def main_grads(
         "num_expert_params": expert_buckets,
         "received": received,
     }
-
-
-def _steered(model: Any, bias: dict[int, float] | None) -> Any:
-    """The model with these values in its routers' expert biases."""
-    for layer in model.decoder.layers:
-        for expert, value in (bias or {}).items():
-            layer.mlp.router.expert_bias[expert] = value
-    return model
 
 
 def _with_fused_gradients(spec: Any) -> Any:
@@ -125,8 +119,8 @@ def _ddp(model: Any, overlap: bool) -> Any:
     return DistributedDataParallel(model.config, choice, model)
 
 
-def _reduced(ddp: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """main_grad of every parameter after two micro-batches and the reduction; and `.grad` of the experts' weights."""
+def _reduced(ddp: Any) -> dict[str, torch.Tensor]:
+    """main_grad of every parameter after two micro-batches and the reduction."""
     ddp.zero_grad_buffer()
     for step in range(NUM_MICRO_BATCHES):
         # DDP starts to reduce with overlap once it has seen every gradient of the last micro-batch.
@@ -137,8 +131,7 @@ def _reduced(ddp: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
                 for layer in ddp.module.decoder.layers:
                     layer.mlp.backward_dw()
     ddp.finish_grad_sync()
-    found = {name: parameter.main_grad.clone() for name, parameter in named_parameters(ddp)}
-    return found, [p.grad for name, p in named_parameters(ddp) if ".mlp.experts." in name]
+    return {name: parameter.main_grad.clone() for name, parameter in named_parameters(ddp)}
 
 
 def _scale_wgrad(linear: Any) -> None:
@@ -161,8 +154,8 @@ def _scale_wgrad(linear: Any) -> None:
     linear.gradient_target = scaled
 
 
-def memory(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
-    """What a step leaves on the heap, and how many rows it held at most."""
+def memory(rank: int, num_ranks: int, *, fields: dict[str, Any], keeps_rows: bool) -> None:
+    """A step leaves nothing on the heap; until backward, rows lie there if they are not computed again."""
     from symmoe.integrations.megatron import use_symmoe
 
     use_groups(ep=2)
@@ -170,42 +163,38 @@ def memory(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, An
     with opened_heap() as heap:
         spec = use_symmoe(reference_spec(config), heap)
         model = model_of(config, spec)
-        leased = [heap.leased_bytes]
+        assert heap.leased_bytes == 0
         with torch.no_grad():
             model(**batch_of())
-        leased.append(heap.leased_bytes)
+        assert heap.leased_bytes == 0
         losses = model(**batch_of())
-        during = heap.leased_bytes
+        assert (heap.leased_bytes > 0) == keeps_rows
         losses.mean().backward()
         del losses
-        leased.append(heap.leased_bytes)
-        results_of(model)
-        leased.append(heap.leased_bytes)
-        return {"leased": leased, "during": during, "high": heap.high_water_bytes}
+        assert heap.leased_bytes == 0
 
 
-def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any], bias: dict[int, float]) -> list[float]:
-    """How much of a heap of the planned size three steps use, with all tokens on rank 0 and with ordinary routing."""
+def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> None:
+    """A heap of the planned size is enough for three steps, with all tokens on rank 0 and with ordinary routing, and is
+    not wasteful if the routing is as uneven as can be."""
     from symmoe.integrations.megatron import heap_bytes, open_heap, use_symmoe
 
     use_groups(ep=2)
     config = config_of(**fields)
     num_layers = 1 if config.recompute_granularity else config.num_layers
     used = []
-    for values in ({}, bias):
+    for values in ({}, ALL_ON_RANK_0):
         num_bytes = heap_bytes(config, num_tokens=24, num_layers=num_layers)
         with open_heap(num_bytes) as heap:
-            model = model_of(config, use_symmoe(reference_spec(config), heap))
-            for layer in model.decoder.layers:
-                for expert, value in values.items():
-                    layer.mlp.router.expert_bias[expert] = value
+            model = steered(model_of(config, use_symmoe(reference_spec(config), heap)), values)
             for _ in range(3):
                 model(**batch_of()).mean().backward()
             used.append(heap.high_water_bytes / num_bytes)
-    return used
+    assert all(0.1 < share < 1 for share in used), used
+    assert max(used) > 0.4
 
 
-def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> dict[str, Any]:
+def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> None:
     """Records of our layers beside the routing maps of Megatron's own model's routers, on the same tokens."""
     use_groups(ep=2)
     config = config_of(**fields)
@@ -216,45 +205,27 @@ def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> 
         layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
     with torch.no_grad():
         megatrons(**batch_of())
-    loads = [routing_map.sum(0) for routing_map in maps]
-    for load in loads:
-        dist.all_reduce(load)
+    experts = torch.arange(8)
+    expected = {}
+    for number, routing_map in enumerate(maps):
+        remote = routing_map[:, experts // 4 != rank]
+        numbers = torch.where(routing_map, experts, -1)
+        row_bytes = config.hidden_size * 4
+        counts = int(remote.any(1).sum()) * row_bytes, int(remote.sum()) * row_bytes
+        expected[f"decoder.layers.{number}.mlp"] = numbers, *counts
     with opened_heap() as heap:
-        model = model_of(config, forms_of(spec, heap)[form]).train()
-        logger = symmoe.MetricsLogger(model, times_forward=True)
-        for _ in range(2):
-            model(**batch_of()).mean().backward()
-        with torch.no_grad():
-            model.eval()(**batch_of())
-        records = logger.step(0)
-        logger.close()
-        with torch.no_grad(), symmoe.record_routing(model) as routing:
-            model(**batch_of())
-        errors = []
+        model = model_of(config, forms_of(spec, heap)[form])
+        routing = check_metrics(model, expected, lambda: model(**batch_of()).mean())
+        for ids, routing_map in zip(routing.values(), maps, strict=True):
+            assert torch.equal((ids[:, :, None] == experts).any(1), routing_map)
+        text = r"layer 'decoder.layers.0.mlp' \(SymmMoELayer\) must be a MoELayer.*moe_router_force_load_balancing"
         for context in (symmoe.replay_routing(model, routing), symmoe.balanced_routing(model)):
-            try:
-                with context:
-                    pass
-            except ArgumentError as error:
-                errors.append(str(error))
-    experts = torch.arange(loads[0].numel())
-    remote = [routing_map[:, experts // 4 != rank] for routing_map in maps]
-    return {
-        "records": records,
-        "loads": [load.tolist() for load in loads],
-        "same maps": [
-            torch.equal((ids[:, :, None] == experts).any(1), routing_map)
-            for ids, routing_map in zip(routing.values(), maps, strict=True)
-        ],
-        "sent": [int(of.any(1).sum()) * 32 * 4 for of in remote],
-        "read": [int(of.sum()) * 32 * 4 for of in remote],
-        "names": list(routing),
-        "errors": errors,
-    }
+            with pytest.raises(ArgumentError, match=text), context:
+                pass
 
 
-def compiled(rank: int, num_ranks: int, *, form: str) -> dict[str, Any]:
-    """A layer in torch.compile: what that leaves alone, and differences to the same layer without it."""
+def compiled(rank: int, num_ranks: int, *, form: str) -> None:
+    """A layer in torch.compile, which leaves the trips alone, equals the same layer without it."""
     without_semaphores()
     use_groups(ep=2)
     config = config_of()
@@ -282,21 +253,19 @@ def compiled(rank: int, num_ranks: int, *, form: str) -> dict[str, Any]:
             torch._dynamo.reset()
             torch.compiler.set_stance("force_eager")
         damaged = {name: tensor * 1.01 for name, tensor in expected.items()}
-    wanted = [re.search(r"Skip inlining function <function (\S+) at", str(each.reason)) for each in breaks]
-    return {
-        "differences": differences(found, expected),
-        "damaged": differences(found, damaged),
-        "left alone": {match.group(1) for match in wanted if match},
-        "others in our files": [
-            str(each)
-            for each, match in zip(breaks, wanted, strict=True)
-            if match is None and any(Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:])
-        ],
-    }
+    assert max(differences(found, expected).values(), default=0.0) < ROUNDING
+    assert min(differences(found, damaged).values()) > 100 * ROUNDING
+    left_alone = set()
+    for each in breaks:
+        match = re.search(r"Skip inlining function <function (\S+) at", str(each.reason))
+        left_alone |= {match[1]} if match else set()
+        assert match or not any(Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:]), each
+    trips = {"FusedTokenDispatcher.compute", "SymmTokenDispatcher.token_dispatch", "SymmTokenDispatcher.token_combine"}
+    assert set() < left_alone <= {*trips, "SymmExperts.forward"}
 
 
-def half_precision(rank: int, num_ranks: int) -> dict[str, float]:
-    """Root mean square error of all gradients in bf16, against fp32, of Megatron's layer and of ours."""
+def half_precision(rank: int, num_ranks: int) -> None:
+    """Of all gradients in bf16, the root mean square error against fp32 is as small as that of Megatron's layer."""
     from megatron.core.transformer.module import Float16Module
 
     from symmoe.integrations.megatron import use_symmoe
@@ -315,7 +284,7 @@ def half_precision(rank: int, num_ranks: int) -> dict[str, float]:
                 for name, parameter in named_parameters(model)
             ]
             errors[form] = sum(squares) / len(squares)
-    return errors
+    assert 0 < errors["symmoe"] < 1.2 * errors["megatron"]
 
 
 def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
@@ -338,9 +307,8 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     return list(experts.linear_fc1.weight.detach().clone())
 
 
-def other_state(rank: int, num_ranks: int) -> tuple[list[str], str]:
-    """Names of weights that a plain state dict of TEGroupedMLP does not load into, and what a flattened one raises."""
-    from symmoe.errors import ArgumentError
+def other_state(rank: int, num_ranks: int) -> None:
+    """A plain state dict of TEGroupedMLP loads into every weight; a flattened one is refused."""
     from symmoe.integrations.megatron import SymmExperts
 
     use_groups(ep=2)
@@ -348,22 +316,16 @@ def other_state(rank: int, num_ranks: int) -> tuple[list[str], str]:
     linears = (("linear_fc1", experts.linear_fc1), ("linear_fc2", experts.linear_fc2))
     state = {f"{name}.weight{i}": torch.randn(linear.weight.shape[1:]) for name, linear in linears for i in range(4)}
     experts.load_state_dict(dict(state), strict=True)
-    wrong = [
-        f"{name}.weight{i}"
-        for name, linear in linears
-        for i in range(4)
-        if not torch.equal(linear.weight[i], state[f"{name}.weight{i}"])
-    ]
+    for name, linear in linears:
+        for i in range(4):
+            assert torch.equal(linear.weight[i], state[f"{name}.weight{i}"])
     factory = experts.sharded_state_dict("mlp.experts.")["mlp.experts.linear_fc2.weight"]
-    try:
+    with pytest.raises(ArgumentError, match=r"flattened part slice\(0, 8"):
         factory.build_fn("key", factory.data.flatten()[:8], factory.replica_id, slice(0, 8))
-    except ArgumentError as error:
-        return wrong, str(error)
-    return wrong, "no error"
 
 
-def refused(rank: int, num_ranks: int, *, what: str) -> tuple[str, str]:
-    """Class and text of the error of building a layer that cannot be, which must come on every rank."""
+def refused(rank: int, num_ranks: int, *, what: str, error: type[SymmoeError], text: str) -> None:
+    """Of building a layer that cannot be; the error must come on every rank."""
     from megatron.core import parallel_state
 
     from symmoe.integrations.megatron import DispatchOptions, open_heap, use_symmoe, use_symmoe_dispatcher
@@ -379,14 +341,10 @@ def refused(rank: int, num_ranks: int, *, what: str) -> tuple[str, str]:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=2, expert_model_parallel_size=1, expert_tensor_parallel_size=2
         )
-    try:
-        with open_heap(num_bytes) as heap:
-            if what == "another group's heap":
-                use_groups(ep=1)
-            # With tensor parallelism the field would be refused first: it and the groups are of different commands.
-            config = config_of(num_layers=1, sequence_parallel=False)
-            spec = use(reference_spec(config), heap, options=DispatchOptions(**options))
-            model_of(config, spec)(**batch_of())
-    except SymmoeError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    with pytest.raises(error, match=re.escape(text)), open_heap(num_bytes) as heap:  # noqa: PT012 - one of several
+        if what == "another group's heap":
+            use_groups(ep=1)
+        # With tensor parallelism the field would be refused first: it and the groups are of different commands.
+        config = config_of(num_layers=1, sequence_parallel=False)
+        spec = use(reference_spec(config), heap, options=DispatchOptions(**options))
+        model_of(config, spec)(**batch_of())

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
 ROWS, PACKED, SLOTS, PROBS, VALUES, RETURNED = range(6)  # buffers of a rank's arena
@@ -227,62 +227,31 @@ class _Call:
         received = self.received((), case.plan_fails)
         self.maps = []
         for rank, num_tokens in enumerate(case.tokens):
-            num_blocks = block_starts[rank].shape[0]
-            local = num_experts // num_ranks
             status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
             status[control.STATUS_KIND] = case.pending
-            layout = {
-                "splits": self.int32(local),
-                "row_range": self.int32(2, local),
-                "slot_start": self.int32(num_experts),
-                "slot_limit": self.int32(num_experts),
-                "packed_start": self.int32(num_ranks),
-                "packed_limit": self.int32(num_ranks),
-                "source_to_packed_start": self.int32(num_ranks + 1),
-                "source_to_row_start": self.int32(num_ranks + 1, local),
-                "expert_load": self.int32(num_experts),
-                "report": self.int32(control.SUMMARY_WORDS),
-            }
+            numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
+            plan = PlanIntegers(self.int32(numel), layout)
             ops.lay_out(
                 self.peers[rank],
                 received,
                 status,
-                num_experts=num_experts,
+                plan,
                 capacity=case.room_of(rank)[0],
                 packed_capacity=case.room_of(rank)[1],
                 drop=case.drop,
                 record_errors=case.room_of(rank)[0] >= 0,
-                **layout,
             )
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            for name, tensor in layout.items():
-                self.keep(f"rank {rank} {name}", tensor)
             self.keep(f"rank {rank} status", status)
-            source_to_rows = self.int32(num_ranks, 2, local)
-            ops.split_by_source(layout["source_to_row_start"], source_to_rows, rank=rank)
-            self.keep(f"rank {rank} source_to_rows", source_to_rows)
-            slots = {
-                "slot_to_row": self.int32(num_tokens, top_k),
-                "slot_to_rank": self.int32(num_tokens, top_k),
-                "block_tokens": self.int32(num_blocks, num_ranks),
-            }
-            ops.assign_rows(
-                self.topk_idx[rank],
-                block_starts[rank],
-                layout["slot_start"],
-                layout["slot_limit"],
-                *slots.values(),
-                experts_per_rank=local,
-            )
-            tokens = {
-                "token_to_packed_row": self.int32(num_tokens, num_ranks),
-                "token_to_primary_row": self.int32(num_tokens, num_ranks),
-            }
-            ops.assign_packed_rows(*slots.values(), layout["packed_start"], *tokens.values())
-            for name, tensor in (slots | tokens).items():
+            ops.split_by_source(plan.source_to_row_start, plan.source_to_rows, rank=rank)
+            ops.assign_rows(self.topk_idx[rank], block_starts[rank], plan)
+            ops.assign_packed_rows(plan)
+            maps = {name: getattr(plan, name) for name in layout}
+            for name, tensor in maps.items():
                 self.keep(f"rank {rank} {name}", tensor)
-            self.maps.append(layout | slots | tokens)
+            self.keep(f"rank {rank} all of the plan", plan.storage)  # nothing between its tensors is written
+            self.maps.append(maps)
         report = self.maps[0]["report"].tolist()
         self.num_rows = max(1, report[control.SUM_MAX_ROWS])
         self.num_packed = max(1, report[control.SUM_MAX_PACKED])

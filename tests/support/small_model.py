@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import symmoe
+from symmoe.integrations.parallel import data_parallel, parallelize
 
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
@@ -53,17 +54,28 @@ class Model(nn.Module):
         return self.last(x), aux_loss
 
 
+def model_of(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = CONFIG) -> Model:
+    model = Model(heap, config)
+    set_weights(model, heap)
+    return model
+
+
+def on_mesh(mesh: DeviceMesh, heap: symmoe.SymmetricHeap, wrap: str, config: symmoe.MoEConfig = CONFIG) -> nn.Module:
+    """The model in FSDP2 ("fsdp") or in DDP ("ddp")."""
+    return {"fsdp": parallelize, "ddp": data_parallel}[wrap](model_of(heap, config), mesh)
+
+
 @torch.no_grad()
-def set_weights(model: Model, *, ep_rank: int, num_ep_ranks: int) -> None:
+def set_weights(model: nn.Module, heap: symmoe.SymmetricHeap) -> None:
     """Each parameter from a generator of its own; a rank takes its experts from the whole."""
     for number, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator().manual_seed(number)
         shape = list(parameter.shape)
         is_expert = ".experts." in name
         if is_expert:
-            shape[0] *= num_ep_ranks
+            shape[0] *= heap.num_ranks
         whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / 2
-        parameter.copy_(whole.chunk(num_ep_ranks)[ep_rank] if is_expert else whole)
+        parameter.copy_(whole.chunk(heap.num_ranks)[heap.rank] if is_expert else whole)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,3 +193,40 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
+
+
+def check_metrics(
+    model: nn.Module, expected: dict[str, tuple[torch.Tensor, int, int]], loss_of: Callable[[], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Metrics of two steps of a model whose 8 experts are on two ranks and whose router is a trainer's; they count
+    neither what is recomputed nor what runs in eval mode. Collective.
+
+    Args:
+        expected: by layer, the experts that this rank's tokens choose, and bytes sent and read.
+
+    Returns:
+        the routing of one forward more, as record_routing has it.
+    """
+    logger = symmoe.MetricsLogger(model.train(), times_forward=True)
+    for _ in range(2):
+        loss_of().backward()
+    with torch.no_grad():
+        model.eval()
+        loss_of()
+    records = {record.name: record for record in logger.step(0)}
+    logger.close()
+    with torch.no_grad(), symmoe.record_routing(model) as routing:
+        loss_of()
+    assert records.keys() == routing.keys() == expected.keys()
+    for path, (chosen, sent, read) in expected.items():
+        record, load = records[path], chosen[chosen >= 0].bincount(minlength=8)
+        dist.all_reduce(load)
+        assert record.num_calls == 2
+        assert record.tokens_per_expert == tuple(2 * slots for slots in load.tolist())
+        assert record.tokens_per_rank == (2 * load[:4].sum().item(), 2 * load[4:].sum().item())
+        assert (record.dispatch_bytes, record.combine_bytes) == (2 * sent, 2 * read)
+        assert min(sent, read) > 0
+        assert record.num_dropped == 0
+        assert record.aux_loss is None  # the trainer's own
+        assert 0 < record.dispatch_s + record.combine_s < record.forward_s
+    return routing

@@ -18,7 +18,6 @@ Only processes of their own import this: one that has imported torchtitan may ab
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ import titan_on_cpus  # noqa: F401 - before torchtitan's other modules
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launchers import environment_of
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpoint import CheckpointManager
@@ -151,25 +151,15 @@ class Recorder(MetricsProcessor):
 
 @dataclass(frozen=True)
 class Job:
-    """What a Trainer is to do.
+    """What a Trainer is to do."""
 
-    Attributes:
-        folder: where it saves after half of the steps, and at the end.
-        seed_folder: the checkpoint that it begins with; "": it makes one, and does not train.
-        symmoe: dispatch and combine by symmoe, in place of torchtitan's all-to-all.
-        accumulate: micro-batches of a step.
-        bf16: FSDP2's mixed precision.
-        recompute: activation checkpointing, "full" or "selective"; "": none.
-        saved_by: go on from what so many ranks have saved in `folder` after half of the steps; 0: begin.
-    """
-
-    folder: str
-    seed_folder: str = ""
-    symmoe: bool = False
-    accumulate: int = 1
-    bf16: bool = False
-    recompute: str = ""
-    saved_by: int = 0
+    folder: str  # where it saves after half of the steps, and at the end
+    seed_folder: str = ""  # the checkpoint that it begins with; "": it makes one, and does not train
+    symmoe: bool = False  # dispatch and combine by symmoe, in place of torchtitan's all-to-all
+    accumulate: int = 1  # micro-batches of a step
+    bf16: bool = False  # FSDP2's mixed precision
+    recompute: str = ""  # activation checkpointing, "full" or "selective"; "": none
+    saved_by: int = 0  # go on from what so many ranks have saved in `folder` after half of the steps; 0: begin
 
 
 def parallelize(model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
@@ -264,19 +254,18 @@ def config_of(job: Job, num_ranks: int) -> Trainer.Config:
 
 @contextmanager
 def launched(rank: int, num_ranks: int, port: int) -> Iterator[None]:
-    """What torchrun would have set, in a process that has no process group."""
+    """In a process that has no process group, and has none afterwards."""
+    with environment_of(rank, num_ranks, MASTER_PORT=str(port)):
+        _end_group()
+        try:
+            yield
+        finally:
+            _end_group()
+
+
+def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    before = dict(os.environ)
-    variables = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def train(rank: int, num_ranks: int, port: int, job: Job) -> Run:

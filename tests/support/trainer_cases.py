@@ -1,15 +1,24 @@
-"""What trainers are given in tests: a small transformers model, and data that can be learnt."""
+"""What trainers are given in tests: a small transformers model, data that can be learnt, and what to do with them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hf_cases import VOCABULARY, random_model
 from torch import nn
-from torch.utils.data import Dataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from transformers import TrainingArguments
+
+import symmoe
+from symmoe import checkpoint
+from symmoe.integrations.transformers import Trainer
 
 STEPS = 20
+HALF = STEPS // 2
 GLOBAL_BATCH = 4  # sequences of an optimizer step
 LENGTH = 12
 LEARNING_RATE = 1e-2
@@ -49,13 +58,148 @@ def small_model(**changes: Any) -> nn.Module:
     return random_model("qwen3_moe", output_router_logits=False, **changes)
 
 
-def share_of(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """The state of a plain model, by the names and in the parts that rank `rank` of two has of it."""
-    share = {}
-    for name, tensor in model.state_dict().items():
-        own, part = name, tensor
-        for theirs, ours in (("gate_up_proj", "mlp.fc1.weight"), ("down_proj", "mlp.fc2.weight")):
-            if name.endswith(f"experts.{theirs}"):
-                own, part = name.replace(theirs, ours), tensor.chunk(2)[rank]
-        share[own] = part
-    return share
+@dataclass
+class Run:
+    """What a loop did: the mean loss over ranks and the norm of every step, and the loss on held-out data."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    heldout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a loop is to do."""
+
+    rank: int = 0  # where it runs
+    num_ranks: int = 1  # where it runs
+    accumulate: int = 1  # micro-batches of a step
+    bf16: bool = False  # autocast to it
+    lora: bool = False  # train only adapters of peft
+    recomputes: bool = False  # the model's own switch for activation checkpointing is on
+    folder: str = ""  # where it saves after half of the steps; "": nowhere
+    resumes: bool = False  # go on from there
+    max_norm: float = MAX_NORM  # of gradients; there are larger ones
+    reduces: bool = False  # symmoe.reduce_gradients in place of DDP
+
+    @property
+    def batch_size(self) -> int:
+        return GLOBAL_BATCH // self.num_ranks // self.accumulate
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 else "no"
+
+    def loader(self) -> DataLoader:
+        """Micro-batches; the first of a run that resumes is the first that has not been trained on."""
+        sequences = Sequences(STEPS * GLOBAL_BATCH, seed=1, all_labels=True)
+        first = HALF * GLOBAL_BATCH if self.resumes else 0
+        return DataLoader([sequences[i] for i in range(first, len(sequences))], batch_size=self.batch_size)
+
+    def mean(self, value: torch.Tensor) -> float:
+        """Over ranks."""
+        value = value.detach().float().clone()
+        if self.num_ranks > 1:
+            dist.all_reduce(value)
+        return value.item() / self.num_ranks
+
+    def heldout(self, model: nn.Module) -> float:
+        sequences = Sequences(8, seed=2, all_labels=True)
+        ids = torch.stack([sequences[i]["input_ids"] for i in range(self.rank, 8, self.num_ranks)])
+        model.eval()
+        with torch.no_grad():
+            loss = self.mean(model(ids, labels=ids).loss)
+        model.train()
+        return loss
+
+
+def with_torch(model: nn.Module, job: Job) -> Run:
+    """The reference; and, with a DDP and symmoe's own functions in three places, the loop of one's own."""
+    run, optimizer = Run(), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    plain = model
+    if job.num_ranks > 1 and not job.reduces:
+        model = DistributedDataParallel(model)
+
+    def clip() -> torch.Tensor:
+        if job.num_ranks == 1:
+            return nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
+        if job.reduces:
+            symmoe.reduce_gradients(model)
+        return symmoe.clip_grad_norm(model, job.max_norm)
+
+    if job.resumes:
+        checkpoint.load_checkpoint(job.folder, model=plain, optimizer=optimizer)
+    micro_batches = [
+        each["input_ids"][job.rank :: job.num_ranks]
+        for each in Job(accumulate=job.accumulate, resumes=job.resumes).loader()
+    ]
+    for start in range(0, len(micro_batches), job.accumulate):
+        total = 0.0
+        for number, ids in enumerate(micro_batches[start : start + job.accumulate], 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
+                if job.num_ranks > 1 and number < job.accumulate:
+                    with model.no_sync():
+                        loss = model(ids, labels=ids).loss / job.accumulate
+                        loss.backward()
+                else:
+                    loss = model(ids, labels=ids).loss / job.accumulate
+            if job.num_ranks == 1 or number == job.accumulate:
+                loss.backward()
+            total += job.mean(loss)
+        run.losses.append(total)
+        run.norms.append(clip().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.folder and not job.resumes and len(run.losses) == HALF:
+            checkpoint.save_checkpoint(job.folder, HALF, model=plain, optimizer=optimizer)
+    run.heldout = job.heldout(plain)
+    return run
+
+
+# -- transformers' Trainer --------------------------------------------------------------------------------------------
+
+EVERY = 5
+KEPT: dict[str, Any] = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "save_steps": EVERY,
+    "eval_steps": EVERY,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,  # the first one is the worst
+}
+
+
+def arguments(folder: str, num_ranks: int, **options: Any) -> TrainingArguments:
+    accumulate = options.get("gradient_accumulation_steps", 1)
+    defaults = {
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": GLOBAL_BATCH // num_ranks // accumulate,
+        "per_device_eval_batch_size": 4 // num_ranks,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": MAX_NORM,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(folder, **(defaults | options))
+
+
+def trained(
+    trainer_class: type, model: Any, folder: str, num_ranks: int, *, since: int = 0, **options: Any
+) -> tuple[Any, Run]:
+    """A script that knows nothing of ranks, which goes on from the checkpoint of step `since`; and what it logs."""
+    given = arguments(folder, num_ranks, **options)
+    trainer = trainer_class(model, given, train_dataset=train_data(), eval_dataset=eval_data())
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{since}" if since else None)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] > since]
+    return trainer, Run([entry["loss"] for entry in logs], [entry["grad_norm"] for entry in logs])
+
+
+def resumed(model: Any, folder: str, num_ranks: int, **options: Any) -> list[float]:
+    """Losses after the checkpoint in the middle, saving over those that are there."""
+    options = {**KEPT, "load_best_model_at_end": False, **options}
+    return trained(Trainer, model, folder, num_ranks, since=2 * EVERY, **options)[1].losses

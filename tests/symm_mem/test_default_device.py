@@ -10,8 +10,8 @@ import torch
 from test_heap import outcome, round_trip
 
 import symmoe
-from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
-from symmoe.precision import MXFP8, NVFP4, Float8Block
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.precision import MXFP8, NVFP4, Float8Block, draw_signs
 
 PACKAGE = Path(symmoe.__file__).resolve().parent
 CONSTRUCTORS = {
@@ -44,19 +44,31 @@ def test_every_tensor_names_its_device():
     assert found == {}
 
 
-@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
-def test_a_step_under_another_default_device(schedule: str):
+FEATURES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "expert_bias": True, "aux_loss": "global"}
+OPTIONS = (
+    {"schedule": "serial"},
+    {"schedule": "overlapped", "capacity": 64, "max_tokens": 8, "stash": "none"},
+    {"precision": Float8Block(), "quantized_wire": "both", "ffn": 32},
+    {"precision": NVFP4(hadamard_signs=5), "hidden": 64, "ffn": 32},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_under_another_default_device(options: dict):
     """Heap, layer and calls with torch.device("meta") as default: bits, errors and counts as without."""
 
     def step(layer: MoELayer, heap: SymmetricHeap, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = x.detach().requires_grad_()
-        y, metrics = layer(x)
+        y, metrics = layer(x, torch.ones(len(x), dtype=torch.bool, device="cpu"))
         (y.square().sum() + metrics.aux_loss).backward()
-        return y, x.grad, layer.experts.fc1.weight.grad, metrics.expert_load
+        plan = make_plan(metrics.topk_idx, num_experts=4, heap=heap)
+        rows, probs = dispatch_tokens(x.detach(), plan, probs=x.new_ones(metrics.topk_idx.shape))
+        combined = combine_tokens(rows * probs[:, None], plan)
+        return y, x.grad, *(p.grad for p in layer.parameters()), metrics.expert_load, combined
 
     torch.manual_seed(0)
-    config = MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule=schedule, aux_loss_coef=0.1)
-    x, ids = torch.randn(7, 16), torch.zeros(8, 1, dtype=torch.int64)
+    config = MoEConfig(**{"hidden": 16, "ffn": 8, "num_experts": 4, "top_k": 2, **FEATURES, **options})
+    x, ids = torch.randn(7, config.hidden), torch.zeros(8, 1, dtype=torch.int64)
     with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
         layer = MoELayer(config, heap)
         want = step(layer, heap, x)
@@ -68,6 +80,7 @@ def test_a_step_under_another_default_device(schedule: str):
             layer.load_state_dict(state)
         got = step(layer, heap, x)
         assert {tensor.device.type for tensor in (heap.status, heap.peers.bases, *got)} == {"cpu"}
+        assert 0 <= draw_signs() < 1 << 16
         assert outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)[0] == "CapacityError"
         heap.close()
     assert all(map(torch.equal, got, want))

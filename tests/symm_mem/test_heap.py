@@ -34,8 +34,7 @@ from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
-from symmoe.dispatch.overlapped_trip import arriving
-from symmoe.dispatch.trip import send_rows
+from symmoe.dispatch.trip import dispatch
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -786,9 +785,10 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
             elif way == "gradient":
                 plan.packed_to_row = torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32)
                 plan.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32)
-                send_rows(x, plan, out, layout="expert-major")
+                with dispatch(x, plan, out, layout="expert-major", gradients=0):
+                    pass
             else:
-                with arriving(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
+                with dispatch(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
                     for _ in arrival.parts:
                         pass
         except (PeerAborted, HeapPoisoned):
@@ -850,7 +850,7 @@ def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
         with (
             patch.object(ops, "fan_out", fails),
             contextlib.suppress(ZeroDivisionError) if rank == num_ranks - 1 else contextlib.nullcontext(),
-            arriving(
+            dispatch(
                 torch.ones(5, 8, dtype=torch.bfloat16),
                 plan,
                 out,

@@ -311,15 +311,15 @@ def check_audit(rank: int, num_ranks: int, tapes: str) -> tuple[int, int, list[s
     """From some step on rank 1 does more in one part of a call than its tape does: both ranks raise when that call is
     compared, and not before; steps after it are right."""
     findings, added = Findings(), []
-    real = _Forward._second_layer_and_combine
+    real = _Forward.second_half
 
-    def more(self: _Forward, half: object, received: torch.Tensor) -> tuple[torch.Tensor]:
+    def more(self: _Forward, a: torch.Tensor, *rest: object) -> tuple[torch.Tensor]:
         if added:
-            half.a.mul_(1.0)
-        return real(self, half, received)
+            a.mul_(1.0)
+        return real(self, a, *rest)
 
     with pytest.MonkeyPatch.context() as patch, open_heap("cpu", tapes=tapes, num_bytes=16 << 20) as heap:
-        patch.setattr(_Forward, "_second_layer_and_combine", more)
+        patch.setattr(_Forward, "second_half", more)
         layer = make_layer(heap)
         x, dy = next(make_calls(rank, 1, torch.float32))
         wanted = step(layer, x, dy, "")

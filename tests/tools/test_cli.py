@@ -58,7 +58,7 @@ WRONG = [
     ("plan CUSTOM --ranks 2 --tokens 99999999999999999999", "would need a heap of more than"),
     ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor inf", "must be finite"),
     ("plan CUSTOM --ranks 2 --tokens 8 --layers 0", "num_layers (0) must be at least 1"),
-    ("plan CUSTOM --tokens 8 --ranks 3", "must be divisible by num_ranks (3)"),
+    ("plan CUSTOM --tokens 8 --ranks 3", "must be divisible by the number of ranks (3)"),
 ]
 
 

@@ -23,11 +23,23 @@ from symmoe.errors import PeerError
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.doctor import command as doctor
 from symmoe.tools.doctor import self_test
-from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
-from symmoe.tools.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, read_gpus
-from symmoe.tools.doctor.nvidia_smi import Device, Links, Report, ask, parse_devices, parse_links, parse_topology
-from symmoe.tools.doctor.system import System, check_limits, check_system, read_system
+from symmoe.tools.doctor.gpus import (
+    Device,
+    Gpu,
+    Gpus,
+    Links,
+    Pair,
+    Report,
+    ask,
+    check_gpus,
+    check_links,
+    parse_devices,
+    parse_links,
+    parse_topology,
+    read_gpus,
+)
+from symmoe.tools.doctor.machine import System, check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.trial import Trial, check_trial, run_trial
 from symmoe.tools.doctor.versions import Versions, check_versions, read_versions
 
@@ -234,12 +246,32 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_versions(nvidia_nvshmem_cu13="3.8.0"), "problem", "NVSHMEM 3.8.0 with Triton 3.6.0", "nvshmem-cu13==3.4.5"),
     (of_versions(nvidia_nvshmem_cu13="3.6.5"), "note", "3.6.5", "nvidia-nvshmem-cu13==3.4.5"),
     (of_versions(without="nvidia-nvshmem-cu13"), "problem", "without nvidia-nvshmem-cu13", "nvshmem-cu13==3.4.5"),
-    (of_versions(without="nvshmem4py-cu13"), "problem", "nvshmem4py-cu13 is not", "pip install 'symmoe[nvshmem]'"),
-    (of_versions(nvshmem4py_cu13="0.2.2"), "problem", "0.2.2 does not work", "pip install 'symmoe[nvshmem]'"),
-    (of_versions(nvshmem4py_cu13="0.3.1"), "note", "older than what was tested", "pip install 'symmoe[nvshmem]'"),
+    (
+        of_versions(without="nvshmem4py-cu13"),
+        "problem",
+        "nvshmem4py-cu13 is not",
+        "pip install 'nvshmem4py-cu13>=0.4.1,<0.5'",
+    ),
+    (
+        of_versions(nvshmem4py_cu13="0.2.2"),
+        "problem",
+        "0.2.2 does not work",
+        "pip install 'nvshmem4py-cu13>=0.4.1,<0.5'",
+    ),
+    (
+        of_versions(nvshmem4py_cu13="0.3.1"),
+        "note",
+        "older than what was tested",
+        "pip install 'nvshmem4py-cu13>=0.4.1,<0.5'",
+    ),
     (of_versions(cuda_core="0.4.0"), "problem", "cuda-core 0.4.0", "pip install 'cuda-core>=0.7'"),
     (of_versions(without="cuda-core"), "problem", "cuda-core (not installed)", "pip install 'cuda-core>=0.7'"),
-    (of_versions("12.8"), "problem", "nvshmem4py-cu13 is, which is not for torch's CUDA 12.8", "[nvshmem-cu12]'"),
+    (
+        of_versions("12.8"),
+        "problem",
+        "nvshmem4py-cu13 is, which is not for torch's CUDA 12.8",
+        "nvshmem4py-cu12>=0.4.1,<0.5'",
+    ),
     (of_versions(megatron_core="0.16.1"), "note", "checkpoints hang", "psutil"),
     (check_versions(versions(numpy="2.4.0"), has_gpu=False), "note", "interpreter", "numpy<2.4"),
     (of_gpus(gpus(), smi(), cuda=None), "note", "no NVIDIA GPU", "docker run --gpus all"),
@@ -277,10 +309,10 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_trial(150.0, 120.0), "note", "150 GB/s of the 478", "nvlink -e"),
     (of_trial(390.0, 90.0), "note", "90 GB/s", "benchmarks/bench.py dispatch"),
     (
-        of_failed_trial("BackendUnavailable", "no: pip install 'symmoe[nvshmem]'"),
+        of_failed_trial("BackendUnavailable", "no: pip install 'nvshmem4py-cu13'"),
         "problem",
         "no:",
-        "pip install 'symmoe",
+        "pip install 'nvshmem4py",
     ),
     (of_failed_trial("WrongResult", "moved wrong rows"), "problem", "moved wrong", "symmoe doctor --json"),
     (of_failed_trial("rank 1 was ended by SIGKILL"), "problem", "rank 1 was ended by SIGKILL", "--memory"),
@@ -404,7 +436,7 @@ def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: p
     assert report.topology[0, 1] == "NV18"
     assert sorted(report.links) == [0, 1]
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("symmoe.tools.doctor.nvidia_smi._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("symmoe.tools.doctor.gpus._TIMEOUT_S", 0.2)
     start = time.monotonic()
     assert ask() == Report()
     assert time.monotonic() - start < 50
@@ -465,7 +497,7 @@ def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, 
     gpus = tuple(gpu(index) for index in range(num_gpus))
     links = {index: Links(gbs=400.0 + index, num_up=18, num_down=0) for index in range(num_gpus)}
     report = Report(devices=tuple(device(index) for index in range(num_gpus)), links=links)
-    monkeypatch.setattr(doctor.nvidia_smi, "ask", lambda: report)
+    monkeypatch.setattr(doctor, "ask", lambda: report)
     monkeypatch.setattr(doctor, "read_gpus", lambda smi: Gpus(gpus=gpus))
     monkeypatch.setattr(doctor, "run_trial", lambda ranks, environment: started.append(ranks))
     monkeypatch.setattr(doctor, "check_trial", lambda trial, **known: judged.append(known) or [])

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from kept_memory import bytes_kept
 
-from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, cli, plan_memory
+from symmoe import MoEConfig, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
-from symmoe.moe.ep_step import _ExpertParallelMLP
 from symmoe.precision import PRECISIONS
 
 H, I, E, K, T = 16, 24, 8, 3, 37
-
-
-def bytes_kept(config: MoEConfig) -> tuple[int, int]:
-    """Bytes of (heap, ordinary memory) between forward and backward of one layer on one rank."""
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(config, heap)
-        x = torch.randn(T, config.hidden, requires_grad=True)
-        layer(x)  # the first call measures how much room the others get
-        y, _ = layer(x)
-        node = y.grad_fn
-        while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
-            node = node.next_functions[0][0]
-        plan: Plan = node.step.plan
-        kept = [getattr(plan, field.name) for field in fields(Plan)] + list(node.saved_tensors)
-        weights = {id(p) for p in layer.parameters()}
-        found = {}
-        for tensor in kept:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
-                storage = tensor.untyped_storage()
-                is_leased = heap.owns(tensor)
-                whole = tensor if tensor._base is None else tensor._base
-                found[storage.data_ptr()] = (is_leased, whole.nbytes if is_leased else storage.nbytes())
-        leased = sum(size for is_leased, size in found.values() if is_leased)
-        # A plan counts the room that the call got; what its routing did not need of it has gone back to the heap.
-        assert (leased <= heap.leased_bytes) == (config.capacity is not None or leased == 0)
-        return leased, sum(size for is_leased, size in found.values() if not is_leased)
 
 
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
@@ -49,7 +23,7 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
 def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout)
     plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
-    leased, ordinary = bytes_kept(config)
+    leased, ordinary = bytes_kept(config, T)
     assert plan.lease_bytes_per_call == leased
     assert plan.activation_bytes_per_call == ordinary
 
@@ -86,7 +60,7 @@ def test_whatever_the_caller_has_switched_off():
     ("change", "text"),
     [
         ({"num_ranks": 0}, "num_ranks (0) must be at least 1"),
-        ({"num_ranks": 3}, "num_experts (8) must be divisible by num_ranks (3)"),
+        ({"num_ranks": 3}, "num_experts (8) must be divisible by the number of ranks (3)"),
         ({"num_tokens": 0}, "num_tokens (0) must be at least 1"),
         ({"num_layers": -1}, "num_layers (-1) must be at least 1"),
         ({"num_in_flight": 0}, "num_in_flight (0) must be at least 1"),
@@ -142,7 +116,7 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
         (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers"),
         (["--precision", "nvfp4", "--quantized-wire", "forward"], "must be a recipe of E4M3 numbers"),
         (["--precision", "mxfp8", "--hidden", "2064"], "hidden (2064) must be a multiple of 32 for MXFP8()"),
-        (["--ranks", "3"], "num_experts (128) must be divisible by num_ranks (3)"),
+        (["--ranks", "3"], "num_experts (128) must be divisible by the number of ranks (3)"),
         (["--capacity-factor", "0"], "capacity-factor (0.0) must be"),
         (["--top-k", "200"], "top_k (200) must be at most num_experts (128)"),
     ],

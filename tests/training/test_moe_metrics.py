@@ -101,7 +101,7 @@ def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | N
             loads = [numbers[f"moe/{name}/tokens_per_expert/{expert}"] for expert in range(EXPERTS)]
             findings.equal("of an expert", loads, list(record.tokens_per_expert))
         findings.equal("the next step", [r.num_calls for r in logger.step(18)], [0, 0])
-        heap.trip_timer = logger._timers["layers.0"].trip  # as after a forward that has raised
+        heap.trip_timer = logger._layers[0].timer.trip  # as after a forward that has raised
         logger.close()
         findings.check(heap.trip_timer is None, "the heap still has the timer")
         model.train()(batch(rank, 0))

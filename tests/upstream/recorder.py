@@ -16,17 +16,12 @@ import pytest
 
 @dataclass(slots=True)
 class Ending:
-    """How one test ended on one rank.
+    """How one test ended on one rank."""
 
-    Attributes:
-        outcome: "passed", "skipped" or "failed"; a test that is expected to fail, and does, counts as skipped.
-        reason: of a test that has not passed, one line.
-        num_calls: forward passes of symmoe's layers in the test.
-    """
-
+    # "passed", "skipped" or "failed"; a test that is expected to fail, and does, counts as skipped
     outcome: str = "passed"
-    reason: str = ""
-    num_calls: int = 0
+    reason: str = ""  # of a test that has not passed, one line
+    num_calls: int = 0  # forward passes of symmoe's layers in the test
 
 
 class Recorder:

@@ -34,30 +34,22 @@ ROOT = HERE.parent.parent
 
 REFUSALS = ("ArgumentError", "StalePlan")  # what symmoe raises where it does not do what is asked
 
+ONLY_WITH_SYMMOE = "failed with symmoe only"
+
 Endings = dict[str, dict[str, Any]]  # by test: outcome, reason, num_calls, of recorder.Ending
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Project:
-    """How the tests of a project run.
+    """How the tests of a project run."""
 
-    Attributes:
-        plugin: the module that puts symmoe in.
-        forms: what the plugin can put in.
-        sources: folders of the checkout on the module path.
-        tests: that are run, in the checkout.
-        left_out: parts of names of tests that are not, and why.
-        num_ranks: processes of a run.
-        version_of: the module whose version is recorded.
-    """
-
-    plugin: str
-    forms: tuple[str, ...]
-    sources: tuple[str, ...]
-    tests: tuple[str, ...]
-    left_out: dict[str, str]
-    num_ranks: int
-    version_of: str
+    plugin: str  # the module that puts symmoe in
+    forms: tuple[str, ...]  # what the plugin can put in
+    sources: tuple[str, ...]  # folders of the checkout on the module path
+    tests: tuple[str, ...]  # that are run, in the checkout
+    left_out: dict[str, str]  # parts of names of tests that are not, and why
+    num_ranks: int  # processes of a run
+    version_of: str  # the module whose version is recorded
 
 
 PROJECTS = {
@@ -159,16 +151,9 @@ def run_form(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            plugins = [part for name in ("recorder", project.plugin) for part in ("-p", name)]
-            command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--timeout=200", *plugins, *tests]
-            command += [
-                f"--symmoe-form={form}",
-                f"--symmoe-endings={folder}/{rank}.json",
-                "-p",
-                "no:cacheprovider",
-                "-o",
-                "addopts=",
-            ]
+            options = f"-q --timeout=200 -p recorder -p {project.plugin} -p no:cacheprovider -o addopts=".split()
+            options += [f"--symmoe-form={form}", f"--symmoe-endings={folder}/{rank}.json"]
+            command = [sys.executable, "-W", "ignore", "-m", "pytest", *options, *tests]
             log = open(f"{folder}/{rank}.log", "w")  # the process has it
             ranks.append(subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT))
             log.close()
@@ -204,48 +189,41 @@ def merged(ranks: list[Endings]) -> Endings:
 
 
 def summary(endings: Endings, plain: Endings) -> dict[str, Any]:
-    """Counts, and the tests that failed by reason, and whether they fail without symmoe too; of skips the numbers."""
+    """Counts, and the tests that have not passed by kind and reason; of skips, of which there are hundreds, numbers."""
     counts = Counter(ending["outcome"] for ending in endings.values())
-    reasons: dict[str, dict[str, Any]] = {}
-    for kind, names in _kinds(endings, plain).items():
-        by_reason: dict[str, Counter[str]] = defaultdict(Counter)
-        for name in names:
-            by_reason[endings[name]["reason"]][name.partition("[")[0]] += 1
-        is_short = kind == "skipped"  # there are hundreds
-        reasons[kind] = {reason: tests.total() if is_short else dict(tests) for reason, tests in by_reason.items()}
-    passed = [ending for ending in endings.values() if ending["outcome"] == "passed"]
+    not_passed: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(Counter))
+    for name, ending in endings.items():
+        if ending["outcome"] == "skipped":
+            not_passed["skipped"].setdefault(ending["reason"], 0)
+            not_passed["skipped"][ending["reason"]] += 1
+        elif ending["outcome"] == "failed":
+            not_passed[_kind(ending, plain.get(name, {}))][ending["reason"]][name.partition("[")[0]] += 1
     return {
         **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
-        "passed_in_which_symmoe_ran": sum(ending["num_calls"] > 0 for ending in passed),
+        "passed_in_which_symmoe_ran": sum(_has_run(ending) for ending in endings.values()),
         "calls_of_symmoe": sum(ending["num_calls"] for ending in endings.values()),
-        "not_passed": {kind: found for kind, found in reasons.items() if found},
+        "not_passed": not_passed,
     }
 
 
 def problems(endings: Endings, plain: Endings) -> list[str]:
     """What is wrong with symmoe: tests that fail only with it, or that it has not run at all."""
-    found = _kinds(endings, plain)["failed with symmoe only"]
-    if not any(ending["outcome"] == "passed" and ending["num_calls"] for ending in endings.values()):
-        found.append("symmoe has run in no test that passed")
-    return found
+    found = [name for name, ending in endings.items() if _kind(ending, plain.get(name, {})) == ONLY_WITH_SYMMOE]
+    return found if any(map(_has_run, endings.values())) else [*found, "symmoe has run in no test that passed"]
 
 
-def _kinds(endings: Endings, plain: Endings) -> dict[str, list[str]]:
-    kinds: dict[str, list[str]] = {
-        "failed with symmoe only": [],
-        "refused by symmoe": [],
-        "failed without symmoe too": [],
-        "skipped": [],
-    }
-    for name, ending in endings.items():
-        if ending["outcome"] == "skipped":
-            kinds["skipped"].append(name)
-        elif ending["outcome"] == "failed" and plain.get(name, {}).get("outcome") == "failed":
-            kinds["failed without symmoe too"].append(name)
-        elif ending["outcome"] == "failed":
-            is_refusal = any(f"symmoe.errors.{error}" in ending["reason"] for error in REFUSALS)
-            kinds["refused by symmoe" if is_refusal else "failed with symmoe only"].append(name)
-    return kinds
+def _has_run(ending: dict[str, Any]) -> bool:
+    return ending["outcome"] == "passed" and ending["num_calls"] > 0
+
+
+def _kind(ending: dict[str, Any], plain: dict[str, Any]) -> str:
+    """Of a failure, by how the test ends without symmoe; else ""."""
+    if ending["outcome"] != "failed":
+        return ""
+    if plain.get("outcome") == "failed":
+        return "failed without symmoe too"
+    is_refusal = any(f"symmoe.errors.{error}" in ending["reason"] for error in REFUSALS)
+    return "refused by symmoe" if is_refusal else ONLY_WITH_SYMMOE
 
 
 def _only_waited(reason: str) -> bool:

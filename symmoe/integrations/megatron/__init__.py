@@ -11,11 +11,15 @@ Needs megatron-core 0.16.1 or newer. docs/megatron.md says what is supported and
 from __future__ import annotations
 
 from symmoe.integrations.megatron.compat import MEGATRON_VERSION
-from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher
 from symmoe.integrations.megatron.experts import SymmExperts
-from symmoe.integrations.megatron.layer import SymmMoELayer
-from symmoe.integrations.megatron.memory import heap_bytes
-from symmoe.integrations.megatron.spec import open_heap, use_symmoe, use_symmoe_dispatcher, use_symmoe_experts
+from symmoe.integrations.megatron.layer import DispatchOptions, SymmMoELayer, SymmTokenDispatcher
+from symmoe.integrations.megatron.spec import (
+    heap_bytes,
+    open_heap,
+    use_symmoe,
+    use_symmoe_dispatcher,
+    use_symmoe_experts,
+)
 
 __all__ = [
     "MEGATRON_VERSION",

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,10 +26,13 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.experts import ExpertLayers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
-from symmoe.integrations.megatron.compat import experts_problem, process_groups
+from symmoe.grouped.rows_function import RowArguments
+from symmoe.integrations.megatron.compat import experts_problem, process_groups, slots_per_token
 from symmoe.kernels.activation import Activation
+from symmoe.moe.config import MoEConfig
 
 _QUICK_GELU = Activation(alpha=1.702)
 _ACTIVATIONS: dict[Callable[..., torch.Tensor], Activation] = {
@@ -111,31 +115,9 @@ class SymmExperts(MegatronModule):
     # What RoutedExperts asks of a GroupedMLP.
 
     precision = None
-
-    @property
-    def fc1(self) -> GroupedLinear:
-        """linear_fc1."""
-        return self.linear_fc1
-
-    @property
-    def fc2(self) -> GroupedLinear:
-        """linear_fc2."""
-        return self.linear_fc2
-
-    @property
-    def num_groups(self) -> int:
-        """e."""
-        return self.num_local_experts
-
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.linear_fc1.in_features
-
-    @property
-    def ffn(self) -> int:
-        """F."""
-        return self.linear_fc2.in_features
+    fc1, fc2 = property(attrgetter("linear_fc1")), property(attrgetter("linear_fc2"))
+    num_groups = property(attrgetter("num_local_experts"))  # e
+    hidden, ffn = property(attrgetter("linear_fc1.in_features")), property(attrgetter("linear_fc2.in_features"))
 
     @torch.compiler.disable
     def forward(
@@ -155,19 +137,9 @@ class SymmExperts(MegatronModule):
         Returns:
             [N, H], and None for Megatron's bias.
         """
-        output = fused_mlp(
-            self.linear_fc1,
-            self.activation,
-            self.linear_fc2,
-            permuted_local_hidden_states,
-            tokens_per_expert,
-            permuted_probs,
-            scale_bias=False,
-            out=None,
-            grad_input_out=None,
-            is_first_microbatch=(False, False),
-        )
-        return output, None
+        layers = ExpertLayers(self.linear_fc1, self.activation, self.linear_fc2)
+        arguments = RowArguments(tokens_per_expert, permuted_probs)
+        return fused_mlp(layers, permuted_local_hidden_states, arguments, scale_bias=False), None
 
     def backward_dw(self) -> None:
         """The weight gradients that delay_wgrad_compute left out of the oldest backward pass."""
@@ -254,11 +226,7 @@ def _join(shards: list[torch.Tensor], *, num_halves: int) -> torch.Tensor:
 
 
 def activation_of(config: TransformerConfig) -> ScaledActivation:
-    """The activation that the configuration names, times the probs.
-
-    Raises:
-        ArgumentError: there is no kernel for it.
-    """
+    """The activation that the configuration names, times the probs. ArgumentError: there is no kernel for it."""
     activation = _ACTIVATIONS.get(config.activation_func)
     if activation is None:
         names = ", ".join(dict.fromkeys(function.__name__ for function in _ACTIVATIONS))
@@ -269,6 +237,19 @@ def activation_of(config: TransformerConfig) -> ScaledActivation:
     clamp = config.activation_func_clamp_value
     limit = math.inf if clamp is None else clamp
     return ScaledActivation(replace(activation, limit=limit, offset=config.glu_linear_offset))
+
+
+def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
+    """What happens to tokens that Megatron's router has routed; `how`: further fields."""
+    return MoEConfig(
+        hidden=config.hidden_size,
+        ffn=config.moe_ffn_hidden_size,
+        num_experts=config.num_moe_experts,
+        top_k=slots_per_token(config),
+        activation=activation_of(config).activation,
+        router="none",
+        **how,
+    )
 
 
 def _leave_as_it_is(weight: torch.Tensor) -> None:

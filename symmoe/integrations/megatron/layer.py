@@ -1,20 +1,164 @@
-"""Megatron's MoELayer with symmoe's dispatcher."""
+"""Megatron's MoELayer and its token dispatcher over the symmetric heap.
+
+T tokens on this rank, E experts, K = slots_per_token (compat.py), N rows received, H hidden.
+
+torch.compile does not look into the two trips: it cannot trace plans, leases and signals.
+"""
 
 from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.checks.arguments import Order, Overflow
+from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.dispatch.trip import PHASE as SEND
+from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
-from symmoe.integrations.megatron.dispatcher import DispatchOptions, FusedTokenDispatcher, SymmTokenDispatcher, begun
-from symmoe.integrations.megatron.experts import SymmExperts
-from symmoe.moe.config import MoEConfig
+from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tokens import combine_tokens, dispatch_tokens
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchOptions:
+    """How rows travel; the same on all ranks.
+
+    Attributes:
+        order: order of the sums in combine, forward and backward. "rank": least traffic. "slot": a token's experts in
+            ascending order, as Megatron's alltoall sums them, the same bits for any number of ranks.
+        capacity: rows a rank can take, without a host synchronisation per layer; None: exact, one small read.
+        overflow: with a capacity, "raise" or "drop", see make_plan.
+    """
+
+    order: Order = "rank"
+    capacity: int | None = None
+    overflow: Overflow = "raise"
+
+
+class SymmTokenDispatcher(MoETokenDispatcher):
+    """Megatron's six calls through make_plan, dispatch_tokens and combine_tokens, for experts of any kind.
+
+    Probs travel through arguments and results. Everything else that one call leaves to the next is on self, as in
+    Megatron's own dispatchers, until :meth:`combine_postprocess`. Results and gradients of the experts are copied to
+    the heap.
+
+    Args:
+        config: a configuration that `compat.layer_problem` accepts.
+        pg_collection: process groups; `ep` is the heap's group.
+        heap: of the expert-parallel group.
+        options: the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        heap: SymmetricHeap,
+        options: DispatchOptions,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._heap, self._options = heap, options
+        self.hidden_shape: torch.Size | None = None
+        self.topk_idx: torch.Tensor | None = None
+        self.plan: Plan | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [T, H] and their probs fp32 [T, K], from [S / TP, B, H], bool [T, E] and dense [T, E]. Local."""
+        self.hidden_shape = hidden_states.shape
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        self.topk_idx, topk_probs = select_slots(routing_map, probs, top_k=slots_per_token(self.config))
+        if self.shared_experts is not None:
+            # A view of the tokens, as in Megatron's dispatchers: gradients then add up in the same order.
+            self.shared_experts.pre_forward_comm(tokens.view(self.hidden_shape))
+        return tokens, topk_probs
+
+    @torch.compiler.disable
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [N, H] sorted by local expert, in a lease, and their probs fp32 [N]. Collective over the EP group.
+
+        With static capacity, [capacity, H] and [capacity] with an undefined tail.
+        """
+        heap, options = self._heap, self._options
+        self.plan = make_plan(
+            begun(self.topk_idx),
+            num_experts=self.config.num_moe_experts,
+            heap=heap,
+            capacity=options.capacity,
+            overflow=options.overflow,
+            hidden=hidden_states.shape[1],
+            dtype=hidden_states.dtype,
+        )
+        shape = (self.plan.row_capacity, hidden_states.shape[1])
+        # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
+        lease = heap.lease(shape, hidden_states.dtype, name="dispatched rows", phase=SEND)
+        return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows, int64 [E / EP] rows of each local expert on the device, probs). Local."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        return hidden_states, begun(self.plan).splits.long(), probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns its argument. Local."""
+        return hidden_states
+
+    @torch.compiler.disable
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
+        return combine_tokens(hidden_states, begun(self.plan), order=self._options.order)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[S / TP, B, H], with the overlapped shared experts' output. Local."""
+        output = hidden_states.view(begun(self.hidden_shape))
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+            output = output + self.shared_experts.get_output()
+        self.hidden_shape = self.topk_idx = self.plan = None
+        return output
+
+
+class FusedTokenDispatcher(SymmTokenDispatcher):
+    """The same calls for SymmExperts: tokens travel inside of :meth:`compute`, with the experts, in one step.
+
+    Between Megatron's calls of dispatch and combine are tokens in their own order, as before and after them.
+    """
+
+    @torch.compiler.disable
+    def compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routed: RoutedExperts, experts: SymmExperts
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(y [T, H], expert_load, num_dropped) of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
+        shared = self.shared_experts
+        before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
+        return routed(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns its arguments. Local."""
+        begun(self.topk_idx)
+        return hidden_states, probs
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns its argument. Local."""
+        return hidden_states
 
 
 class SymmMoELayer(MoELayer):
@@ -50,7 +194,7 @@ class SymmMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection, **others)
         self._routed: RoutedExperts | None = None
         if isinstance(self.experts, SymmExperts):
-            self._routed = RoutedExperts.of(_settings(config, self.experts, options), heap, self.experts)
+            self._routed = RoutedExperts.of(routed_config(config, **asdict(options)), heap, self.experts)
             self.token_dispatcher = FusedTokenDispatcher(config, pg_collection, heap=heap, options=options)
         elif options.capacity is not None:
             raise ArgumentError(
@@ -95,16 +239,31 @@ class SymmMoELayer(MoELayer):
         self.listeners.tell(report)
 
 
-def _settings(config: TransformerConfig, experts: SymmExperts, options: DispatchOptions) -> MoEConfig:
-    """What happens to tokens that Megatron's router has routed."""
-    return MoEConfig(
-        hidden=experts.hidden,
-        ffn=experts.ffn,
-        num_experts=config.num_moe_experts,
-        top_k=slots_per_token(config),
-        activation=experts.activation.activation,
-        router="none",
-        order=options.order,
-        capacity=options.capacity,
-        overflow=options.overflow,
-    )
+def begun(value: _Value | None) -> _Value:
+    """A value that an earlier of the six calls has left.
+
+    Raises:
+        StalePlan: there is none.
+    """
+    if value is None:
+        raise StalePlan("the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first")
+    return value
+
+
+def select_slots(routing_map: torch.Tensor, probs: torch.Tensor, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts in ascending order, from Megatron's dense form. Local; does not synchronise the host.
+
+    Args:
+        routing_map: bool [T, E], at most `top_k` per token.
+        probs: floating point [T, E].
+
+    Returns:
+        topk_idx int32 [T, K], -1 where a token has fewer; and fp32 [T, K], through which gradients reach `probs`.
+    """
+    num_experts = routing_map.shape[1]
+    # The larger the key, the smaller the expert's number; 0 is none. Keys differ, so topk has one answer.
+    descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    keys = (routing_map * descending).topk(min(top_k, num_experts), dim=1).values
+    topk_idx = torch.where(keys > 0, num_experts - keys, -1)
+    # A slot without an expert has no row and so no gradient, whichever prob stands there.
+    return topk_idx, probs.gather(1, topk_idx.clamp(min=0).long()).float()

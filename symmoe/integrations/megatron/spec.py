@@ -1,25 +1,59 @@
-"""Putting the layer into Megatron's specs, of any supported version."""
+"""The heap of a model's layers, and putting the layers into Megatron's specs, of any supported version."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.errors import ArgumentError
-from symmoe.integrations.megatron.compat import process_groups
-from symmoe.integrations.megatron.dispatcher import DispatchOptions
-from symmoe.integrations.megatron.experts import SymmExperts
-from symmoe.integrations.megatron.layer import SymmMoELayer
+from symmoe.integrations.megatron.compat import process_groups, slots_per_token
+from symmoe.integrations.megatron.experts import SymmExperts, routed_config
+from symmoe.integrations.megatron.layer import DispatchOptions, SymmMoELayer
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.training.memory_plan import plan_memory
 
 Spec = TypeVar("Spec")
+
+
+def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, load_factor: float | None = None) -> int:
+    """`num_bytes` for :func:`open_heap`. Local.
+
+    Args:
+        config: Megatron's, with expert_model_parallel_size.
+        num_tokens: the most tokens that a rank has in a micro-batch.
+        num_layers: MoE layers whose rows are kept for backward at one time: those of a pipeline stage, or of one of its
+            chunks, times the micro-batches in flight (docs/megatron.md, Memory), or 1 if MoE layers or whole layers
+            are recomputed.
+        load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk (with padded capacity:
+            num_moe_experts). None: all that any routing can send to one rank; trained routers stay below 2.
+
+    Returns:
+        bytes per rank.
+    """
+    num_ranks: int = config.expert_model_parallel_size
+    top_k = slots_per_token(config)
+    tokens = num_tokens * num_ranks
+    rows: int = tokens * min(top_k, config.num_moe_experts // num_ranks)
+    if load_factor is not None:
+        rows = min(rows, int(load_factor * num_tokens * top_k))
+    history = RowHistory()
+    history.note(num_tokens, rows, min(rows, tokens))
+    room = history.room(num_tokens, None)
+    assert room is not None  # there is a call to go by
+    settings = routed_config(config, capacity=room.rows, layout="expert-major")  # the larger layout
+    return plan_memory(
+        settings, num_ranks=num_ranks, num_tokens=num_tokens, num_layers=num_layers, dtype=config.params_dtype
+    ).heap_bytes
 
 
 def open_heap(
@@ -63,8 +97,7 @@ def use_symmoe(
     Raises:
         ArgumentError: there is no MoE layer in the spec.
     """
-    params = _layer_params(heap, options, pg_collection)
-    return _replaced(spec, lambda layer: layer.replaced(SymmMoELayer, experts=SymmExperts, params=params))
+    return _replaced(spec, SymmExperts, SymmMoELayer, _layer_params(heap, options, pg_collection))
 
 
 def use_symmoe_dispatcher(
@@ -78,43 +111,12 @@ def use_symmoe_dispatcher(
 
     Their results and gradients are copied to the heap, and they read their row counts on the host.
     """
-    params = _layer_params(heap, options, pg_collection)
-    return _replaced(spec, lambda layer: layer.replaced(SymmMoELayer, experts=layer.submodules.experts, params=params))
+    return _replaced(spec, None, SymmMoELayer, _layer_params(heap, options, pg_collection))
 
 
 def use_symmoe_experts(spec: Spec) -> Spec:
     """A copy of `spec` in which the MoE layers have SymmExperts and Megatron's own dispatcher. Needs no heap."""
-    return _replaced(spec, lambda layer: layer.replaced(layer.module, experts=SymmExperts, params={}))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LayerSpec:
-    """The spec of an MoE layer in either form: ModuleSpec in 0.16 and 0.17, functools.partial since 0.18."""
-
-    spec: Any
-
-    @property
-    def module(self) -> Any:
-        """The class of the layer, if this is the spec of a module at all."""
-        return self.spec.module if isinstance(self.spec, ModuleSpec) else getattr(self.spec, "func", None)
-
-    @property
-    def is_moe(self) -> bool:
-        """Whether the layer is an MoELayer."""
-        return isinstance(self.module, type) and issubclass(self.module, MoELayer)
-
-    @property
-    def submodules(self) -> MoESubmodules:
-        """The submodules of the layer."""
-        return self.spec.submodules if isinstance(self.spec, ModuleSpec) else self.spec.keywords["submodules"]
-
-    def replaced(self, module: type, *, experts: Any, params: dict[str, Any]) -> Any:
-        """A spec of the same form for `module`, with these experts and with more arguments."""
-        submodules = dataclasses.replace(self.submodules, experts=experts)
-        if isinstance(self.spec, ModuleSpec):
-            params = {**self.spec.params, **params}
-            return dataclasses.replace(self.spec, module=module, submodules=submodules, params=params)
-        return functools.partial(module, *self.spec.args, **{**self.spec.keywords, **params, "submodules": submodules})
+    return _replaced(spec, SymmExperts, None, {})
 
 
 def _layer_params(
@@ -124,31 +126,44 @@ def _layer_params(
     return params if pg_collection is None else {**params, "pg_collection": pg_collection}
 
 
-def _replaced(spec: Spec, replace: Callable[[_LayerSpec], Any]) -> Spec:
-    replaced: Spec
-    replaced, num_layers = _replace_layers(spec, replace)
-    if not num_layers:
+def _replaced(spec: Spec, experts: type | None, module: type | None, params: dict[str, Any]) -> Spec:
+    """A copy of `spec` whose MoE layers have these experts, this class and more arguments; None: the spec's own."""
+
+    def replace(layer: Any) -> Any:
+        is_spec = isinstance(layer, ModuleSpec)  # in 0.16 and 0.17; since 0.18 functools.partial
+        submodules = layer.submodules if is_spec else layer.keywords["submodules"]
+        if experts is not None:
+            submodules = dataclasses.replace(submodules, experts=experts)
+        if is_spec:
+            others = {"submodules": submodules, "params": {**layer.params, **params}}
+            return dataclasses.replace(layer, module=module or layer.module, **others)
+        return functools.partial(
+            module or layer.func, *layer.args, **{**layer.keywords, **params, "submodules": submodules}
+        )
+
+    new: Spec = _with_layers(spec, replace)
+    if new is spec:
         raise ArgumentError(f"spec ({type(spec).__name__}) has no MoE layer; make it with num_experts")
-    return replaced
+    return new
 
 
-def _replace_layers(spec: Any, replace: Callable[[_LayerSpec], Any]) -> tuple[Any, int]:
-    """A copy of `spec`, and how many MoE layers have been replaced in it."""
-    layer = _LayerSpec(spec)
-    if layer.is_moe:
-        return replace(layer), 1
+def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
+    """A copy of `spec` in which MoE layers are replaced; `spec` itself if it has none."""
+    module = spec.module if isinstance(spec, ModuleSpec) else getattr(spec, "func", None)
+    if isinstance(module, type) and issubclass(module, MoELayer):
+        return replace(spec)
     if isinstance(spec, list):
-        pairs = [_replace_layers(part, replace) for part in spec]
-        return [part for part, _ in pairs], sum(count for _, count in pairs)
+        parts = [_with_layers(part, replace) for part in spec]
+        return spec if all(map(operator.is_, parts, spec)) else parts
     if isinstance(spec, functools.partial):
-        submodules, count = _replace_layers(spec.keywords.get("submodules"), replace)
-        return (functools.partial(spec, submodules=submodules) if count else spec), count
+        submodules = _with_layers(old := spec.keywords.get("submodules"), replace)
+        return spec if submodules is old else functools.partial(spec, submodules=submodules)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
-        return spec, 0
-    new, total = copy.copy(spec), 0
+        return spec
+    new = None
     for field in dataclasses.fields(spec):
-        part, count = _replace_layers(getattr(spec, field.name), replace)
-        if count:
+        part = _with_layers(old := getattr(spec, field.name), replace)
+        if part is not old:
+            new = new or copy.copy(spec)
             setattr(new, field.name, part)
-        total += count
-    return new, total
+    return spec if new is None else new

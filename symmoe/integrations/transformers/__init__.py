@@ -2,7 +2,7 @@
 
 H hidden, I ffn, E experts in all, e experts on this rank, K experts per token, T tokens, R ranks.
 
-Names are imported on first use; only `from_pretrained`, `register` and `Trainer` import transformers.
+Only `from_pretrained`, `register` and `Trainer` import transformers, on first use.
 """
 
 from __future__ import annotations
@@ -10,24 +10,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig
+from symmoe.integrations.transformers.swap import swap_moe
+
 if TYPE_CHECKING:
-    from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
-    from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig
     from symmoe.integrations.transformers.pretrained import from_pretrained
     from symmoe.integrations.transformers.registry import register
-    from symmoe.integrations.transformers.swap import swap_moe
     from symmoe.integrations.transformers.trainer import Trainer
 
-_HOME = {
-    "ExpertParallelExperts": "experts",
-    "StepConfig": "experts",
-    "Trainer": "trainer",
-    "from_pretrained": "pretrained",
-    "load_checkpoint": "checkpoint",
-    "register": "registry",
-    "save_checkpoint": "checkpoint",
-    "swap_moe": "swap",
-}
+_HOME = {"Trainer": "trainer", "from_pretrained": "pretrained", "register": "registry"}
 
 __all__ = [
     "ExpertParallelExperts",
@@ -48,4 +40,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

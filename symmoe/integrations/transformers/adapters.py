@@ -27,15 +27,10 @@ _LINEAR_OF = {"gate_up_proj": "fc1", "down_proj": "fc2"}
 
 @dataclass(frozen=True, slots=True)
 class PeftNames:
-    """How the adapters of one grouped layer are kept in peft's files.
+    """How the adapters of one grouped layer are kept in peft's files."""
 
-    Attributes:
-        prefix: of "lora_A.weight" and "lora_B.weight", after the name of the experts.
-        exchanged: whether A and B have changed their places.
-    """
-
-    prefix: str
-    exchanged: bool
+    prefix: str  # of "lora_A.weight" and "lora_B.weight", after the name of the experts
+    exchanged: bool  # whether A and B have changed their places
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
         """A [E r, C] and B [O, r E] of a file, of symmoe's a [E, r, C] and b [E, O, r]."""

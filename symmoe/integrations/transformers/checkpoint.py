@@ -18,10 +18,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from symmoe.checkpoint.replicas import check_replicas, digest
+from symmoe.checkpoint.files import sync
+from symmoe.checkpoint.tensors import check_replicas, digest
 from symmoe.errors import CheckpointError, SymmoeError
-from symmoe.integrations.transformers.checkpoint_keys import Piece, keys_not_in_model, layout_problem, pieces_of
-from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout, read_layout
+from symmoe.integrations.transformers.layout import (
+    INDEX,
+    WEIGHTS,
+    Layout,
+    Piece,
+    keys_not_in_model,
+    layout_problem,
+    new_layout,
+    pieces_of,
+    read_layout,
+)
 from symmoe.integrations.transformers.swap import heap_of
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -236,26 +246,17 @@ def _publish(partial: Path, folder: Path) -> None:
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         return
     old = {path.name for path in folder.iterdir() if path.name == INDEX or _WEIGHTS.fullmatch(path.name)}
     new = {path.name for path in partial.iterdir()}
     last = INDEX if INDEX in new else WEIGHTS  # what transformers looks for
     if old & new - {last}:  # shards of the same names, which are replaced one by one
         (folder / INDEX).unlink(missing_ok=True)
-        _sync(folder)
+        sync(folder)
     for name in sorted(new, key=lambda name: name == last):
         (partial / name).replace(folder / name)
-    _sync(folder)
+    sync(folder)
     for name in old - new:
         (folder / name).unlink()
     partial.rmdir()
-
-
-def _sync(folder: Path) -> None:
-    """Makes what has been renamed in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import CHOICES, Order, Overflow, Stash, is_choice, width_problem, working_dtype
-from symmoe.checks.buffers import dtype_problem
+from symmoe.checks.arguments import CHOICES, Order, Overflow, Stash, dtype_problem, is_choice, working_dtype
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.adapters import PeftNames
@@ -181,7 +180,7 @@ class ExpertParallelExperts(ExpertParallelModule):
             return error
         if x.device != self.heap.device:
             return ArgumentError(f"hidden_states is on {x.device}; the heap is on {self.heap.device}")
-        return width_problem(self.mlp.fc1, x) or width_problem(self.mlp.fc2, x)
+        return self.mlp.fc1.width_problem(x) or self.mlp.fc2.width_problem(x)
 
 
 def empty_experts(

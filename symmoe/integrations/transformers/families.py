@@ -53,24 +53,15 @@ class StockExperts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How one model type stores its experts.
+    """How one model type stores its experts."""
 
-    Attributes:
-        block_on_disk: name of the MoE block in the keys of its checkpoints.
-        matrices_on_disk: names of gate, up and down, in keys `{block}.experts.{i}.{name}.weight`; None: fused.
-        clamped: gpt-oss' layout: transposed, gate and up alternate, with biases, and a clamped activation.
-    """
-
-    block_on_disk: str = BLOCK
+    block_on_disk: str = BLOCK  # name of the MoE block in the keys of its checkpoints
+    # names of gate, up and down, in keys `{block}.experts.{i}.{name}.weight`; None: fused
     matrices_on_disk: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    clamped: bool = False
+    clamped: bool = False  # gpt-oss' layout: transposed, gate and up alternate, with biases, and a clamped activation
 
     def activation(self, experts: StockExperts) -> ScaledActivation:
-        """The activation between the GEMMs of a transformers experts module.
-
-        Raises:
-            ArgumentError: an activation that symmoe does not have.
-        """
+        """The activation between the GEMMs of a transformers experts module. ArgumentError: symmoe does not have it."""
         if self.clamped:
             return ScaledClampedSwiGLU(alpha=experts.alpha, limit=experts.limit, interleave=1)
         hidden_act = experts.config.hidden_act
@@ -91,11 +82,7 @@ FAMILIES = {
 
 
 def family_of(config: object) -> Family:
-    """The family of a transformers configuration.
-
-    Raises:
-        ArgumentError: a model type that is not known.
-    """
+    """The family of a transformers configuration. ArgumentError: its model type is not known."""
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
         raise ArgumentError(f"model_type ({model_type!r}) must be one of {', '.join(map(repr, FAMILIES))}")

@@ -1,4 +1,4 @@
-"""Which bytes of which safetensors file hold which tensor: reading it, and laying out new files.
+"""Which bytes of which safetensors file hold which tensor of a swapped model: reading it, and laying out new files.
 
 The format: 8 bytes, the length of the header, little endian; the header, JSON padded with spaces to a multiple of 8;
 the tensors. https://huggingface.co/docs/safetensors. Headers are kept as bytes, so that files can be written again
@@ -8,13 +8,17 @@ without a change, whichever program wrote them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from symmoe.errors import CheckpointError
+from symmoe.integrations.transformers.experts import ExpertParallelExperts
+from symmoe.integrations.transformers.families import BLOCK, Family, family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,49 +38,35 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_MAX_NAMED = 3  # problems that a text spells out
+_KNOWN = {f"mlp.{linear}.{kind}" for linear in ("fc1", "fc2") for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """Where a tensor lies."""
 
-    Attributes:
-        file: name within the folder.
-        dtype: None if torch or this module has no such dtype.
-        shape: as stored.
-        start: position of its first byte in the file.
-        num_bytes: contiguous, row-major.
-    """
-
-    file: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+    file: str  # name within the folder
+    dtype: torch.dtype | None  # None if torch or this module has no such dtype
+    shape: tuple[int, ...]  # as stored
+    start: int  # position of its first byte in the file
+    num_bytes: int  # contiguous, row-major
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All weight files of a checkpoint.
+    """All weight files of a checkpoint."""
 
-    Attributes:
-        headers: file name to the bytes before its tensors.
-        file_bytes: file name to its size.
-        tensors: key to where it lies.
-        index: the bytes of model.safetensors.index.json, or None.
-    """
-
-    headers: dict[str, bytes]
-    file_bytes: dict[str, int]
-    tensors: dict[str, StoredTensor]
-    index: bytes | None
+    headers: dict[str, bytes]  # file name to the bytes before its tensors
+    file_bytes: dict[str, int]  # file name to its size
+    tensors: dict[str, StoredTensor]  # key to where it lies
+    index: bytes | None  # the bytes of model.safetensors.index.json, or None
 
 
 def read_layout(folder: Path) -> Layout:
     """The layout of the checkpoint in a folder: the files of its index, or model.safetensors.
 
-    Raises:
-        CheckpointError: a file is missing, cut off or no safetensors file, or the index says something else.
+    CheckpointError: a file is missing, cut off or no safetensors file, or the index says something else.
     """
     index, expected = None, None
     if (folder / INDEX).exists():
@@ -105,39 +95,113 @@ def read_layout(folder: Path) -> Layout:
 
 
 def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int) -> Layout:
-    """A layout as transformers and safetensors make it: files filled one after the other up to a size.
+    """A layout as transformers and safetensors make it.
 
     Args:
         tensors: key to dtype and shape, in the order in which files are filled.
         max_shard_bytes: a file gets no more than this, unless it holds a single tensor.
     """
-    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    filled = total = 0
-    for key, (dtype, shape) in tensors.items():
-        num_bytes = dtype.itemsize * torch.Size(shape).numel()
-        if shards[-1] and filled + num_bytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][key] = (dtype, shape)
-        filled += num_bytes
-        total += num_bytes
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    headers, file_bytes, stored = {}, {}, {}
-    for name, shard in zip(names, shards, strict=True):
-        headers[name] = header = _new_header(shard)
-        stored.update(_tensors_of(Path(name), header))
-        file_bytes[name] = len(header) + sum(t.num_bytes for t in stored.values() if t.file == name)
-    index = None
-    if len(shards) > 1:
+    from huggingface_hub import split_torch_state_dict_into_shards  # which transformers has brought
+
+    split = split_torch_state_dict_into_shards(
+        {key: torch.empty(shape, dtype=dtype, device="meta") for key, (dtype, shape) in tensors.items()},
+        filename_pattern=WEIGHTS.replace(".", "{suffix}.", 1),
+        max_shard_size=max_shard_bytes,
+    )
+    headers, file_bytes, stored, index = {}, {}, {}, None
+    for name, keys in split.filename_to_tensors.items():
+        headers[name] = header = _new_header({key: tensors[key] for key in keys})
+        there = _tensors_of(Path(name), header)
+        stored.update(there)
+        file_bytes[name] = len(header) + sum(tensor.num_bytes for tensor in there.values())
+    if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
         content = {
-            "metadata": {"total_parameters": parameters, "total_size": total},
+            "metadata": {"total_parameters": parameters, **split.metadata},
             "weight_map": {key: tensor.file for key, tensor in stored.items()},
         }
         index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return Layout(headers, file_bytes, stored, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor on disk, or one expert's part of it."""
+
+    key: str  # in the checkpoint
+    shape: tuple[int, ...]  # shape of the whole tensor on disk
+    dtype: torch.dtype  # dtype in the model
+    index: int | None  # the piece's index in the first dimension; None: the piece is the whole tensor
+    # the model's memory, viewed in the layout on disk; None on ranks that do not hold this expert
+    tensor: torch.Tensor | None
+    writer: int  # the rank that saves it
+    is_everywhere: bool = False  # whether every rank has it
+
+
+def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
+    """Every piece of a swapped model, of all ranks, in the order of the model's state dict.
+
+    Args:
+        stored: keys of the checkpoint, which decide between experts one by one and fused, between the names of blocks
+            on disk and in memory, and which of several tied tensors are there; None: as transformers saves it.
+
+    Raises:
+        CheckpointError: an expert has a tensor that transformers does not know, such as an adapter's.
+    """
+    family = family_of(model.config)
+    blocks = {path: m for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
+    names = {path: _name_on_disk(family, path, stored) for path in blocks}
+    renamed = {path.rpartition(".")[0] + ".": names[path].rpartition(".")[0] + "." for path in blocks}
+    tensors = model.state_dict(keep_vars=True)
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        aliases.setdefault(id(tensor), []).append(_replace_prefix(name, renamed))
+    pieces: list[Piece] = []
+    for name, tensor in tensors.items():
+        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+        if path is not None:
+            if name.removeprefix(f"{path}.") not in _KNOWN:
+                raise CheckpointError(f"{name} has no place in a checkpoint of transformers; merge or remove it")
+            if path in names:  # its first tensor
+                pieces += _expert_pieces(family, blocks[path], names.pop(path), stored)
+            continue
+        key = _replace_prefix(name, renamed)
+        keys = aliases[id(tensor)]
+        on_disk = keys[:1] if stored is None else [k for k in keys if k in stored] or keys[:1]
+        if key in on_disk:
+            pieces.append(Piece(key, tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0, True))
+    return pieces
+
+
+def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[str]) -> CheckpointError | None:
+    """Why a checkpoint cannot be that of a model, or None.
+
+    Args:
+        ignored: patterns of keys that the checkpoint may have in addition to the model's.
+    """
+    problems = {}  # by key: pieces of one key have one problem
+    wanted = {piece.key: piece for piece in pieces}
+    for key, piece in wanted.items():
+        stored = layout.tensors.get(key)
+        if stored is None:
+            problems[key] = f"{key} is missing (the model has shape {list(piece.shape)})"
+        elif stored.shape != piece.shape:
+            problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
+        elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
+            problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
+    for key in keys_not_in_model(wanted, layout):
+        if not any(re.search(pattern, key) for pattern in ignored):
+            problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
+    if not problems:
+        return None
+    named = "; ".join(list(problems.values())[:_MAX_NAMED])
+    more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+    return CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
+
+
+def keys_not_in_model(wanted: Container[str], layout: Layout) -> list[str]:
+    """Keys of the checkpoint that are not among the model's."""
+    return [key for key in layout.tensors if key not in wanted]
 
 
 def _read_header(path: Path) -> bytes:
@@ -178,3 +242,41 @@ def _new_header(shard: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byt
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _name_on_disk(family: Family, path: str, stored: Collection[str] | None) -> str:
+    """The name that an experts module at `path` has in checkpoints."""
+    parent, _, experts = path.rpartition(f".{BLOCK}.")
+    block = f"{parent}.{family.block_on_disk}."
+    return f"{block}{experts}" if stored is None or any(key.startswith(block) for key in stored) else path
+
+
+def _replace_prefix(name: str, prefixes: dict[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
+
+
+def _expert_pieces(
+    family: Family, module: ExpertParallelExperts, name: str, stored: Collection[str] | None
+) -> Iterator[Piece]:
+    """Pieces of all experts of a block; of all ranks, because every rank checks all keys."""
+    fc1, fc2, num_local = module.mlp.fc1, module.mlp.fc2, module.mlp.num_groups
+    fused = stored is not None and f"{name}.gate_up_proj" in stored
+    matrices = None if fused else family.matrices_on_disk
+    for expert in range(module.num_experts):
+        rank, i = divmod(expert, num_local)
+        w1, w2 = fc1.weight.detach()[i], fc2.weight.detach()[i]  # on other ranks only their shapes count
+        if matrices is not None:
+            names = (f"{expert}.{matrix}.weight" for matrix in matrices)
+            parts = dict(zip(names, (*w1.chunk(2), w2), strict=True))
+        elif not family.clamped:
+            parts = {"gate_up_proj": w1, "down_proj": w2}
+        else:
+            b1, b2 = (bias.detach()[i] for bias in (fc1.bias, fc2.bias) if bias is not None)
+            parts = {"gate_up_proj": w1.T, "gate_up_proj_bias": b1, "down_proj": w2.T, "down_proj_bias": b2}
+        for key, part in parts.items():
+            index, whole = (None, ()) if matrices is not None else (expert, (module.num_experts,))
+            own = part if rank == module.heap.rank else None
+            yield Piece(f"{name}.{key}", (*whole, *part.shape), part.dtype, index, own, rank)

@@ -18,19 +18,9 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
 _REFUSED_OF_PEFT = (
-    "save_pretrained",
-    "load_adapter",
-    "add_adapter",
-    "delete_adapter",
-    "set_adapter",
-    "disable_adapter",
-    "disable_adapter_layers",
-    "merge_adapter",
-    "unmerge_adapter",
-    "merge_and_unload",
-    "unload",
-    "add_weighted_adapter",
-)
+    "save_pretrained load_adapter add_adapter delete_adapter set_adapter disable_adapter disable_adapter_layers "
+    "merge_adapter unmerge_adapter merge_and_unload unload add_weighted_adapter"
+).split()
 
 
 @torch.no_grad()
@@ -78,17 +68,17 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
-        vars(model)["save_pretrained"] = _refuse_save_pretrained
+        vars(model)["save_pretrained"] = partial(
+            _refuse,
+            "save_pretrained would write this rank's experts alone; "
+            "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks",
+        )
     prepare_for_ddp(model)
     return model
 
 
 def adopt_adapters(share: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
-    """Gives swapped experts the adapters of peft's wrappers.
-
-    Raises:
-        ArgumentError: see adapters.adapt.
-    """
+    """Gives swapped experts the adapters of peft's wrappers. ArgumentError as adapters.adapt."""
     first = share.heap.rank * share.mlp.num_groups
     transposed = isinstance(share.mlp.activation, ScaledClampedSwiGLU)  # only gpt-oss
     share.peft_names = adapt(share.mlp, wrappers, first=first, transposed=transposed)
@@ -100,15 +90,15 @@ def refuse_methods_of_peft(model: nn.Module) -> None:
     for owner in (model, cast(nn.Module, model.base_model)):
         for name in _REFUSED_OF_PEFT:
             if hasattr(owner, name):
-                vars(owner)[name] = partial(_refuse_of_peft, name)
+                vars(owner)[name] = partial(
+                    _refuse,
+                    f"{name} of peft knows nothing of adapters of experts that are on several ranks; save them with "
+                    "symmoe.integrations.peft.save_adapters, and do this with the plain model",
+                )
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
-    """The heap of a swapped model.
-
-    Raises:
-        ArgumentError: the model has not been swapped.
-    """
+    """The heap of a swapped model. ArgumentError: it has not been swapped."""
     for module in model.modules():
         if isinstance(module, ExpertParallelExperts):
             return module.heap
@@ -141,15 +131,5 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
     return share.train(experts.training)
 
 
-def _refuse_of_peft(name: str, *args: object, **kwargs: object) -> NoReturn:
-    raise ArgumentError(
-        f"{name} of peft knows nothing of adapters of experts that are on several ranks; save them with "
-        "symmoe.integrations.peft.save_adapters, and do this with the plain model"
-    )
-
-
-def _refuse_save_pretrained(*args: object, **kwargs: object) -> NoReturn:
-    raise ArgumentError(
-        "save_pretrained would write this rank's experts alone; "
-        "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks"
-    )
+def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ArgumentError(why)

@@ -125,13 +125,10 @@ def _save_or_load_by(model: nn.Module) -> tuple[Callable[[Any, str], None], Call
 def _trained(model: nn.Module) -> dict[str, torch.Tensor | ExpertShard]:
     """The parameters that are trained, by name, as `symmoe.checkpoint` takes them."""
     heap = heap_of(model)
-    trained: dict[str, torch.Tensor | ExpertShard] = {}
-    for name, parameter, is_expert in named_parameters(model):
-        if not parameter.requires_grad:
-            continue
-        trained[name] = parameter
-        if is_expert:
-            num_local = len(parameter)
-            start = heap.rank * num_local
-            trained[name] = ExpertShard(tensor=parameter, start=start, num_experts=heap.num_ranks * num_local)
-    return trained
+
+    def shard(experts: torch.Tensor) -> ExpertShard:
+        num_local = len(experts)
+        return ExpertShard(tensor=experts, start=heap.rank * num_local, num_experts=heap.num_ranks * num_local)
+
+    named = [(name, each, is_expert) for name, each, is_expert in named_parameters(model) if each.requires_grad]
+    return {name: shard(parameter) if is_expert else parameter for name, parameter, is_expert in named}

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import Peers, PlanIntegers
 
 
 class PlanKernels(Protocol):
@@ -55,22 +55,12 @@ class PlanKernels(Protocol):
         peers: Peers,
         received: Tensor,
         status: Tensor,
+        plan: PlanIntegers,
         *,
-        num_experts: int,
         capacity: int,
         packed_capacity: int,
         drop: bool,
         record_errors: bool,
-        splits: Tensor,
-        row_range: Tensor,
-        slot_start: Tensor,
-        slot_limit: Tensor,
-        packed_start: Tensor,
-        packed_limit: Tensor,
-        source_to_packed_start: Tensor,
-        source_to_row_start: Tensor,
-        expert_load: Tensor,
-        report: Tensor,
     ) -> None:
         """Lays out every rank's rows from the count table, the same way on every rank.
 
@@ -79,19 +69,11 @@ class PlanKernels(Protocol):
         Args:
             received: result of the plan's barrier; negative words mean that a rank faulted.
             status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if `record_errors`.
+            plan: gets what says where rows are, expert_load and the report.
             capacity: rows that each rank can take; -1: no limit.
             packed_capacity: packed rows that each rank can take; -1: no limit. If there is a limit, an overflow is only
                 reported, not recorded, since the call will be planned again; `drop` must be False.
             drop: whether to clip to the capacity instead of reporting an overflow.
-            splits, row_range: int32 [e], [2, e]; rows of each local expert, and where they begin and end.
-            slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert,
-                and how many of this rank's slots of it are kept.
-            packed_start, packed_limit: int32 [R]; this rank's region of packed rows on each rank: first row, size.
-            source_to_packed_start: int32 [R + 1]; where each source's packed rows start here; the last is their number.
-            source_to_row_start: int32 [R + 1, e]; where each source's rows of each local expert start here; the last
-                row is where the experts' rows end.
-            expert_load: int32 [E]; slots of each expert in the whole group, before dropping.
-            report: int32 [SUMMARY_WORDS], as in control.SUM_*.
         """
 
     def split_by_source(self, source_to_row_start: Tensor, source_to_rows: Tensor, *, rank: int) -> None:
@@ -106,39 +88,14 @@ class PlanKernels(Protocol):
             source_to_rows: int32 [R, 2, e]; first row of each part, and the row past its last.
         """
 
-    def assign_rows(
-        self,
-        topk_idx: Tensor,
-        block_starts: Tensor,
-        slot_start: Tensor,
-        slot_limit: Tensor,
-        slot_to_row: Tensor,
-        slot_to_rank: Tensor,
-        block_tokens: Tensor,
-        *,
-        experts_per_rank: int,
-    ) -> None:
+    def assign_rows(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers) -> None:
         """Gives every slot of this rank its row: a stable scan in order of token, then k.
 
         Args:
-            topk_idx, block_starts, slot_start, slot_limit: those of count_slots, send_counts and lay_out.
-            slot_to_row, slot_to_rank: int32 [T, K]; row on the expert's rank, and that rank; -1 for no expert, and for
-                slots that are dropped.
-            block_tokens: int32 [B, R]; tokens of each block that have a kept slot on each rank.
+            topk_idx, block_starts: those of count_slots and send_counts.
+            plan: that of lay_out; gets slot_to_row, slot_to_rank and block_tokens.
         """
 
-    def assign_packed_rows(
-        self,
-        slot_to_row: Tensor,
-        slot_to_rank: Tensor,
-        block_tokens: Tensor,
-        packed_start: Tensor,
-        token_to_packed_row: Tensor,
-        token_to_primary_row: Tensor,
-    ) -> None:
-        """Gives every pair of a token and a rank its packed row, and says which row is the primary one.
-
-        Args:
-            slot_to_row, slot_to_rank, block_tokens, packed_start: those of assign_rows and lay_out.
-            token_to_packed_row, token_to_primary_row: int32 [T, R]; -1 if the token has no slot on the rank.
-        """
+    def assign_packed_rows(self, plan: PlanIntegers) -> None:
+        """Gives every pair of a token and a rank its packed row, and says which row is the primary one: in
+        token_to_packed_row and token_to_primary_row of the plan of assign_rows."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import Peers, PlanIntegers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
 from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record
@@ -502,41 +502,30 @@ def lay_out(
     peers: Peers,
     received: torch.Tensor,
     status: torch.Tensor,
+    plan: PlanIntegers,
     *,
-    num_experts: int,
     capacity: int,
     packed_capacity: int,
     drop: bool,
     record_errors: bool,
-    splits: torch.Tensor,
-    row_range: torch.Tensor,
-    slot_start: torch.Tensor,
-    slot_limit: torch.Tensor,
-    packed_start: torch.Tensor,
-    packed_limit: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    source_to_row_start: torch.Tensor,
-    expert_load: torch.Tensor,
-    report: torch.Tensor,
 ) -> None:
-    layout = peers.layout
-    experts_per_rank = num_experts // peers.num_ranks
+    layout, experts_per_rank = peers.layout, plan.splits.numel()
     lay_out_kernel[(1,)](
         peers.bases,
         received,
         status.data_ptr(),
         capacity,
         packed_capacity,
-        splits,
-        row_range,
-        slot_start,
-        slot_limit,
-        packed_start,
-        packed_limit,
-        source_to_packed_start,
-        source_to_row_start,
-        expert_load,
-        report,
+        plan.splits,
+        plan.row_range,
+        plan.slot_start,
+        plan.slot_limit,
+        plan.packed_start,
+        plan.packed_limit,
+        plan.source_to_packed_start,
+        plan.source_to_row_start,
+        plan.expert_load,
+        plan.report,
         RANK=peers.rank,
         NUM_RANKS=peers.num_ranks,
         EXPERTS_PER_RANK=experts_per_rank,
@@ -671,33 +660,23 @@ def tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K: tl.constexpr, RANK_L
     return goes.to(tl.int32)
 
 
-def assign_rows(
-    topk_idx: torch.Tensor,
-    block_starts: torch.Tensor,
-    slot_start: torch.Tensor,
-    slot_limit: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    block_tokens: torch.Tensor,
-    *,
-    experts_per_rank: int,
-) -> None:
+def assign_rows(topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIntegers) -> None:
     num_tokens, top_k = topk_idx.shape
-    num_blocks, num_ranks = block_tokens.shape
+    num_blocks, num_ranks = plan.block_tokens.shape
     if num_blocks == 0:
         return
     assign_rows_kernel[(num_blocks,)](
         topk_idx,
         block_starts,
-        slot_start,
-        slot_limit,
-        slot_to_row,
-        slot_to_rank,
-        block_tokens,
+        plan.slot_start,
+        plan.slot_limit,
+        plan.slot_to_row,
+        plan.slot_to_rank,
+        plan.block_tokens,
         num_tokens,
         TOP_K=top_k,
-        NUM_EXPERTS=slot_start.numel(),
-        EXPERTS_PER_RANK=experts_per_rank,
+        NUM_EXPERTS=plan.slot_start.numel(),
+        EXPERTS_PER_RANK=plan.splits.numel(),
         NUM_RANKS=num_ranks,
         RANK_LANES=next_power_of_2(num_ranks),
         BLOCK_SLOTS=block_slots(top_k),
@@ -757,26 +736,19 @@ def assign_packed_rows_kernel(
     tl.store(token_to_primary_row + entry, primary, mask=mask)
 
 
-def assign_packed_rows(
-    slot_to_row: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    block_tokens: torch.Tensor,
-    packed_start: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    token_to_primary_row: torch.Tensor,
-) -> None:
-    num_tokens, top_k = slot_to_row.shape
-    num_blocks, num_ranks = block_tokens.shape
+def assign_packed_rows(plan: PlanIntegers) -> None:
+    num_tokens, top_k = plan.slot_to_row.shape
+    num_blocks, num_ranks = plan.block_tokens.shape
     if num_blocks == 0:
         return
     rank_lanes = next_power_of_2(num_ranks)
     assign_packed_rows_kernel[(num_blocks,)](
-        slot_to_row,
-        slot_to_rank,
-        block_tokens,
-        packed_start,
-        token_to_packed_row,
-        token_to_primary_row,
+        plan.slot_to_row,
+        plan.slot_to_rank,
+        plan.block_tokens,
+        plan.packed_start,
+        plan.token_to_packed_row,
+        plan.token_to_primary_row,
         num_tokens,
         TOP_K=top_k,
         NUM_RANKS=num_ranks,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import Peers, PlanIntegers
 from symmoe.kernels.gemm_parts import PART_ROWS
 
 _NO_SLOT = 2**31 - 1
@@ -58,24 +58,14 @@ def lay_out(
     peers: Peers,
     received: torch.Tensor,
     status: torch.Tensor,
+    plan: PlanIntegers,
     *,
-    num_experts: int,
     capacity: int,
     packed_capacity: int,
     drop: bool,
     record_errors: bool,
-    splits: torch.Tensor,
-    row_range: torch.Tensor,
-    slot_start: torch.Tensor,
-    slot_limit: torch.Tensor,
-    packed_start: torch.Tensor,
-    packed_limit: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    source_to_row_start: torch.Tensor,
-    expert_load: torch.Tensor,
-    report: torch.Tensor,
 ) -> None:
-    num_ranks, rank = peers.num_ranks, peers.rank
+    num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.expert_load.numel()
     table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
     headers = table[:, : control.HEADER_WORDS]
     first = control.HEADER_WORDS
@@ -96,20 +86,20 @@ def lay_out(
     region_starts = regions.cumsum(0) - regions
 
     starts = kept.cumsum(1) - kept
-    splits.copy_(kept[rank])
-    row_range[0] = starts[rank]
-    row_range[1] = starts[rank] + kept[rank]
-    slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
-    slot_limit.copy_(kept_by_source[rank])
-    packed_start.copy_(region_starts[rank])
-    packed_limit.copy_(regions[rank])
-    source_to_packed_start[:-1] = region_starts[:, rank]
-    source_to_packed_start[-1] = regions[:, rank].sum()
-    source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
-    source_to_row_start[-1] = starts[rank] + kept[rank]
-    expert_load.copy_(load.flatten())
+    plan.splits.copy_(kept[rank])
+    plan.row_range[0] = starts[rank]
+    plan.row_range[1] = starts[rank] + kept[rank]
+    plan.slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
+    plan.slot_limit.copy_(kept_by_source[rank])
+    plan.packed_start.copy_(region_starts[rank])
+    plan.packed_limit.copy_(regions[rank])
+    plan.source_to_packed_start[:-1] = region_starts[:, rank]
+    plan.source_to_packed_start[-1] = regions[:, rank].sum()
+    plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
+    plan.source_to_row_start[-1] = starts[rank] + kept[rank]
+    plan.expert_load.copy_(load.flatten())
 
-    report.zero_()
+    report = plan.report.zero_()
     report[control.SUM_ERROR : control.SUM_WHERE + 1] = report.new_tensor(error)
     report[control.SUM_NUM_ROWS] = kept[rank].sum()
     report[control.SUM_MAX_ROWS] = kept.sum(1).max()
@@ -137,47 +127,31 @@ def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Ten
         source_to_rows[source, 1] = bounds[source + 1]
 
 
-def assign_rows(
-    topk_idx: torch.Tensor,
-    block_starts: torch.Tensor,
-    slot_start: torch.Tensor,
-    slot_limit: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    block_tokens: torch.Tensor,
-    *,
-    experts_per_rank: int,
-) -> None:
-    num_experts = slot_start.numel()
+def assign_rows(topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIntegers) -> None:
+    num_experts, experts_per_rank = plan.slot_start.numel(), plan.splits.numel()
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
     one_hot = torch.zeros((ids.numel(), num_experts), dtype=torch.int32, device=ids.device)
     one_hot.scatter_(1, safe[:, None], valid[:, None].int())
     index = (one_hot.cumsum(0) - one_hot).gather(1, safe[:, None])[:, 0]  # among this rank's slots of the expert
-    kept = valid & (index < slot_limit.index_select(0, safe))
-    slot_to_row.copy_((slot_start.index_select(0, safe) + index).where(kept, -1).view_as(slot_to_row))
-    slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(slot_to_rank))
-    block_tokens.copy_(_sum_by_block(_tokens_to_ranks(slot_to_rank, block_tokens.shape[1])))
+    kept = valid & (index < plan.slot_limit.index_select(0, safe))
+    rows = plan.slot_start.index_select(0, safe) + index
+    plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
+    plan.slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(plan.slot_to_rank))
+    plan.block_tokens.copy_(_sum_by_block(_tokens_to_ranks(plan.slot_to_rank, plan.packed_start.numel())))
 
 
-def assign_packed_rows(
-    slot_to_row: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    block_tokens: torch.Tensor,
-    packed_start: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    token_to_primary_row: torch.Tensor,
-) -> None:
-    num_ranks = packed_start.numel()
-    present = _tokens_to_ranks(slot_to_rank, num_ranks)
+def assign_packed_rows(plan: PlanIntegers) -> None:
+    num_ranks, primary = plan.packed_start.numel(), plan.token_to_primary_row
+    present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
     index = present.int().cumsum(0) - present.int()
-    token_to_packed_row.copy_((packed_start + index).where(present, -1))
-    token_to_primary_row.fill_(-1)
-    for k in reversed(range(slot_to_row.shape[1])):
+    plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
+    primary.fill_(-1)
+    for k in reversed(range(plan.slot_to_row.shape[1])):
         for rank in range(num_ranks):
-            here = slot_to_rank[:, k] == rank
-            token_to_primary_row[:, rank] = slot_to_row[:, k].where(here, token_to_primary_row[:, rank])
+            here = plan.slot_to_rank[:, k] == rank
+            primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
 
 
 def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Mapping
 
 from symmoe.errors import ArgumentError
-from symmoe.tools.doctor import nvidia_smi
-from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
 from symmoe.tools.doctor.flight import diagnose, read_record
-from symmoe.tools.doctor.gpus import check_gpus, check_links, read_gpus
-from symmoe.tools.doctor.system import check_limits, check_system, read_system
+from symmoe.tools.doctor.gpus import ask, check_gpus, check_links, read_gpus
+from symmoe.tools.doctor.machine import check_environment, check_limits, check_system, read_system
 from symmoe.tools.doctor.trial import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
 
@@ -68,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]:
     """Looks at this machine, and runs the self-test: on up to 8 GPUs, one process each, else on 2 CPU processes."""
-    system, versions, smi = read_system(environment), read_versions(), nvidia_smi.ask()
+    system, versions, smi = read_system(environment), read_versions(), ask()
     gpus, visible = read_gpus(smi), environment.get("CUDA_VISIBLE_DEVICES")
     has_gpu, used = bool(gpus.gpus), [gpu.smi_index for gpu in gpus.gpus]
     links = {index: each for index, each in smi.links.items() if index in used}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 LEVELS = ("ok", "note", "problem")
+Said = tuple[str, str, str]  # level, text, fix
+_Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,17 @@ class Finding:
         assert self.fix or self.level != "problem", self.text
 
 
-class Findings(list[Finding]):
-    """Findings of one subject, as they are made."""
+def about(subject: str) -> Callable[[Callable[_Arguments, Iterator[Said]]], Callable[_Arguments, list[Finding]]]:
+    """Decorates a check that yields what it says of the subject."""
 
-    def __init__(self, subject: str) -> None:
-        super().__init__()
-        self.subject = subject
+    def decorate(check: Callable[_Arguments, Iterator[Said]]) -> Callable[_Arguments, list[Finding]]:
+        @functools.wraps(check)
+        def found(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[Finding]:
+            return [Finding(level, subject, text, fix) for level, text, fix in check(*args, **kwargs)]
 
-    def add(self, level: str, text: str, fix: str = "") -> None:
-        self.append(Finding(level, self.subject, text, fix))
+        return found
+
+    return decorate
 
 
 def worst_level(findings: Sequence[Finding]) -> str:
@@ -52,8 +58,7 @@ def render(findings: Sequence[Finding]) -> str:
     for finding in findings:
         head = f"{finding.level:<9}{finding.subject:<13}"
         lines.append(textwrap.fill(finding.text, 110, initial_indent=head, subsequent_indent=" " * len(head)))
-        if finding.fix:
-            lines.append(f"{'':<{len(head)}}-> {finding.fix}")
+        lines += [f"{'':<{len(head)}}-> {finding.fix}"] if finding.fix else []
     notes, problems = (sum(finding.level == level for finding in findings) for level in LEVELS[1:])
     counted = f"{notes} note{'s' * (notes != 1)}"
     verdict = f"No problems, {counted}: symmoe can run here."

@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +28,8 @@ from symmoe.nodes.place import find_place
 from symmoe.nodes.rail import GlooRail, Payload, RailBroken
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, find_topology
-from symmoe.tools.doctor import nvidia_smi
-from symmoe.tools.doctor.findings import Finding, Findings, worst_level
-from symmoe.tools.doctor.gpus import read_gpus
+from symmoe.tools.doctor.findings import Finding, Said, about, worst_level
+from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -128,7 +127,6 @@ def join_and_examine(
 ) -> list[Finding]:
     """:func:`examine_nodes` of the job that torchrun has started. Rank 0 tells; where ranks do not find each other, the
     first one of each node."""
-    found = Findings("nodes")
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
         board = Board(store, worker.rank, worker.num_ranks, _WAIT_S)
@@ -138,12 +136,13 @@ def join_and_examine(
         board.leave()
         return findings
     except RanksMissing as missing:
-        found.add("problem", str(missing), "see what they have printed; py-spy dump --pid ... says where they are")
+        text, fix = str(missing), "see what they have printed; py-spy dump --pid ... says where they are"
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
+        text += f"{where}: {_first_line(error)}"
         fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
-        found.add("problem", f"{text}{where}: {_first_line(error)}", fix)
+    found = [Finding("problem", "nodes", text, fix)]
     if worker.local_rank == 0:
         tell(found)
     return found
@@ -192,7 +191,7 @@ def examine_nodes(
 
 def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
-    smi, nccl = nvidia_smi.ask(), 0
+    smi, nccl = ask(), 0
     gpus = read_gpus(smi).gpus
     gpu = gpus[worker.local_rank] if worker.local_rank < len(gpus) else None
     uuid = next((device.uuid for device in smi.devices if gpu is not None and device.index == gpu.smi_index), None)
@@ -289,51 +288,55 @@ def wait_for(is_done: Callable[[], bool], node: int, timeout_s: float = _MESSAGE
 # -- what is to be said: pure functions, so that all ranks find the same ----------------------------------------------
 
 
-def check_nodes(facts: Sequence[Facts], topology: Topology) -> list[Finding]:
+@about("nodes")
+def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     """Who is where, and whether they have the same software."""
-    found, num_nodes = Findings("nodes"), topology.num_nodes
     for name in sorted({name for each in facts for name in each.versions}):
         by_version = _ranks_by([each.versions.get(name, "none") for each in facts])
         if len(by_version) > 1:
             has = "; ".join(f"ranks {listed(ranks)} have {version}" for version, ranks in by_version.items())
-            found.add("problem", f"{name} is not the same everywhere: {has}", f"pip install {name}==... on every node")
+            yield "problem", f"{name} is not the same everywhere: {has}", f"pip install {name}==... on every node"
     without = [rank for rank, each in enumerate(facts) if not each.gpu]
     if 0 < len(without) < len(facts):
         text = f"ranks {listed(without)} have no GPU, the others have: a rank needs one of its own"
-        found.add("problem", text, "torchrun --nproc-per-node with no more than each node's GPUs")
+        yield "problem", text, "torchrun --nproc-per-node with no more than each node's GPUs"
+    num_nodes, num_machines = topology.num_nodes, len({each.machine for each in facts})
     places = [f"node {node} ({facts[ranks[0]].host}): {listed(ranks)}" for node, ranks in enumerate(topology.nodes)]
     of_nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes of {len(topology.ranks)}"
     text = f"{len(facts)} ranks on {of_nodes}; {'; '.join(places)}"
-    num_machines = len({each.machine for each in facts})
     if num_nodes == 1:
         fix = "torchrun --nnodes=... on every node; --ranks-per-node N cuts a machine into virtual nodes"
-        found.add("note", f"{text}: there is no network between ranks to look at", fix)
+        yield "note", f"{text}: there is no network between ranks to look at", fix
     else:
         text += f" (virtual nodes of {num_machines} machine{'s' * (num_machines > 1)})" * (num_machines < num_nodes)
         rails = " | ".join(", ".join(map(str, rail)) for rail in zip(*topology.nodes, strict=True))
-        found.add("ok", f"{text}; rails: {rails}")
-    return found
+        yield "ok", f"{text}; rails: {rails}", ""
 
 
-def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> list[Finding]:
-    """RDMA devices of every machine; by which network devices hosts talk to each other, and which ranks cannot connect
-    to which (refused: by rank, why it cannot connect to some of its rail); what NCCL has to know."""
-    nics, sockets, nccl = Findings("nics"), Findings("sockets"), Findings("nccl")
+@about("nics")
+def check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
+    """RDMA devices of every machine."""
     kinds = _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts])
     for (up, down), ranks in kinds.items():
         where = ", ".join(dict.fromkeys(facts[rank].host for rank in ranks))
         if down:
             fix = "ibstat says why; NCCL_IB_HCA=... names those that are up"
-            nics.add("note", f"{where}: no link at {', '.join(down)}", fix)
+            yield "note", f"{where}: no link at {', '.join(down)}", fix
         if not up and any(each.gpu for each in facts):
             fix = "in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, if the host has NICs"
-            nics.add("note", f"{where}: no RDMA NIC: what goes between nodes goes over TCP", fix)
+            yield "note", f"{where}: no RDMA NIC: what goes between nodes goes over TCP", fix
         else:
-            nics.add("ok", f"{where}: {', '.join(up) or 'no RDMA NIC'}")
-    for problem, ranks in _ranks_by([each.problem for each in facts]).items():
-        if problem:
-            fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
-            sockets.add("problem", f"rank {listed(ranks)}: {problem}", fix)
+            yield "ok", f"{where}: {', '.join(up) or 'no RDMA NIC'}", ""
+
+
+@about("sockets")
+def check_sockets(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> Iterator[Said]:
+    """By which network devices hosts talk to each other, and which ranks cannot connect to which (refused: by rank, why
+    it cannot connect to some of its rail)."""
+    problems = {problem: ranks for problem, ranks in _ranks_by([each.problem for each in facts]).items() if problem}
+    for problem, ranks in problems.items():
+        fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
+        yield "problem", f"rank {listed(ranks)}: {problem}", fix
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
     if pairs:
         shown = [
@@ -342,51 +345,58 @@ def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[
             for rank, mate, why in pairs
         ]
         fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
-        firewall = "; let the firewall pass all TCP ports between the nodes"
-        is_remote = any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs)
-        sockets.add("problem", _some(shown), fix + firewall * is_remote)
-    if not sockets:
+        if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
+            fix += "; let the firewall pass all TCP ports between the nodes"
+        yield "problem", _some(shown), fix
+    if not problems and not pairs:
         ends = [facts[ranks[0]].endpoint for ranks in topology.nodes]
         names = [f"{end.device or 'an unknown device'} ({end.host or 'no IPv4 address'})" for end in ends]
         text = "; ".join(f"{name} on node {listed(nodes)}" for name, nodes in _ranks_by(names).items())
-        sockets.add("ok", f"gloo goes by {text}")
+        yield "ok", f"gloo goes by {text}", ""
+
+
+@about("nccl")
+def check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
+    """What NCCL has to know."""
     on_gpus = [rank for rank, each in enumerate(facts) if each.gpu and topology.num_nodes > 1]
     if unordered := [rank for rank in on_gpus if facts[rank].launch_order != "1"]:
-        text = (
-            f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
-            "rails, GPUs may start the two communicators in different orders, and wait for each other"
-        )
-        nccl.add("note", text, f"export {LAUNCH_ORDER}=1 on every node")
+        text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
+        text += "rails, GPUs may start the two communicators in different orders, and wait for each other"
+        yield "note", text, f"export {LAUNCH_ORDER}=1 on every node"
     elif old := [rank for rank in on_gpus if facts[rank].nccl < _KNOWS_LAUNCH_ORDER]:
         text = f"NCCL of ranks {listed(old)} is older than 2.26, and does not know {LAUNCH_ORDER}"
-        nccl.add("note", text, "a torch with a newer NCCL: 2.11 brings 2.28")
-    return [*nics, *sockets, *nccl]
+        yield "note", text, "a torch with a newer NCCL: 2.11 brings 2.28"
 
 
-def check_rails(topology: Topology, exchanges: Sequence[Exchange]) -> list[Finding]:
+def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> list[Finding]:
+    """NICs, sockets and NCCL."""
+    return [*check_nics(facts), *check_sockets(facts, topology, refused), *check_nccl(facts, topology)]
+
+
+@about("rails")
+def check_rails(topology: Topology, exchanges: Sequence[Exchange]) -> Iterator[Said]:
     """How fast rails are, which one is the slowest, and what has come that was not sent. exchanges: by rank."""
-    found, where = Findings("rails"), [f"rank {r} on node {topology.node_of(r)}" for r in range(len(exchanges))]
+    where = [f"rank {r} on node {topology.node_of(r)}" for r in range(len(exchanges))]
     log = "NCCL_DEBUG=INFO shows by what NCCL goes"
     if failed := [(rank, each) for rank, each in enumerate(exchanges) if each.error]:
         ends = [f"{where[rank]}{f' and {where[each.mate]}' if each.mate >= 0 else ''}" for rank, each in failed]
         text = _some([f"between {both}: {each.error}" for both, (_, each) in zip(ends, failed, strict=True)])
-        found.add("problem", f"messages do not arrive {text}", f"firewalls; cables; {log}")
+        yield "problem", f"messages do not arrive {text}", f"firewalls; cables; {log}"
     if wrong := [(rank, mate) for rank, each in enumerate(exchanges) for mate in each.wrong]:
         text = _some([f"rank {rank} has got other bytes than rank {mate} has sent" for rank, mate in wrong])
-        found.add("problem", text, "memory or network are broken: take these nodes out of the job")
+        yield "problem", text, "memory or network are broken: take these nodes out of the job"
     rails = [[rank for rank in rail if not exchanges[rank].error] for rail in zip(*topology.nodes, strict=True)]
     slowest = {n: min(rail, key=lambda rank: exchanges[rank].gbs) for n, rail in enumerate(rails) if rail}
     if not slowest:
-        return found
+        return
     gbs = {number: exchanges[rank].gbs for number, rank in slowest.items()}
     last, usual = min(gbs, key=gbs.__getitem__), median(gbs.values())
     if gbs[last] < _SLOW * usual:
         text = f"rail {last} is slow: {gbs[last]:.3g} GB/s at {where[slowest[last]]}, the median rail has {usual:.3g}"
-        found.add("note", text, f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}")
+        yield "note", text, f"NICs of its ranks: ibstat or ethtool for the rate; what else uses them; {log}"
     latency_us = {number: max(exchanges[rank].latency_us for rank in rails[number]) for number in gbs}
     speeds = "; ".join(f"rail {number}: {gbs[number]:.3g} GB/s, {latency_us[number]:.0f} us" for number in gbs)
-    found.add("ok", f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}")
-    return found
+    yield "ok", f"{speeds} (each rank sends and receives; of its slowest); slowest: {where[slowest[last]]}", ""
 
 
 def listed(numbers: Sequence[int]) -> str:

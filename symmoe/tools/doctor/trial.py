@@ -10,14 +10,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from symmoe.tools.doctor.findings import Finding, Findings
+from symmoe.tools.doctor.findings import Said, about
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
 MAX_GPUS = 8
@@ -81,7 +81,8 @@ def run_trial(
         return Trial(num_ranks, took_s, None, *_first_error(Path(folder), failures, num_ranks))
 
 
-def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
+@about("self-test")
+def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterator[Said]:
     """Findings from the self-test.
 
     Args:
@@ -89,24 +90,23 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
     """
     where = "GPU" if on_gpus else "CPU"
     ranks = f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
-    figures, found = trial.figures, Findings("self-test")
+    figures = trial.figures
     if figures is None:
-        found.add("problem", f"{ranks}: {trial.error}: {trial.text}", _fix(trial, on_gpus))
-        return found
+        yield "problem", f"{ranks}: {trial.error}: {trial.text}", _fix(trial, on_gpus)
+        return
     text = f"{ranks}: heap built in {figures['heap_s']:.2g} s; dispatch and combine are exact"
     if "copy_gbs" in figures:
         dispatch, combine, copy = (figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy"))
         if on_gpus and link_gbs and copy < _MODEST_LINK * link_gbs:
             slow = f"a plain copy to a peer moves {copy:.0f} GB/s of the {link_gbs:.0f} GB/s of its links"
-            found.add("note", slow, "end what else uses the GPUs; nvidia-smi nvlink -e")
+            yield "note", slow, "end what else uses the GPUs; nvidia-smi nvlink -e"
         if on_gpus and dispatch < _MODEST_DISPATCH * copy:
             slow = f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}"
             fix = f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length"
-            found.add("note", slow, fix)
+            yield "note", slow, fix
         link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
         text += f"; dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
-    found.add("ok", f"{text} ({trial.took_s:.0f} s in all)")
-    return found
+    yield "ok", f"{text} ({trial.took_s:.0f} s in all)", ""
 
 
 def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int) -> tuple[str, str]:

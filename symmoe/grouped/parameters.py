@@ -1,0 +1,246 @@
+"""The parameters of a grouped linear layer: weights, packed or discrete, and biases, and where their gradients go.
+
+G groups (experts of this rank), C input features, O output features.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from symmoe.checks.arguments import parameter_dtype_problem, size_problem
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.low_rank import RANK_MULTIPLE
+from symmoe.grouped.weight_gradients import DelayedGradients, MainGrads, NewGradients, Target
+from symmoe.grouped.weights import addresses, lay_side_by_side
+from symmoe.kernels import control
+from symmoe.kernels.architectures import e4m3_problem
+from symmoe.precision.operands import HeldWeight
+from symmoe.precision.recipes import Recipe, precision_problem
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
+_INDEXED = re.compile(r"(weight|bias)(\d+)")
+
+
+class GroupedParameters(nn.Module):
+    """What a GroupedLinear is without its forward; the arguments are its.
+
+    Attributes:
+        weight_names: of the one packed weight, or of the G discrete ones.
+    """
+
+    holds_experts = True
+    _is_fsdp_managed_module = False  # FSDP sets it
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        weights: Literal["packed", "discrete"] = "packed",
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        precision: Recipe | None = None,
+        init_method: Callable[[torch.Tensor], object] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        raise_for(size_problem(num_groups=num_groups, in_features=in_features, out_features=out_features))
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        raise_for(parameter_dtype_problem(dtype))
+        if weights not in ("packed", "discrete"):
+            raise ArgumentError(f"weights ({weights!r}) must be 'packed' or 'discrete'")
+        raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.return_bias, self.precision = return_bias, precision
+        self.precision_name = str(precision)  # equal where precisions are, for torch.compile to compare
+        self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
+        self.is_packed = weights == "packed"
+        self.weight_names = ("weight",) if self.is_packed else weight_names(num_groups)
+        self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
+        self._init_method = init_method
+        self._delayed: deque[Callable[[], None]] = deque()
+        self._after_backward_dw: list[Callable[[], object]] = []
+        whole = torch.empty((num_groups, out_features, in_features), dtype=dtype, device=device)
+        raise_for(e4m3_problem(precision, whole.device))
+        if self.is_packed:
+            self.weight = nn.Parameter(whole)
+        else:
+            for g, weight in enumerate(whole.unbind(0)):  # in one storage: see packed_view
+                setattr(self, f"weight{g}", nn.Parameter(weight))
+        self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
+        self._weight_marks: dict[str, object] = {}
+        if delay_wgrad:
+            self.mark_weights(skip_backward_post_hook=True)  # Megatron's DDP: the gradient comes later
+        self.reset_parameters()
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        match = _INDEXED.fullmatch(name)
+        if match and match[1] in self.__dict__.get("_parameters", {}) and int(match[2]) < self.num_groups:
+            packed = self._parameters[match[1]]
+            if packed is not None:
+                return packed[int(match[2])]
+        return super().__getattr__(name)
+
+    def weight_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The one packed weight, or the G discrete ones; for a DTensor this rank's part, differentiable."""
+        if self.is_packed:
+            return (local_part(self.weight),)
+        try:
+            return cast("tuple[nn.Parameter, ...]", tuple(map(self._parameters.__getitem__, self.weight_names)))
+        except KeyError:  # parametrized
+            return tuple(getattr(self, name) for name in self.weight_names)
+
+    def mark_weights(self, **marks: object) -> None:
+        """Sets attributes of every weight, for trainers to read. Parameters that replace the weights get them too."""
+        self._weight_marks |= marks
+        self._restate_marks()
+
+    def width_problem(self, x: torch.Tensor) -> ArgumentError | None:
+        """What keeps the layer from running on the device of x, or None: the dtype of its weights, or a width."""
+        weight = next(iter(self._parameters.values()), None)  # three times as fast as `parameters()`
+        if weight is not None and weight.dtype not in control.DTYPES:
+            return ArgumentError(f"the weights are {weight.dtype}; they must be one of {control.DTYPES}")
+        for name, width in (("in_features", self.in_features), ("out_features", self.out_features)):
+            if x.is_cuda and width % _GPU_MULTIPLE:
+                return ArgumentError(f"{name} ({width}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
+        return None if self.precision is None else e4m3_problem(self.precision, x.device)
+
+    def held_problem(self) -> ArgumentError | None:
+        """Why a forward pass cannot use the weights that symmoe.constant_weights holds, or None."""
+        return None if self.held_weight is None else self.held_weight.problem()
+
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        """A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here."""
+        return ()
+
+    def bias_parameter(self) -> torch.Tensor | None:
+        """The bias, if there is one; for a DTensor this rank's part, differentiable."""
+        bias = self.bias  # once: a parametrization evaluates it
+        return None if bias is None else local_part(bias)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias. Evaluates none."""
+        return not any("bias" in found and found["bias"] is None for found in (self._parameters, self.__dict__))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """With `init_method`, fills the weights by it and the biases with zeros; else both uniformly like nn.Linear."""
+        bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
+        if self._init_method is None:
+            for weight in self.weight_parameters():
+                weight.uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
+            return
+        for g in range(self.num_groups):
+            self._init_method(getattr(self, f"weight{g}"))
+        if bias is not None:
+            bias.zero_()
+
+    def gradient_target(self, weights: tuple[torch.Tensor, ...], *, overwrite_main_grad: bool) -> Target:
+        """Where the gradients of `weights`, as the computation takes them, go: as the options are now.
+
+        Raises:
+            ArgumentError: an option wants parameters of this module, and the weights are made of others.
+        """
+        if not any(weight.requires_grad for weight in weights):
+            return Target()
+        if not (self.delay_wgrad or self.accumulate_into_main_grad):
+            return NewGradients()
+        parameters = tuple(map(self._parameters.get, self.weight_names))
+        if any(parameter is None or hasattr(parameter, "device_mesh") for parameter in parameters):
+            option = "delay_wgrad" if self.delay_wgrad else "accumulate_into_main_grad"
+            raise ArgumentError(f"{option} (True) must be False: weights of a {type(self).__name__} are made of others")
+        found = cast("tuple[nn.Parameter, ...]", parameters)
+        if not self.delay_wgrad:
+            return MainGrads(found, overwrite=overwrite_main_grad)
+        overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
+        return DelayedGradients(found, self._delayed, overwrite)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedParameters:
+        before = None if self.is_packed else addresses(self.weight_parameters())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._restate_marks()
+        if self.is_packed:
+            return self
+        weights = self.weight_parameters()
+        after = addresses(weights)
+        # A parameter that has moved has new memory. One that has not may lie in a trainer's buffer, and stays there.
+        if after is not None and (before is None or all(old != new for old, new in zip(before, after, strict=True))):
+            lay_side_by_side(weights)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
+        for kind in ("weight", "bias"):
+            indexed = [f"{prefix}{kind}{g}" for g in range(self.num_groups)]
+            packed = f"{prefix}{kind}"
+            if kind in self._parameters and all(key in state_dict for key in indexed):
+                state_dict[packed] = torch.stack([state_dict.pop(key) for key in indexed])
+            elif f"{kind}0" in self._parameters and packed in state_dict:
+                whole = state_dict.pop(packed)
+                if whole.shape[:1] == (self.num_groups,):
+                    state_dict.update(zip(indexed, whole.unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._restate_marks()  # loading may assign new parameters
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._restate_marks()  # the parameters of a copy are new
+
+    def _restate_marks(self) -> None:
+        if self._weight_marks:
+            for name in self.weight_names:
+                vars(self._parameters[name]).update(self._weight_marks)
+
+
+@functools.cache
+def weight_names(num_groups: int) -> tuple[str, ...]:
+    """The names of discrete weights."""
+    return tuple(f"weight{g}" for g in range(num_groups))
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, differentiable; any other tensor as it is."""
+    # Not isinstance: torch.distributed.tensor takes long to import, and most users have no DTensors.
+    return cast("DTensor", parameter).to_local() if hasattr(parameter, "device_mesh") else parameter
+
+
+def local_tensors(
+    linears: Sequence[GroupedParameters], dtype: torch.dtype, *, cast_biases: bool = True
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
+    """(biases, weights, adapters) of the layers in that dtype; for DTensors this rank's parts, differentiable.
+
+    There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
+    or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros.
+    """
+    biases = [linear.bias_parameter() for linear in linears]
+    if cast_biases:
+        biases = [None if bias is None else bias.to(dtype) for bias in biases]
+    weights: list[torch.Tensor] = []
+    for linear in linears:
+        own = linear.weight_parameters()
+        weights += own if own[0].dtype == dtype else [weight.to(dtype) for weight in own]
+    pairs = [linear.adapters() for linear in linears]
+    if not any(pairs):
+        return biases, weights, []
+    adapters: list[torch.Tensor] = []
+    for linear, pair in zip(linears, pairs, strict=True):
+        shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
+        adapters += pair or (weights[0].new_zeros((linear.num_groups, *shape)) for shape in shapes)
+    return biases, weights, [adapter.to(dtype) for adapter in adapters]

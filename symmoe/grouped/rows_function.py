@@ -1,0 +1,254 @@
+"""A call of one grouped linear layer, or of two with an activation between them: arguments, checks, autograd function.
+
+N rows sorted by group, C features of a row, O features of a result. Buffers of the caller take results and gradients in
+place; what lies past the last group in them stays as it is, and is zero in what is allocated here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
+from symmoe.checks.arguments import (
+    Buffer,
+    Problem,
+    RowsLike,
+    buffer_problem,
+    kernel_rows,
+    memory_problem,
+    overlap_problem,
+    scale_problem,
+)
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.parameters import GroupedParameters
+from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
+from symmoe.grouped.weight_gradients import Compute
+from symmoe.kernels import control
+
+MaybeTensor = torch.Tensor | None
+Gradients = tuple[MaybeTensor, ...]
+Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
+
+
+@dataclass(frozen=True, slots=True)
+class RowArguments:
+    """The arguments of a call other than the rows.
+
+    Attributes:
+        splits, out, grad_input_out: as in GroupedLinear.forward.
+        scale: `bias_scale` of a linear layer, `row_probs` of an MLP.
+        overwrite_main_grad: for each layer, whether its weight gradient overwrites `main_grad`.
+    """
+
+    splits: Splits
+    scale: MaybeTensor = None
+    out: MaybeTensor = None
+    grad_input_out: MaybeTensor = None
+    overwrite_main_grad: tuple[bool, ...] = (False, False)
+
+    def problem(self, rows: RowsLike, layers: Layers) -> Problem:
+        """What is wrong with them for rows that go through these layers, or None. Reads no device memory."""
+        first, last = layers[0], layers[-1]
+        num_rows = None if rows.shape is None else math.prod(rows.shape)
+        error = splits_problem(self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows)
+        if error is None and len(layers) == 2:
+            error = scale_problem("row_probs", self.scale, rows)
+        elif error is None and self.scale is not None:
+            error = self._bias_scale_problem(first) or scale_problem("bias_scale", self.scale, rows)
+        features = (("out", self.out, last.out_features), ("grad_input_out", self.grad_input_out, first.in_features))
+        for name, buffer, width in features:
+            if error is None and buffer is not None:
+                shape = None if rows.shape is None else (*rows.shape, width)
+                error = buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
+        return error
+
+    def _bias_scale_problem(self, linear: GroupedParameters) -> ArgumentError | None:
+        if linear.has_bias and not linear.return_bias:
+            return None
+        scale = self.scale
+        found = list(scale.shape) if isinstance(scale, torch.Tensor) else type(scale).__name__
+        return ArgumentError(f"bias_scale ({found}) needs a bias that is added; {linear} adds none")
+
+    def check(self, name: str, x: torch.Tensor, layers: Layers) -> None:
+        """Checks all arguments of a call, of which argument `name` is x, before anything is computed.
+
+        Raises:
+            ArgumentError, StaleLease: an argument is wrong, or a buffer shares memory with what the call also uses.
+        """
+        problem = _rows_problem(name, x, layers[0])
+        for layer in layers:
+            problem = problem or layer.width_problem(x) or layer.held_problem()
+        raise_for(problem or self.problem(RowsLike.of(x), layers))
+        named = (("out", self.out), ("grad_input_out", self.grad_input_out))
+        read = itertools.chain((x, self.splits, self.scale), *(layer.parameters() for layer in layers))
+        raise_for(overlap_problem([Buffer(name, buffer) for name, buffer in named if buffer is not None], read))
+
+
+def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
+    """What keeps `x` from being the rows of a linear layer, or None; apart from its width_problem."""
+    if (error := memory_problem(name, x)) is not None:
+        return error
+    assert isinstance(x, torch.Tensor)
+    if x.dim() < 2 or x.shape[-1] != linear.in_features:
+        return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
+    weight = next(linear.parameters())
+    if x.device != weight.device:
+        return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
+    if x.device.type not in ("cpu", "cuda"):
+        return ArgumentError(f"{name} and the weights are on {x.device}; they must be on a CUDA device or the CPU")
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
+    if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
+        return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
+    return None
+
+
+class RowInputs(NamedTuple):
+    """What the kernels of a call read.
+
+    Attributes:
+        x: the rows [N, C].
+        row_range: int32 [2, G], where those of each group begin and end.
+        scale: fp32 [N], or None.
+        biases: one of each layer, or None.
+        tensors: the weights of all layers, then the adapters.
+    """
+
+    x: torch.Tensor
+    row_range: torch.Tensor
+    scale: MaybeTensor
+    biases: Gradients
+    tensors: tuple[torch.Tensor, ...]
+
+
+def _inputs(
+    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: torch.Tensor
+) -> RowInputs:
+    rows, scale = x.view(-1, x.shape[-1]), None if scale is None else scale.view(-1)
+    return RowInputs(rows, row_range, scale, tensors[:num_layers], tensors[num_layers:])
+
+
+def run_rows(
+    products: Products, given: RowArguments, x: torch.Tensor, biases: Gradients, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The result [..., O] of a call whose arguments are checked; differentiable in x, the scale and all tensors."""
+    row_range = splits_to_row_range(given.splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
+    scale = None if given.scale is None else given.scale.float()
+    settings, buffers = (products, given.overwrite_main_grad), (given.out, given.grad_input_out)
+    y: torch.Tensor = _RowsFunction.apply(settings, buffers, x, row_range, scale, *biases, *tensors)
+    return y
+
+
+class ProductGradients(Protocol):
+    """Backward of Products. input_gradient comes first, if rows get a gradient."""
+
+    @property
+    def d_scale(self) -> MaybeTensor:
+        """fp32 [N]; None if nobody asks for it."""
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
+        """Fills d_rows [N, C]."""
+
+    def bias_gradients(self) -> Gradients:
+        """One for each layer."""
+
+    def weight_gradients(self) -> tuple[Compute, ...]:
+        """One for each layer."""
+
+    def adapter_gradients(self) -> Gradients:
+        """In the order of the adapters."""
+
+
+class Products(Protocol):
+    """What the layers of a call compute, without autograd."""
+
+    @property
+    def layers(self) -> Layers:
+        """The layers, whose options backward reads when it runs."""
+
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+        """Fills out [N, O]. Returns what backward needs in addition to the inputs."""
+
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> ProductGradients:
+        """kept: what forward has returned. needs: whether the rows, the scale and each bias get a gradient."""
+
+
+class _RowsContext(Context, Protocol):
+    settings: tuple[Products, Sequence[bool]]
+    num_kept: int
+    grad_input_out: GradientBuffer
+
+
+class _RowsFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: _RowsContext,
+        settings: tuple[Products, Sequence[bool]],
+        buffers: tuple[MaybeTensor, MaybeTensor],
+        x: torch.Tensor,
+        row_range: torch.Tensor,
+        scale: MaybeTensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        (products, _), (out, grad_input_out) = settings, buffers
+        x, scale = kernel_rows(x), None if scale is None else scale.contiguous()
+        width = products.layers[-1].out_features
+        y = x.new_empty((*x.shape[:-1], width)) if out is None else out
+        inputs = _inputs(len(products.layers), x, row_range, scale, *tensors)
+        kept = products.forward(inputs, y.view(-1, width), zero_tail=out is None)
+        ctx.save_for_backward(*kept, x, row_range, scale, *tensors)
+        ctx.settings, ctx.num_kept = settings, len(kept)
+        ctx.grad_input_out = GradientBuffer("grad_input_out", grad_input_out)
+        # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
+        return y if out is None else wrote_into(y).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _RowsContext, d_y: torch.Tensor) -> Gradients:
+        raise_for(memory_problem("d_y", d_y))
+        (products, overwrites), buffer, saved = ctx.settings, ctx.grad_input_out, ctx.saved_tensors
+        layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]
+        inputs = _inputs(len(layers), *saved[ctx.num_kept :])
+        needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
+        d_y = kernel_rows(d_y).view(-1, d_y.shape[-1])
+        needs = needs_x, needs_scale, *needs_biases
+        gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, needs)
+        d_x = d_scale = None
+        if needs_x:
+            d_x = _gradient_rows(buffer, x, d_y)
+            gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
+            d_x = buffer.hand_on(d_x)
+        if needs_scale and gradients.d_scale is not None:
+            d_scale = gradients.d_scale.view(scale.shape)
+        d_weights: list[MaybeTensor] = []
+        end = sum(len(layer.weight_names) for layer in layers)
+        for layer, compute, overwrite in [*zip(layers, gradients.weight_gradients(), overwrites, strict=True)][::-1]:
+            end, weights = end - len(layer.weight_names), inputs.tensors[end - len(layer.weight_names) : end]
+            target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
+            d_weights[:0] = target.for_autograd(weights, compute)
+        d_adapters = gradients.adapter_gradients()
+        buffer.end_backward()
+        return None, None, d_x, None, d_scale, *gradients.bias_gradients(), *d_weights, *d_adapters
+
+
+def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
+    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes.
+
+    Raises:
+        ArgumentError, StaleLease: the buffer cannot take the gradient, or is in use.
+    """
+    raise_for(buffer.problem())
+    given, shape = buffer.tensor, tuple(x.shape)
+    if given is None:
+        return torch.empty_like(x)
+    raise_for(buffer_problem("grad_input_out", given, shape=shape, dtype=x.dtype, device=x.device, inputs=(d_y,)))
+    return given

@@ -1,0 +1,225 @@
+"""The host: operating system, compiler, memory, limits, and the environment variables that matter."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from symmoe.symm_mem import host_backend
+from symmoe.tools.doctor.findings import Said, about
+
+_SHARED_MEMORY = Path("/dev/shm")
+_NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default is this, less what is in use
+_GOOD_SHM_BYTES = 1 << 30  # the batches of DataLoader workers lie there too
+_NEEDED_MEMORY_BYTES = 1 << 30  # two ranks with torch take some 600 MB
+_NEEDED_FILES, _GOOD_FILES = 256, 1024
+_GOOD_PROCESSES = 512  # threads count: NCCL's, Gloo's, autograd's and OpenMP's of every rank
+_FIX_SHM = "docker run --shm-size=8g or --ipc=host; as root: mount -o remount,size=8g /dev/shm"
+
+_PREFIXES = ("NVSHMEM_", "SYMMOE_", "TORCH_", "TRITON_", "CUDA_MPS_")
+_NAMES = {
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+    *("NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+}
+_SHOWN = 80  # characters of a value
+_ON = {"1", "true", "yes", "on", "y", "t"}
+# Variables of ranks on GPUs: values that hurt ("on", "off", or all but these), how much, and why.
+_HURTS: dict[str, tuple[str, str, str]] = {
+    "TRITON_INTERPRET": ("on", "problem", "kernels run in Triton's interpreter on the CPU, not on the GPUs"),
+    "NVSHMEM_DISABLE_P2P": ("on", "problem", "ranks get no address of peers' memory, and no heap can be built"),
+    "NVSHMEM_DISABLE_NVLS": ("off", "note", "NVSHMEM sets up NVLink multicast, which symmoe does not use"),
+    "NVSHMEM_REMOTE_TRANSPORT": ("none", "note", "NVSHMEM looks for a network at start; symmoe uses one node"),
+    "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": ("off", "note", "a thread of every rank keeps a core busy"),
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": ("lo =lo", "note", "NVSHMEM listens outside of this machine at start"),
+    "NVSHMEM_SYMMETRIC_SIZE": ("", "note", "symmoe sets it to what the heap's num_bytes needs; this has no effect"),
+    "CUDA_LAUNCH_BLOCKING": ("on", "note", "every launch waits: nothing overlaps, and graphs cannot be captured"),
+    "NCCL_P2P_DISABLE": ("on", "note", "NCCL goes through host memory: gradients get slow, symmoe's trips do not"),
+}
+# Folders that are made and written to, if they cannot be: how bad that is, and why.
+_FOLDERS = {
+    "SYMMOE_FLIGHT_DIR": ("note", "ranks leave no flight records"),
+    "TRITON_CACHE_DIR": ("problem", "Triton cannot compile kernels"),
+}
+
+
+class System(NamedTuple):
+    """Facts of the host; None is no limit, unknown, or not there."""
+
+    os_name: str
+    os_release: str
+    machine: str
+    python: str
+    host_problem: str  # what keeps the host backend from working
+    num_cores: int  # that this process may use
+    free_bytes: int | None  # of memory that this container can still use
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    max_files: int | None  # soft limits of this process
+    max_locked_bytes: int | None
+    max_processes: int | None  # that may still be started, threads counted
+    compiler: str | None  # the C compiler that Triton would take
+    has_python_headers: bool
+
+
+def read_system(environment: Mapping[str, str]) -> System:
+    """This host."""
+    shm = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+    compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
+    found = (shutil.which(name, path=environment.get("PATH")) for name in compilers)
+    processes = [limit for limit in (_soft_limit(resource.RLIMIT_NPROC), _processes_left()) if limit is not None]
+    return System(
+        os_name=platform.system(),
+        os_release=platform.release(),
+        machine=platform.machine(),
+        python=platform.python_version(),
+        host_problem=host_backend.preflight() or _memfd_problem(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        free_bytes=host_backend.available_bytes(),
+        shm_bytes=shm.total if shm else None,
+        shm_free_bytes=shm.free if shm else None,
+        max_files=_soft_limit(resource.RLIMIT_NOFILE),
+        max_locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
+        max_processes=min(processes, default=None),
+        compiler=next((path for path in found if path), None),
+        has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
+    )
+
+
+@about("system")
+def check_system(system: System, *, has_gpu: bool) -> Iterator[Said]:
+    """Findings about the host, and whether the kernels' launchers can be compiled."""
+    problem = system.host_problem
+    if problem and system.os_name != "Linux":
+        yield "problem", problem, "run it on Linux: a container or a virtual machine will do"
+        return
+    if problem:
+        fix = "" if has_gpu else "run it on a machine with x86-64, or with GPUs"
+        if "memfd" in problem:
+            fix = "allow memfd_create: docker run --security-opt seccomp=unconfined, or newer Docker and kernel"
+        yield "note" if has_gpu else "problem", f"no heap in host memory: {problem}", fix
+    if has_gpu and system.compiler is None:
+        text = "no C compiler: Triton compiles a launcher for every kernel"
+        yield "problem", text, "apt-get install gcc, or set CC to the compiler's path"
+    if has_gpu and not system.has_python_headers:
+        text = "Python.h is not there: Triton compiles a launcher for every kernel"
+        yield "problem", text, f"apt-get install python{'.'.join(system.python.split('.')[:2])}-dev"
+    cores = f"{system.num_cores} core{'s' * (system.num_cores != 1)}"
+    memory = "" if system.free_bytes is None else f", {_size(system.free_bytes)} of memory free"
+    yield "ok", f"{system.os_name} {system.os_release}, {system.machine}, Python {system.python}, {cores}{memory}", ""
+
+
+@about("limits")
+def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
+    """Memory, /dev/shm (the host heap does not lie there; NCCL's buffers do), open files and processes."""
+    free, total, is_fine = system.shm_free_bytes, system.shm_bytes, True
+    for said in _limits(system, "problem" if has_gpu else "note"):
+        is_fine = False
+        yield said
+    if is_fine:
+        files = "no limit" if system.max_files is None else str(system.max_files)
+        locked = "no limit" if system.max_locked_bytes is None else _size(system.max_locked_bytes)
+        text = f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files}, locked memory {locked}"
+        yield "ok", f"{text} (more is for RDMA, which symmoe does not use)", ""
+
+
+def _limits(system: System, without_shm: str) -> Iterator[Said]:
+    free, total = system.shm_free_bytes, system.shm_bytes
+    if system.free_bytes is not None and system.free_bytes < _NEEDED_MEMORY_BYTES:
+        text = f"{_size(system.free_bytes)} of memory are free; two ranks take {_size(_NEEDED_MEMORY_BYTES)}"
+        yield "problem", text, "end other jobs, or docker run --memory=8g"
+    if free is None or total is None:
+        text = "there is no /dev/shm: NCCL, NVSHMEM and DataLoader workers need it, the host heap does not"
+        yield without_shm, text, _FIX_SHM
+    elif free < _NEEDED_SHM_BYTES:
+        text = f"/dev/shm has {_size(free)} of {_size(total)} free: too little for NCCL, NVSHMEM and DataLoader workers"
+        yield without_shm, text, _FIX_SHM
+    elif total < _GOOD_SHM_BYTES:
+        text = f"/dev/shm has {_size(total)}: the batches of DataLoader workers may not fit (bus error)"
+        yield "note", text, _FIX_SHM
+    if system.max_files is not None and system.max_files < _GOOD_FILES:
+        text = f"{system.max_files} open files per process: connections to peers and shared memory take some each"
+        level = "problem" if system.max_files < _NEEDED_FILES else "note"
+        yield level, text, "ulimit -n 65536, or docker run --ulimit nofile=65536"
+    if system.max_processes is not None and system.max_processes < _GOOD_PROCESSES:
+        text = f"{system.max_processes} more processes and threads may be started; a rank has a hundred or so"
+        yield "note", text, "ulimit -u 65536, or docker run --pids-limit=-1"
+
+
+@about("environment")
+def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_cores: int) -> Iterator[Said]:
+    """Problems of the variables that matter, then one line with their values.
+
+    symmoe sets what NVSHMEM needs unless the environment has it already: such values win.
+    """
+    matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
+    shown = {name: f"{name}={_short(environment[name])}" for name in matters}
+    for name, (values, level, text) in _HURTS.items():
+        if has_gpu and name in environment and _is_one_of(environment[name], values):
+            yield level, f"{shown[name]}: {text}", f"unset {name}"
+    for name in matters:
+        if name.startswith("SYMMOE_") and name not in _FOLDERS:
+            yield "note", f"{name}: symmoe reads no such variable, only SYMMOE_FLIGHT_DIR", f"unset {name}"
+    for name, (level, text) in _FOLDERS.items():
+        folder = environment.get(name)
+        if folder and (has_gpu or level == "note") and not _is_writable(Path(folder)):
+            yield level, f"{shown[name]} cannot be written to: {text}", f"export {name}=... to a folder of your own"
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > num_cores:
+        text = f"OMP_NUM_THREADS={threads} on {num_cores} cores: every rank starts as many threads"
+        yield "note", text, "export OMP_NUM_THREADS=1"
+    yield "ok", " ".join(shown.values()) or "no variable that matters is set", ""
+
+
+def _is_one_of(value: str, values: str) -> bool:
+    """Whether a value is one of those that hurt."""
+    value = value.strip().lower()
+    return (value in _ON) == (values == "on") if values in ("on", "off") else value not in values.split()
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be made there; for a folder that does not exist yet, whether it can be made."""
+    existing = next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/"))
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def _short(value: str) -> str:
+    shown = value if len(value) <= _SHOWN else value[: _SHOWN - 3] + "..."
+    return shown.encode("unicode_escape").decode() if shown else "''"
+
+
+def _memfd_problem() -> str:
+    """Why an anonymous file cannot be made; "" if it can."""
+    try:
+        os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
+    except OSError as error:
+        return f"memfd_create: {error.strerror}"
+    return ""
+
+
+def _processes_left() -> int | None:
+    """What the limit of this process's control group (version 2) leaves; None if it has no limit."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        name = next(line[3:].strip().lstrip("/") for line in lines if line.startswith("0::"))
+        limit, used = (Path("/sys/fs/cgroup", name, f"pids.{each}").read_text().strip() for each in ("max", "current"))
+    except (OSError, StopIteration):
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used))
+
+
+def _soft_limit(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _size(num_bytes: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 1 << shift:
+            return f"{num_bytes / (1 << shift):.3g} {unit}"
+    return f"{num_bytes >> 10} KiB"

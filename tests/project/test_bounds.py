@@ -1,0 +1,97 @@
+"""The bounds of support/budgets.py hold: lines of rooms, crowds, and how far the way of one step is."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import budgets
+import pytest
+import torch
+from layers import make_layer
+from worker import open_heap
+
+import symmoe
+
+OF_A_STEP = ("files of a step", "changes of file in forward", "frames in forward")
+FOLDER = os.path.dirname(symmoe.__file__) + os.sep
+STEADY = 6  # by then tapes play what the first steps have recorded
+
+
+class Way:
+    """The way of a call through the package.
+
+    Attributes:
+        files: that have run.
+        num_changes: how often another one has than before.
+        depth: of the stack, counting the package's own frames.
+    """
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.num_changes = self.depth = 0
+        self._last = ""
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        """A profiling function of sys."""
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(FOLDER):
+            return
+        self.files.add(file)
+        self.num_changes += file != self._last
+        self._last, depth, outer = file, 0, frame
+        while outer is not None:
+            depth, outer = depth + outer.f_code.co_filename.startswith(FOLDER), outer.f_back
+        self.depth = max(self.depth, depth)
+
+    def of(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Calls the function and notes its way."""
+        threading.setprofile(self.note)
+        sys.setprofile(self.note)
+        try:
+            return function()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+
+def way_of_a_step(rank: int, num_ranks: int) -> dict[str, int]:
+    """Of a bf16 layer with the defaults, by the names of BUDGETS; on rank 0, whose peers run freely."""
+    forward, backward = Way(), Way()
+    with open_heap("cpu", num_bytes=64 << 20, tapes="on") as heap:
+        config = symmoe.MoEConfig(hidden=64, ffn=512, num_experts=4 * num_ranks, top_k=2)
+        layer = make_layer(heap, config)[0].to(torch.bfloat16)
+        torch.manual_seed(rank)
+        x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+        for step in range(STEADY + 1):
+            if rank == 0 and step == STEADY:
+                loss = forward.of(lambda: layer(x)[0]).float().square().mean()
+                backward.of(loss.backward)
+            else:
+                layer(x)[0].float().square().mean().backward()
+    return dict(zip(OF_A_STEP, (len(forward.files | backward.files), forward.num_changes, forward.depth), strict=True))
+
+
+def test_a_steady_step_stays_within_its_bounds(cluster):
+    found = cluster(2).run(way_of_a_step)[0]
+    assert min(found.values()) > 5
+    assert not {name: number for name, number in found.items() if number > max(budgets.BUDGETS[name])}
+
+
+@pytest.mark.parametrize(("name", "number"), budgets.measured().items())
+def test_sources_stay_within_their_bounds(name: str, number: int):
+    assert 0 < number <= max(budgets.BUDGETS[name])
+
+
+def test_every_bound_is_tested():
+    assert {*budgets.measured(), *OF_A_STEP} == set(budgets.BUDGETS)
+
+
+def test_functions_with_many_parameters_are_found():
+    many = ", ".join(f"p{i}" for i in range(9))
+    source = f"def f({many}): ...\ndef g({many[4:]}): ...\n@triton.jit\ndef k({many}): ...\n"
+    assert [node.name for node in budgets._with_many_parameters(list(ast.walk(ast.parse(source))))] == ["f"]

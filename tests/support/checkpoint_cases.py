@@ -1,0 +1,71 @@
+"""Models and optimizers whose bits follow from a number, whatever the ranks; what is in a directory of checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+FILE = "rank-00000-0000.safetensors"
+Bits = dict[str, bytes]
+
+
+def draw(label: str, like: torch.Tensor) -> torch.Tensor:
+    """Values that follow from the label alone."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little"))
+    return (torch.randn(like.shape, generator=generator) * 100).to(like.dtype)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, seed: int) -> None:
+    """Sets every tensor, and the moments of every parameter, to what they are in state `seed`; `first`: this rank's
+    first expert."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        _draw_into(tensor, name, first, f"{seed}")
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(seed + 0.5)}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[parameter][kind] = torch.empty_like(parameter)
+            _draw_into(moment, name, first, f"{seed}/{kind}")
+    for group in optimizer.param_groups:
+        group.update(lr=seed / 7, betas=(0.5, seed / 9))
+
+
+def _draw_into(tensor: torch.Tensor, name: str, first: int, label: str) -> None:
+    for part_name, expert, part in _parts(tensor, name, first):
+        part.copy_(draw(f"{label}/{part_name}/{expert}", part))
+
+
+def _parts(tensor: torch.Tensor, name: str, first: int) -> Iterator[tuple[str, int | None, torch.Tensor]]:
+    """(name that it has whatever the ranks, global expert or None, tensor of that expert)."""
+    layer, _, leaf = name.rpartition(".")
+    digits = leaf.removeprefix("weight")
+    if ".experts." not in name:
+        yield name, None, tensor
+    elif digits.isdigit():
+        yield f"{layer}.weight", first + int(digits), tensor
+    else:
+        yield from ((name, first + g, part) for g, part in enumerate(tensor))
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bits:
+    """What this rank has, byte for byte."""
+    found = {name: raw(tensor) for name, tensor in model.state_dict().items()}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for kind, value in optimizer.state[parameter].items():
+                found[f"{name}/{kind}"] = raw(value)
+        found["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]).encode()
+    return found
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def names(directory: Path) -> list[str]:
+    """Everything in a directory of checkpoints but its lock."""
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")

@@ -1,0 +1,32 @@
+"""The environment of a launcher, on a rank of a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def environment_of(rank: int, num_ranks: int, **more: str) -> Iterator[None]:
+    """What torchrun would have set."""
+    names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", **more)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def launched(rank: int, num_ranks: int) -> Iterator[None]:
+    """The same for accelerate, which forgets all of it afterwards."""
+    from accelerate.state import AcceleratorState
+
+    with environment_of(rank, num_ranks, OMP_NUM_THREADS="1"):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,101 @@
+"""Experts with adapters, and what they must compute: dense weights W + s B A in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe import GroupedMLP
+from symmoe.training.lora import add_lora
+
+FFN = 24
+ALPHA = 6.0
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of a tensor
+NAMES = ("x", "probs", "fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
+Tensors = dict[str, torch.Tensor]
+
+
+def random_parameters(num_experts: int, hidden: int, ffn: int, rank: int, dtype: torch.dtype, bias: bool) -> Tensors:
+    """Of all experts; the same on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(num_experts, *shape, generator=generator) * scale).to(dtype)
+
+    parameters = {}
+    for name, out_features, in_features in (("fc1", 2 * ffn, hidden), ("fc2", hidden, ffn)):
+        parameters[f"{name}.weight"] = normal(out_features, in_features, scale=in_features**-0.5)
+        parameters[f"{name}.lora_a"] = normal(rank, in_features, scale=in_features**-0.5)
+        parameters[f"{name}.lora_b"] = normal(out_features, rank, scale=0.5)
+        if bias:
+            parameters[f"{name}.bias"] = normal(out_features, scale=0.5)
+    return parameters
+
+
+def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP:
+    """A GroupedMLP with adapters that has the parameters of these experts."""
+    num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
+    dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
+    mlp = GroupedMLP(num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options)
+    add_lora(mlp, rank=rank, alpha=ALPHA)
+    state = {name: parameter[mine] for name, parameter in parameters.items()}
+    mlp.load_state_dict(state)
+    return mlp
+
+
+def dense_oracle(
+    parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, dy: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, Tensors, Tensors]:
+    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, token by token, in float64."""
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()}
+    x, probs = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
+    scaling = alpha / parameters["fc1.lora_a"].shape[1]
+    dense = {
+        name: leaves[f"{name}.weight"] + scaling * leaves[f"{name}.lora_b"] @ leaves[f"{name}.lora_a"]
+        for name in ("fc1", "fc2")
+    }
+    for weight in dense.values():
+        weight.retain_grad()
+
+    def linear(name: str, e: int, row: torch.Tensor) -> torch.Tensor:
+        y = dense[name][e] @ row
+        return y + leaves[f"{name}.bias"][e] if f"{name}.bias" in leaves else y
+
+    tokens = []
+    for t, choices in enumerate(topk_idx.tolist()):
+        total = torch.zeros_like(x[t])
+        for k, e in enumerate(choices):
+            if e >= 0:
+                gate, up = linear("fc1", e, x[t]).chunk(2)
+                total = total + probs[t, k] * linear("fc2", e, nn.functional.silu(gate) * up)
+        tokens.append(total)
+    y = torch.stack(tokens)
+    y.backward(dy.double())
+    gradients = {"x": x.grad, "probs": probs.grad} | {name: leaves[name].grad for name in NAMES[2:]}
+    return y.detach(), gradients, {f"{name}.weight": weight.grad for name, weight in dense.items()}
+
+
+def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
+
+
+SPLITS, TAIL = (4, 0, 9, 1), 3
+ROWS = sum(SPLITS)
+
+
+def rows_of_experts(dtype: torch.dtype, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, probs and the gradient of the output; NaN past the last row."""
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, ROWS + TAIL, hidden, generator=generator).to(dtype)
+    probs = torch.rand(ROWS + TAIL, generator=generator) + 0.5
+    for tensor in (x, dy, probs):
+        tensor[ROWS:] = torch.nan
+    return x, probs, dy
+
+
+def oracle_of_rows(parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, dy: torch.Tensor):
+    """dense_oracle for rows that go to one expert each."""
+    expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
+    return dense_oracle(parameters, x[:ROWS], probs[:ROWS, None], expert, dy[:ROWS], ALPHA)
