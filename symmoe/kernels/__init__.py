@@ -1,10 +1,10 @@
 """Device code and its PyTorch twins, both of the type `contract.Kernels`.
 
 May use errors, tape and autograd only. Begin with `contract`, which says what every kernel computes, then `select`
-(which device has which kernels) and `hopper_choice` (where those for Hopper replace others).
+(which device has which kernels, and who stands in between) and `hopper_choice` (where those for Hopper replace others).
 """
 
 from symmoe.kernels.contract import Kernels
-from symmoe.kernels.select import compiled_counter, for_device, tape_compiler, watcher
+from symmoe.kernels.select import compiled_counter, for_device, has_hook, hooked, looked_up, tape_compiler, watcher
 
-__all__ = ["Kernels", "compiled_counter", "for_device", "tape_compiler", "watcher"]
+__all__ = ["Kernels", "compiled_counter", "for_device", "has_hook", "hooked", "looked_up", "tape_compiler", "watcher"]

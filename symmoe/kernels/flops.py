@@ -7,7 +7,6 @@ nothing, and then runs unseen.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -33,18 +32,10 @@ _GROUPED = {
 _ROUTER = {"router_gemm": ("logits",), "router_gemm_grads": ("dx", "d_weight")}  # a product for each result
 
 
-class CountedKernels:
-    """Kernels whose products a dispatch mode sees as symmoe::product."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(self._kernels, name)
-        return functools.partial(_counted, name, function) if name in _GROUPED or name in _ROUTER else function
-
-
-def _counted(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """A hook for kernels: a dispatch mode sees their products as symmoe::product."""
+    if name not in _GROUPED and name not in _ROUTER:
+        return kernel(*args, **kwargs)
     arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
     if name in _GROUPED:
         matrices = arguments[_GROUPED[name]]
@@ -55,7 +46,7 @@ def _counted(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         num_products = sum(arguments[result] is not None for result in _ROUTER[name])
         _product(None, arguments["x"].shape[0], num_products * arguments["weight"].numel())
     with without_dispatch_modes():
-        return function(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
 
 @torch.library.custom_op("symmoe::product", mutates_args=())

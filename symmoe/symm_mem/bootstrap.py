@@ -26,7 +26,7 @@ from symmoe.errors import (
     encode,
 )
 from symmoe.kernels import control
-from symmoe.tape.tapes import MODES
+from symmoe.tape.recorder import MODES
 from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")

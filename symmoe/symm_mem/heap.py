@@ -49,8 +49,7 @@ from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
-from symmoe.tape.recorder import recorded, recorded_on_cpus
-from symmoe.tape.tapes import Tapes
+from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION
 
 logger = logging.getLogger("symmoe")
@@ -185,8 +184,8 @@ class SymmetricHeap:
         self._is_watched = kernels.watcher(self.device)
         constants = self.peers.bases, self.status, *self.peers.views
         fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
-        compiler, audits = kernels.tape_compiler(self.device), self._tape_mode == "audit"
-        self.tapes = Tapes(self.device, self.abort_for, fail, constants, compiler, audits=audits)
+        seam = self._waits.kernels, kernels.tape_compiler(self.device)
+        self.tapes = Tapes(self.device, self.abort_for, fail, constants, *seam, audits=self._tape_mode == "audit")
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.peers.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
@@ -489,7 +488,7 @@ class SymmetricHeap:
     @recorded_on_cpus
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
-        self._waits.kernels.send_signal(self.peers, rank)
+        self._waits.kernels().send_signal(self.peers, rank)
 
     @recorded_on_cpus
     def wait_for_signal(self, rank: int, phase: int, *, spoils: torch.Tensor | None = None) -> torch.Tensor:

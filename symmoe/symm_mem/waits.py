@@ -15,7 +15,7 @@ from symmoe.symm_mem.configurations import Configurations
 from symmoe.symm_mem.flight_record import FlightRecorder
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
-from symmoe.tape.tape import Number
+from symmoe.tape.tape import CallInteger
 
 ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
@@ -89,7 +89,7 @@ class Waits:
 
     Attributes:
         timeout_s, start_timeout_s: bounds, as in SymmetricHeap.
-        kernels: kernels for the heap's device.
+        kernels: returns the kernels for the heap's device.
         peers, status: arguments of the kernels.
         configurations: of the layers whose plans the barriers compare.
         flight: the record of launched waits.
@@ -100,10 +100,10 @@ class Waits:
     def __init__(self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self._device = peers, configurations, peers.bases.device
-        self.kernels = kernels.for_device(self._device)
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
         )
+        self.kernels = kernels.looked_up(self._device)
         self.flight = FlightRecorder()
         self.first_times = FirstTimes(kernels.compiled_counter(self._device))
         self.is_inside = False
@@ -129,13 +129,13 @@ class Waits:
                 plan = 0
             timeout_ns, _ = recording.launches_with(
                 self._note_barrier,
-                (call - plan, Number("plan") if plan else 0, fault),
+                (call - plan, CallInteger("plan") if plan else 0, fault),
                 {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
                 spoils,
             )
         self.is_inside = True
-        self.kernels.barrier(
+        self.kernels().barrier(
             self.peers, words, received, self.status, call=call, fault=fault, timeout_ns=timeout_ns, spoils=spoils
         )
         self.is_inside = False
@@ -150,7 +150,7 @@ class Waits:
         else:
             (timeout_ns,) = recording.launches_with(self._note_signal, (phase, rank), {}, ("timeout_ns",), spoils)
         self.is_inside = True
-        self.kernels.wait_for_signal(
+        self.kernels().wait_for_signal(
             self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=spoils
         )
         self.is_inside = False

@@ -5,5 +5,5 @@ kernels, grids and options again in each call takes Python longer than small lay
 function of tensors with a recorder, twice, and if both recordings agree, later calls play the tape: memory is made
 anew, addresses are filled in, and what was launched is launched again, in the same order on the same streams.
 
-May use errors only. Begin with `tapes`.
+May use errors only. Begin with `recorder` (`Tapes`).
 """

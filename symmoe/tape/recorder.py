@@ -1,42 +1,55 @@
-"""The recorder: notes what a function launches, and which memory each launch reads and writes.
+"""Which calls are recorded and which are played; and the recorder: it notes what a function launches, and which memory
+each launch reads and writes.
 
-It sees kernels (kernels/launch on GPUs, the functions of the twins elsewhere), functions that are :func:`recorded`, and
-every operator of torch. What it does not understand ends the recording with a reason; the call itself goes on.
+The recorder sees kernels (kernels/launch on GPUs, the seam of kernels/select.py elsewhere), functions that are
+:func:`recorded`, and every operator of torch. What it does not understand ends the recording with a reason; the call
+itself goes on.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
-from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from symmoe.errors import StaleTape, SymmoeError
 from symmoe.tape.tape import (
-    Address,
+    FRAGILE,
+    NEW,
+    NOTE,
+    OPERATOR,
+    OWES,
     Call,
+    CallInteger,
     Entry,
-    Free,
-    InArena,
-    Item,
+    Event,
     Launch,
+    LeaseOffset,
     Mark,
     Memory,
-    New,
-    Note,
-    Number,
-    Operator,
-    RecordEvent,
+    ObjectSlot,
+    Playing,
+    ResultField,
     Tape,
-    Thing,
-    WaitEvent,
     extent_bytes,
+    fill_in,
 )
-from symmoe.torch_internals import READS_BACK, TorchDispatchMode, schema_of, storage_of
+from symmoe.torch_internals import (
+    READS_BACK,
+    TorchDispatchMode,
+    current_stream,
+    num_dispatch_modes,
+    schema_of,
+    storage_of,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +62,14 @@ _EMPTY = {
     torch.ops.aten.new_empty_strided.default,
 }
 SHARED = "inputs share memory"
+MODES = ("on", "audit", "off")
 _MOST_NUMBER = 1 << 40  # a larger integer may be an address, which would be another one in the next call
+_MOST_KINDS = 256  # the kinds of calls that are remembered
+_MOST_KIND_NUMBERS = 4096
+_MOST_FAILURES = 3  # recordings of one kind that may be of no use
+_FIRST_AUDIT = 10  # this call of a kind is recorded again and compared, and then those with ten times the number
+
+Function = Callable[[], Sequence[Any]]
 
 
 class _Thread(threading.local):
@@ -99,17 +119,6 @@ def owed() -> Iterator[None]:
         yield
     finally:
         current.is_owed = before
-
-
-class _Token:
-    """Lives as long as memory that was made while recording, and says when it is freed."""
-
-    def __init__(self, recorder: Recorder, slot: int) -> None:
-        self._recorder, self._slot = recorder, slot
-
-    def __del__(self) -> None:
-        if _thread.recorder is self._recorder:
-            self._recorder.entries.append(Free(self._slot))
 
 
 class Recorder(TorchDispatchMode):
@@ -180,15 +189,25 @@ class Recorder(TorchDispatchMode):
 
     # -- what the function does ---------------------------------------------------------------------------------------
 
-    def call(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
-        """Calls a function, and notes the call."""
+    def call(
+        self,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        name: str | None = None,
+    ) -> R:
+        """Calls a function, and notes the call. name: of a kernel, which the tape looks up in every call."""
         if self._on_gpu and hasattr(function, "is_seen_through"):
             return function(*args, **kwargs)
-        template = self._template(args), {name: self._named(name, value) for name, value in kwargs.items()}
+        template = self._template(args), {key: self._named(key, value) for key, value in kwargs.items()}
         with self._suspended():
             result = function(*args, **kwargs)
-        self._note_call(function, template, result)
+        self._note_call(name or function, template, result)
         return result
+
+    def kernel(self, name: str, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+        """A hook for kernels that are functions of the host; see kernels/select.py."""
+        return self.call(function, args, kwargs, name)
 
     def launches_with(
         self,
@@ -201,63 +220,51 @@ class Recorder(TorchDispatchMode):
         """Calls a function of integers in this call and in later ones; its results are arguments of the next launch.
 
         Args:
-            template: the arguments, numbers of the call as Number.
+            template: the arguments, numbers of the call as CallInteger.
             numbers: where other arguments of the launch come from, by the parameter's name.
             results: the names of those that the function returns.
             spoils: the tensor whose address is the argument `spoiled`.
         """
-        result = function(*[self.numbers[each.name] if type(each) is Number else each for each in template])
+        result = function(*[self.numbers[each.name] if type(each) is CallInteger else each for each in template])
         slot = self._new_slot()
-        self.entries.append(Note(function, (template, {}), slot, is_owed=self.is_owed))
-        self._next_numbers = {**numbers, **{name: Item(slot, n) for n, name in enumerate(results)}}
+        self.entries.append(Call(function, (template, {}), slot, NOTE, self.is_owed))
+        self._next_numbers = {**numbers, **{name: ResultField(slot, n) for n, name in enumerate(results)}}
         if spoils is not None:
-            self._next_numbers["spoiled"] = Address(self._memory(spoils))
+            self._next_numbers["spoiled"] = self._memory(spoils)
         return result
 
     def launch(
-        self,
-        launch: Callable[..., None],
-        names: Sequence[str],
-        grid: tuple[int, ...],
-        stream: int,
-        tensors: tuple[torch.Tensor, ...],
-        args: tuple[Any, ...],
+        self, kernel: Any, names: Sequence[str], grid: tuple[int, ...], stream: int, args: tuple[Any, ...], maps: Any
     ) -> None:
-        """Notes the launch of a compiled kernel that is about to happen. names: of the parameters."""
-        bind = getattr(launch, "bind", None)
-        if bind is None:
-            self.give_up("a kernel is launched by Triton's launcher")
-            return
-        numbers = {names.index(name): place for name, place in self._next_numbers.items() if name in names}
-        self._next_numbers = {}
-        for i, value in enumerate(args):
-            if type(value) is int and value > _MOST_NUMBER and i not in numbers and value not in self._constants:
-                self.give_up(f"{names[i]} is an integer above {_MOST_NUMBER}, which may be an address")
-        memory = [self._memory(tensor) for tensor in tensors]
-        if self.problem is None:
-            entry: Launch = bind(grid, args, tensors, memory, numbers)
-            entry.stream = self._named_stream(stream)
-            self.entries.append(entry)
+        """Notes the launch of a compiled kernel that is about to happen; see Launch. names: of the parameters."""
+        numbers, self._next_numbers = self._next_numbers, {}
+        for name, value in zip(names, args, strict=False):
+            is_large = type(value) is int and value > _MOST_NUMBER and value not in self._constants
+            if is_large and name not in numbers:
+                self.give_up(f"{name} is an integer above {_MOST_NUMBER}, which may be an address")
+        given = [numbers[name] if name in numbers else self._template(arg) for name, arg in zip(names, args)]  # noqa: B905 - constants follow
+        self.entries.append(Launch(kernel, grid, tuple(given), self._named_stream(stream), maps))
 
     def note_event(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """Notes that an event has been recorded."""
         slot = self._new_slot()
         self._things[id(event)] = slot, event
-        self.entries.append(RecordEvent(slot, self._named_stream(stream.cuda_stream), stream))
+        self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), stream))
 
     def note_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Notes that a stream waits for an event."""
         if id(event) not in self._things:
             self.give_up("a stream waits for an event of another call")
             return
-        self.entries.append(WaitEvent(self._things[id(event)][0], self._named_stream(stream.cuda_stream)))
+        slot = self._things[id(event)][0]
+        self.entries.append(Event(slot, self._named_stream(stream.cuda_stream), is_wait=True))
 
-    def offset(self, offset: int) -> InArena | int:
+    def offset(self, offset: int) -> LeaseOffset | int:
         """Where an offset in the arena comes from: the newest lease that holds it."""
         for slot, thing in reversed(list(self._things.values())):
             start = getattr(thing, "offset", None)
             if start is not None and start <= offset < start + thing.num_bytes:  # type: ignore[attr-defined]  # a lease
-                return InArena(slot, offset - start)
+                return LeaseOffset(slot, offset - start)
         if offset > 0:
             self.give_up("an offset lies in no lease of this call")
         return offset
@@ -286,7 +293,9 @@ class Recorder(TorchDispatchMode):
                 self._note_operator(function, template, None)
             return result
         if function in _EMPTY:
-            self.entries.append(New(self._place(result), *_look(result), result.device))
+            shape, stride, dtype = _look(result)
+            template = (shape, stride), {"dtype": dtype, "device": result.device}
+            self.entries.append(Call(torch.empty_strided, template, self._place(result), NEW))
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:
@@ -297,7 +306,7 @@ class Recorder(TorchDispatchMode):
         if self._on_gpu and torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             self.give_up(f"{function} runs on another stream")
         autocast = self._device.type if self._has_autocast else None  # what it does to operators has been done here
-        self.entries.append(Operator(function, template, slot, is_owed=self.is_owed, leaves_autocast=autocast))
+        self.entries.append(Call(function, template, slot, OPERATOR, self.is_owed, autocast))
 
     # -- what it works on -------------------------------------------------------------------------------------------
 
@@ -309,12 +318,12 @@ class Recorder(TorchDispatchMode):
         finally:
             _thread.recorder = self
 
-    def _note_call(self, function: Callable[..., Any], template: tuple[Any, Any], result: object) -> None:
+    def _note_call(self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object) -> None:
         slot = None
         if isinstance(result, torch.Tensor):
             slot = self._place(result)
         elif isinstance(result, (bytes, tuple, list)):
-            self.give_up(f"{function.__qualname__} returns {type(result).__name__}")  # addresses, read by the host
+            self.give_up(f"{function} returns {type(result).__name__}")  # addresses, read by the host
         elif not isinstance(result, (int, type(None))):
             slot = self._new_slot()
             self._things[id(result)] = slot, result
@@ -333,9 +342,6 @@ class Recorder(TorchDispatchMode):
         """A new slot for a new tensor."""
         slot = self._new_slot()
         self._note_span(tensor, slot)
-        storage = tensor.untyped_storage()
-        if _thread.recorder is self and not hasattr(storage, "_tape_token"):
-            storage._tape_token = _Token(self, slot)  # type: ignore[attr-defined]  # our attribute
         return slot
 
     def _note_span(self, tensor: torch.Tensor, slot: int) -> None:
@@ -364,36 +370,223 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, dict):
             return {name: self._template(part) for name, part in value.items()}
         if id(value) in self._things:
-            return Thing(self._things[id(value)][0])
+            return ObjectSlot(self._things[id(value)][0])
         return value
 
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
-            return Number(name)
+            return CallInteger(name)
         if name == "publish":
             return tuple(self.offset(offset) for offset in value)
         return self._template(value)
 
 
-class _ByName:
-    """A function of a module, looked up when it is called: whoever replaces it there is heeded."""
-
-    def __init__(self, module: ModuleType, name: str) -> None:
-        self._module, self.__qualname__ = module, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._module, self.__qualname__)(*args, **kwargs)
-
-
-class RecordedModule:
-    """The functions of a module as recorded functions."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return recorded(_ByName(self._module, name))
-
-
 def _look(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one kind of call.
+
+    Attributes:
+        is_new: whether there was no call yet: the first one compiles, imports and fills caches.
+        tape: the last recording.
+        played: what later calls play, once two recordings agree.
+        num_failures, problem: recordings of no use so far, and why the last one was.
+        num_calls, next_audit: calls so far, and the next one that is compared.
+    """
+
+    is_new: bool = True
+    tape: Tape | None = None
+    played: Tape | None = None
+    num_failures: int = 0
+    problem: str = ""
+    num_calls: int = 0
+    next_audit: int = _FIRST_AUDIT
+
+
+class Tapes:
+    """Runs functions of tensors; plays those that it knows. Of one heap; the heap's turns keep threads apart.
+
+    Args:
+        device: device of the tensors.
+        give_up: called with an error that arises while a tape is played where the peers cannot be told of it.
+        fail: called with the error of a call that does not do any more what its tape does; raises it on all ranks.
+        constants: tensors that functions use and that are the same in every call.
+        kernels: returns the kernels for the device.
+        compiled: makes what is played of a tape; None: it is not played.
+        audits: whether no call is played, and each is compared with the tape instead.
+
+    Attributes:
+        num_played, num_audited: calls that have been played, and compared.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        give_up: Callable[[BaseException], None],
+        fail: Callable[[StaleTape], NoReturn],
+        constants: Sequence[torch.Tensor],
+        kernels: Callable[[], object],
+        compiled: Callable[[Tape], Tape | None],
+        *,
+        audits: bool = False,
+    ) -> None:
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._device, self._give_up, self._fail = device, give_up, fail
+        self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
+        self._audits = audits
+        self._numbers: dict[Hashable, int] = {}
+        self._counter = itertools.count()
+        self._is_ready = False
+        self.num_played = self.num_audited = 0
+
+    def run(
+        self, key: tuple[Hashable, ...], function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
+    ) -> Sequence[Any]:
+        """function(), or what the tape of an earlier call does.
+
+        Args:
+            key: a word for errors, and everything but tensors and `numbers` on which depends what is launched.
+            function: launches kernels; all that it reads, writes and returns is memory of `inputs`, memory that it
+                makes, leases that it takes, or a result of a recorded function. It does not wait for the device.
+            inputs: tensors; their looks, devices, alignment and whether they require gradients are a part of the key.
+            numbers: see Recorder.
+
+        Returns:
+            what the function returns.
+        """
+        if num_dispatch_modes():  # a recorder, or somebody else who has to see every operator
+            return function()
+        key, kind = self._kind(key, inputs)
+        kind.num_calls += 1
+        if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
+            self.num_played += 1
+            playing = self._playing(kind.played.num_slots, inputs, numbers)
+            num_done = 0
+            try:
+                for entry in kind.played.entries:
+                    entry.play(playing)
+                    num_done += 1
+            except BaseException as error:
+                self._pay(kind.played.entries[num_done:], playing, error)
+                raise
+            outputs: Sequence[Any] = fill_in(kind.played.outputs, playing)
+            return outputs
+        if kind.is_new or kind.num_failures == _MOST_FAILURES:
+            outputs = function()
+            kind.is_new = False
+            return outputs
+        tape, problem, outputs = self._record(function, inputs, numbers)
+        if kind.played is None:
+            self._learn(kind, tape, problem)
+        else:
+            self._audit(key, kind, tape, problem)
+        return outputs
+
+    def number(self, kind: Hashable) -> int:
+        """A number for a kind of call, the same for equal ones: to be hashed instead of it."""
+        number = self._numbers.get(kind)
+        if number is None:
+            if len(self._numbers) == _MOST_KIND_NUMBERS:
+                self._numbers.clear()
+            number = self._numbers[kind] = next(self._counter)
+        return number
+
+    def forget(self) -> None:
+        """Lets go of all tapes, which hold what their calls were made on."""
+        self._kinds.clear()
+
+    @property
+    def problems(self) -> list[str]:
+        """Why kinds of calls are not played."""
+        return [kind.problem for kind in self._kinds.values() if kind.problem and kind.played is None]
+
+    def _kind(
+        self, key: tuple[Hashable, ...], inputs: Sequence[torch.Tensor]
+    ) -> tuple[tuple[tuple[Hashable, ...], Hashable], _Kind]:
+        """The whole key of a call, and its kind."""
+        if not self._is_ready:
+            self._get_ready()
+        type_ = self._device.type
+        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
+        looks = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15) for t in inputs]
+        whole_key = key, (autocast, *looks)
+        kind = self._kinds.get(whole_key)
+        if kind is None:
+            kind = self._kinds[whole_key] = _Kind()
+            if len(self._kinds) > _MOST_KINDS:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(whole_key)
+        return whole_key, kind
+
+    def _playing(self, num_slots: int, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]) -> Playing:
+        stream = current_stream(self._device.index) if self._device.type == "cuda" else 0
+        playing = Playing(num_slots, numbers, stream, self._kernels)
+        for slot, tensor in enumerate(inputs):
+            playing.put(slot, tensor)
+        return playing
+
+    def _pay(self, entries: Sequence[Entry], playing: Playing, error: BaseException) -> None:
+        """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
+        before that."""
+        if playing.mark == FRAGILE:
+            self._give_up(error)
+        owes = playing.mark == OWES
+        try:
+            for entry in entries:
+                owes &= type(entry) is not Mark
+                if owes and entry.is_owed:
+                    with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+                        entry.play(playing)
+        except Exception as problem:  # noqa: BLE001 - the error that led here is raised
+            self._give_up(problem)
+
+    def _get_ready(self) -> None:
+        """What torch imports for a recording, and what is compiled to play it: before the first call of any kind, which
+        is a first time for all ranks, and not when only one rank records."""
+        self._is_ready = True
+        with torch.inference_mode(False), Recorder([torch.empty(1, device=self._device)], {}, ()):
+            torch.empty(1, device=self._device).fill_(0)
+        self._compiled(Tape(0, (), ()))
+
+    def _record(
+        self, function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
+    ) -> tuple[Tape | None, str, Sequence[Any]]:
+        """The recording of function(), or why there is none; and what the function returns."""
+        recording = Recorder(inputs, numbers, self._constants)
+        try:
+            with recording:
+                outputs = function()
+            return recording.finish(outputs), recording.problem or "", outputs
+        finally:
+            recording.forget()
+
+    def _learn(self, kind: _Kind, tape: Tape | None, problem: str) -> None:
+        if tape is not None and kind.tape is not None:
+            if kind.tape.difference(tape):
+                problem = "two calls differ in more than memory"
+            else:
+                kind.played = self._compiled(tape)
+                if kind.played is None:
+                    problem, kind.num_failures = "nothing plays it here", _MOST_FAILURES - 1
+        kind.problem = problem
+        kind.num_failures += bool(problem)
+        kind.tape = tape
+
+    def _audit(self, whole_key: tuple[Any, ...], kind: _Kind, tape: Tape | None, problem: str) -> None:
+        """Compares a recording. If it differs, throws the tape away and raises."""
+        assert kind.tape is not None
+        difference = problem if tape is None else kind.tape.difference(tape)
+        self.num_audited += 1
+        kind.next_audit = 10 * kind.num_calls
+        if not difference or difference == SHARED:  # the latter is no matter of the tape
+            return
+        del self._kinds[whole_key]
+        self._fail(
+            StaleTape(
+                f"call {kind.num_calls} of '{whole_key[0][0]}' with these sizes does not do what its tape does: "
+                f"{difference}. Those since the last one that was compared may be wrong; SYMMOE_TAPES=off plays none"
+            )
+        )

@@ -1,9 +1,8 @@
-"""A tape: what one call launches, in order, with places for memory that differs from call to call."""
+"""A tape: what one call launches, in order, with places for memory and integers that differ from call to call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -26,22 +25,21 @@ class Playing:
         addresses: by slot, the address of a tensor's or lease's memory.
         numbers: integers of this call, by name.
         stream: the current stream.
+        kernels: function that returns the kernels which calls name.
     """
 
-    __slots__ = ("addresses", "mark", "numbers", "stream", "things")
+    __slots__ = ("addresses", "kernels", "mark", "numbers", "stream", "things")
 
-    def __init__(self, num_slots: int, numbers: Mapping[str, int], stream: int) -> None:
+    def __init__(self, num_slots: int, numbers: Mapping[str, int], stream: int, kernels: Callable[[], object]) -> None:
         self.things: list[Any] = [None] * num_slots
         self.addresses = [0] * num_slots
-        self.numbers, self.stream, self.mark = numbers, stream, EVEN
+        self.numbers, self.stream, self.kernels, self.mark = numbers, stream, kernels, EVEN
 
     def put(self, slot: int, thing: Any) -> None:
         """Fills a slot."""
         self.things[slot] = thing
-        if type(thing) is torch.Tensor:
-            self.addresses[slot] = thing.data_ptr()
-        else:
-            self.addresses[slot] = getattr(thing, "address", 0)  # a lease's
+        is_tensor = isinstance(thing, torch.Tensor)
+        self.addresses[slot] = thing.data_ptr() if is_tensor else getattr(thing, "address", 0)  # a lease's
 
 
 # -- places ---------------------------------------------------------------------------------------------------------
@@ -54,7 +52,7 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Memory:
     """A tensor in the memory of a slot, or, without a slot, at an address that never changes.
 
@@ -68,13 +66,7 @@ class Memory:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    constant: torch.Tensor | None = None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Memory):
-            return NotImplemented
-        names = ("slot", "offset_bytes", "shape", "stride", "dtype")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+    constant: torch.Tensor | None = field(default=None, compare=False)
 
     def get(self, playing: Playing) -> torch.Tensor:
         """The tensor."""
@@ -95,13 +87,9 @@ class Memory:
             storage, first_byte // self.dtype.itemsize, self.shape, self.stride
         )
 
-    def address(self, playing: Playing) -> int:
-        """Its address."""
-        return self.offset_bytes if self.slot is None else playing.addresses[self.slot] + self.offset_bytes
-
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class ObjectSlot:
     """An object that an earlier entry has made."""
 
     slot: int
@@ -112,7 +100,7 @@ class Thing:
 
 
 @dataclass(frozen=True, slots=True)
-class InArena:
+class LeaseOffset:
     """An offset in the arena, within a lease."""
 
     slot: int
@@ -125,7 +113,7 @@ class InArena:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class CallInteger:
     """An integer that the call brings."""
 
     name: str
@@ -136,7 +124,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ResultField:
     """One of the integers that an earlier entry has found; None counts as 0."""
 
     slot: int
@@ -147,18 +135,7 @@ class Item:
         return playing.things[self.slot][self.index] or 0
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address of a tensor."""
-
-    memory: Memory
-
-    def get(self, playing: Playing) -> int:
-        """The address."""
-        return self.memory.address(playing)
-
-
-_PLACES = (Memory, Thing, InArena, Number, Item, Address)
+_PLACES = (Memory, ObjectSlot, LeaseOffset, CallInteger, ResultField)
 
 
 def fill_in(template: Any, playing: Playing) -> Any:
@@ -173,14 +150,14 @@ def fill_in(template: Any, playing: Playing) -> Any:
     return template
 
 
-_BY_IDENTITY: Any = object.__eq__
-
-
 def has_places(template: Any) -> bool:
     """Whether anything has to be filled in."""
     if isinstance(template, dict):
         return any(map(has_places, template.values()))
     return type(template) in _PLACES or (isinstance(template, (tuple, list)) and any(map(has_places, template)))
+
+
+_BY_IDENTITY: Any = object.__eq__
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -210,17 +187,12 @@ class Entry:
     is_owed: bool = False
 
     def play(self, playing: Playing) -> None:
-        """Does it, for one call."""
+        """Does it, for one call. Launches and events have none: they are played in sections."""
         raise NotImplementedError
 
     def same(self, other: Any) -> bool:
         """Whether another entry of this class does the same, up to what changes from call to call."""
         return bool(self == other)
-
-    def __str__(self) -> str:
-        """Its class and the name of what it calls, if it does."""
-        what = getattr(self, "kernel", None) or getattr(self, "function", None)
-        return f"{type(self).__name__} {getattr(what, '__qualname__', getattr(what, 'name', ''))}".rstrip()
 
 
 @dataclass(eq=False, slots=True)
@@ -228,64 +200,60 @@ class Launch(Entry):
     """The launch of a compiled kernel.
 
     Attributes:
-        call: the function in C, called with grid, stream, head and then the row, as a list or not.
-        row: the arguments.
-        addresses: (place in the row, memory) of tensors.
-        maps: (place in the row, number of places, memory, tensor maps by address and shape).
-        numbers: (place in the row, where the integer comes from).
-        stream: None for the current stream; launches on others are played by C only.
+        kernel: what launches it, see kernels/launch/player.py.
+        grid: programs.
+        args: an argument, or its place, for each parameter that is no constant.
+        stream: None for the current stream.
+        maps: what the kernel has made of the arguments whose tensors are described by tensor maps.
     """
 
-    call: Callable[..., None]
-    kernel: object
-    grid: tuple[int, int, int]
-    head: tuple[Any, ...]
-    takes_list: bool
-    row: list[Any]
-    addresses: tuple[tuple[int, Memory], ...]
-    maps: tuple[tuple[int, int, Memory, Any], ...]
-    numbers: tuple[tuple[int, Any], ...]
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
     stream: int | None = None
-
-    def play(self, playing: Playing) -> None:
-        """Launches the kernel on the current stream."""
-        row = self.row.copy()
-        for place, memory in self.addresses:
-            row[place] = memory.address(playing)
-        for place, count, memory, maps in self.maps:
-            parts = maps.get((memory.address(playing), memory.shape)) or maps.encode(memory.get(playing))
-            row[place : place + count] = parts
-        for place, number in self.numbers:
-            row[place] = number if type(number) is int else number.get(playing)
-        arguments = (row,) if self.takes_list else row
-        self.call(*self.grid, playing.stream, *self.head, *arguments)
+    maps: Any = None
 
     def same(self, other: Any) -> bool:
-        """Whether the other one launches the same, up to what changes from call to call."""
-        variable = {place for place, _ in (*self.addresses, *self.numbers)}
-        for first, count, *_ in self.maps:
-            variable.update(range(first, first + count))
-        return (
-            (self.kernel, self.grid, self.stream) == (other.kernel, other.grid, other.stream)
-            and (self.addresses, self.numbers) == (other.addresses, other.numbers)
-            and [each[:3] for each in self.maps] == [each[:3] for each in other.maps]
-            and len(self.row) == len(other.row)
-            and all(_same(a, b) for n, (a, b) in enumerate(zip(self.row, other.row, strict=True)) if n not in variable)
-        )
+        """See Entry."""
+        ours, theirs = ((each.kernel, each.grid, each.stream) for each in (self, other))
+        return ours == theirs and _same(self.args, other.args)
+
+    def __str__(self) -> str:
+        return f"Launch {getattr(self.kernel, 'name', '')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Event(Entry):
+    """An event of the slot: a stream (None: the current one) waits for it, or, with `recorded_on`, it is recorded."""
+
+    slot: int
+    stream: int | None
+    recorded_on: torch.cuda.Stream | None = field(default=None, compare=False)
+    is_wait: bool = False
+
+
+# What a call is:
+CALL = "Call"
+NOTE = "Note"  # it finds integers for the next launch, and notes on the host that it happens
+OPERATOR = "Operator"  # of torch
+NEW = "New"  # makes memory
 
 
 @dataclass(eq=False, slots=True)
 class Call(Entry):
-    """A call of a recorded function; its result goes to a slot, or is dropped.
+    """A call of a function; its result goes to a slot, or is dropped.
 
     Attributes:
+        function: the function, or the name of a kernel.
+        kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | str
     template: tuple[tuple[Any, ...], dict[str, Any]]
     slot: int | None
-    is_owed: bool
+    kind: str = CALL
+    is_owed: bool = False
     leaves_autocast: str | None = None
     _is_constant: bool = False
 
@@ -295,77 +263,27 @@ class Call(Entry):
     def play(self, playing: Playing) -> None:
         """Calls the function."""
         args, kwargs = self.template if self._is_constant else fill_in(self.template, playing)
+        function = self.function
+        if isinstance(function, str):
+            function = getattr(playing.kernels(), function)
         if self.leaves_autocast is None:
-            result = self.function(*args, **kwargs)
+            result = function(*args, **kwargs)
         else:
             with torch.autocast(self.leaves_autocast, enabled=False):
-                result = self.function(*args, **kwargs)
+                result = function(*args, **kwargs)
         if self.slot is not None:
             playing.put(self.slot, result)
 
     def same(self, other: Any) -> bool:
-        """As in Launch."""
-        return (self.function.__qualname__, self.slot, self.is_owed, self.leaves_autocast) == (
-            other.function.__qualname__,
-            other.slot,
-            other.is_owed,
-            other.leaves_autocast,
-        ) and _same(self.template, other.template)
+        """See Entry."""
+        ours, theirs = (
+            (str(each), each.slot, each.is_owed, each.leaves_autocast, each.template) for each in (self, other)
+        )
+        return _same(ours, theirs)
 
-
-@dataclass(eq=False, slots=True)
-class Note(Call):
-    """A call that finds integers for the next launch, and notes on the host that it happens."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordEvent(Entry):
-    """An event in a stream (None: the current one), which goes to a slot."""
-
-    slot: int
-    stream: int | None
-    as_recorded: torch.cuda.Stream = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class WaitEvent(Entry):
-    """A stream (None: the current one) waits for the event in a slot."""
-
-    slot: int
-    stream: int | None
-
-
-@dataclass(eq=False, slots=True)
-class Operator(Call):
-    """An operator of torch."""
-
-
-@dataclass(frozen=True, slots=True)
-class New(Entry):
-    """New memory."""
-
-    slot: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def play(self, playing: Playing) -> None:
-        """Makes it."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        playing.things[self.slot] = tensor
-        playing.addresses[self.slot] = tensor.data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
-class Free(Entry):
-    """Memory that nobody needs any more."""
-
-    slot: int
-
-    def play(self, playing: Playing) -> None:
-        """Lets it go."""
-        playing.things[self.slot] = None
+    def __str__(self) -> str:
+        name = getattr(self.function, "__qualname__", getattr(self.function, "name", self.function))
+        return f"{self.kind} {name() if callable(name) else name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,55 +314,8 @@ class Tape:
     def difference(self, other: Tape) -> str:
         """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in
         the numbers that a call brings."""
-        ours, theirs = ([entry for entry in tape.entries if type(entry) is not Free] for tape in (self, other))
-        for n, (a, b) in enumerate(zip_longest(ours, theirs)):
+        for n, (a, b) in enumerate(zip_longest(self.entries, other.entries)):
             if type(a) is not type(b) or not a.same(b):
                 return f"step {n} was {a}, and is {b}" + (" with other arguments" if str(a) == str(b) else "")
         is_same = self.num_slots == other.num_slots and _same(self.outputs, other.outputs)
         return "" if is_same else "what is returned lies elsewhere"
-
-    def play(
-        self,
-        inputs: Sequence[torch.Tensor],
-        numbers: Mapping[str, int],
-        stream: int,
-        give_up: Callable[[BaseException], None],
-    ) -> tuple[Any, ...]:
-        """Does what was recorded, for other inputs of the same shapes, strides and dtypes.
-
-        Args:
-            give_up: called if an error arises where the peers could not be told of it.
-
-        Returns:
-            what the function would return.
-        """
-        playing = Playing(self.num_slots, numbers, stream)
-        for slot, tensor in enumerate(inputs):
-            playing.things[slot] = tensor
-            playing.addresses[slot] = tensor.data_ptr()
-        done = 0
-        try:
-            for entry in self.entries:
-                entry.play(playing)
-                done += 1
-        except BaseException as error:
-            self._pay(self.entries[done:], playing, give_up, error)
-            raise
-        return fill_in(self.outputs, playing)  # type: ignore[no-any-return]  # a tuple, as the template is
-
-    def _pay(
-        self, entries: Sequence[Entry], playing: Playing, give_up: Callable[[BaseException], None], error: BaseException
-    ) -> None:
-        """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
-        before that."""
-        if playing.mark == FRAGILE:
-            give_up(error)
-        owes = playing.mark == OWES
-        try:
-            for entry in entries:
-                owes &= type(entry) is not Mark
-                if owes and entry.is_owed:
-                    with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
-                        entry.play(playing)
-        except Exception as problem:  # noqa: BLE001 - the error that led here is raised
-            give_up(problem)

@@ -1,13 +1,9 @@
-"""Ranges around the operators of `symmoe.kernels` while a step is recorded.
-
-The step looks its operators up in a module when it calls them. So they can be replaced while a step is recorded, and
-cost nothing otherwise.
-"""
+"""Ranges around the operators of `symmoe.kernels` while a step is recorded: a hook (kernels/select.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,21 +18,16 @@ _PREFIX = "symmoe"
 START = "symmoe/start"  # a range that marks where a recording starts
 
 
-class _Ranged:
-    """An operator that runs in a range."""
-
-    def __init__(self, name: str, operator: Callable[..., Any], on_gpu: bool) -> None:
-        self._name, self._operator, self._on_gpu = name, operator, on_gpu
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside autograd's backward pass there is a graph task.
-        direction = "forward" if graph_task_id() == -1 else "backward"
-        name = f"{_PREFIX}/{direction}/{self._name}"
-        with torch.profiler.record_function(name):
-            if not self._on_gpu:
-                return self._operator(*args, **kwargs)
-            with torch.cuda.nvtx.range(name):
-                return self._operator(*args, **kwargs)
+def _ranged(operator: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """A hook: the kernel runs in a range, if it is an operator of a timeline."""
+    if operator not in BY_OPERATOR:
+        return kernel(*args, **kwargs)
+    # Inside autograd's backward pass there is a graph task.
+    direction = "forward" if graph_task_id() == -1 else "backward"
+    name = f"{_PREFIX}/{direction}/{operator}"
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        return kernel(*args, **kwargs)
 
 
 @contextmanager
@@ -49,17 +40,10 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
     Raises:
         ArgumentError: they are on already.
     """
-    operators = kernels.for_device(heap.device)
-    originals = {name: getattr(operators, name) for name in BY_OPERATOR}
-    if any(isinstance(operator, _Ranged) for operator in originals.values()):
+    if kernels.has_hook(heap.device, _ranged):
         raise ArgumentError("a timeline is being recorded, or ranges are on, already in this process")
-    try:
-        for name, operator in originals.items():
-            setattr(operators, name, _Ranged(name, operator, heap.device.type == "cuda"))
+    with kernels.hooked(heap.device, _ranged):
         yield
-    finally:
-        for name, operator in originals.items():
-            setattr(operators, name, operator)
 
 
 def parse_range(name: str) -> tuple[str, str] | None:

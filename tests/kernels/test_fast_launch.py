@@ -1,4 +1,4 @@
-"""Launches past the JIT, without a GPU: a fake JIT counts what reaches it, fake compiled kernels keep arguments."""
+"""Launches past the JIT, without a GPU: see tests/support/fake_cuda.py."""
 
 import ast
 import importlib
@@ -15,23 +15,31 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from fake_cuda import (  # noqa: E402
+    STREAM,
+    FakeCompiled,
+    FakeJIT,
+    Launched,
+    assert_only_the_first_compiles,
+    fake_cuda,  # noqa: F401
+    fake_jits,
+)
 from limits import HANG_S  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia import driver as nvidia  # noqa: E402
-from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
-from triton.compiler import CompiledKernel, make_backend  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from symmoe import kernels  # noqa: E402
+from symmoe.errors import SymmoeError  # noqa: E402
 from symmoe.kernels import control, gpu  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
 from symmoe.kernels.hopper import act, rows, wgrad  # noqa: E402
 from symmoe.kernels.hopper import gemm as hopper_gemm  # noqa: E402
-from symmoe.kernels.launch import compiled, driver, triton_internals  # noqa: E402
+from symmoe.kernels.launch import driver, player, triton_internals  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
@@ -39,8 +47,6 @@ from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, splits
 
 FIRST_GLOBAL = tl.constexpr(3)
 SECOND_GLOBAL = tl.constexpr(4)
-CPU = -1  # what Tensor.get_device says of a CPU tensor
-STREAM = 77
 
 
 @triton.jit(do_not_specialize=["count", "plain"], do_not_specialize_on_alignment=["index"])
@@ -59,66 +65,10 @@ def example_kernel(
     tl.store(x, FIRST_GLOBAL + SECOND_GLOBAL + WIDTH)
 
 
-class FakeDriver:
-    """What launches ask about devices; its device is where CPU tensors say they are."""
-
-    def __init__(self):
-        self.device = CPU
-
-    def get_current_device(self):
-        return self.device
-
-    def get_current_stream(self, device):
-        assert device == self.device
-        return STREAM
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-class FakeCompiled(CompiledKernel):
-    """A compiled kernel that keeps the arguments of its launches."""
-
-    def __init__(self):
-        self.function, self.packed_metadata, self.launches = 5, ("metadata",), []
-        self.module = None  # CompiledKernel unloads it when it ends
-
-    def run(self, *args):
-        self.launches.append(args)
-
-
-class FakeJIT:
-    """Stands in for a JITFunction's `run`: keeps the launches' arguments and "compiles" every launch."""
-
-    def __init__(self, kernel):
-        self.kernel, self.calls = kernel, []
-
-    def __call__(self, *args, grid, warmup, **kwargs):
-        assert not warmup
-        fused = kwargs.pop("enable_fp_fusion")  # every compilation says it
-        self.calls.append((args, grid, kwargs if fused else {**kwargs, "enable_fp_fusion": fused}))
-        assert self.kernel.cache_key  # as compiling does, this notes which globals the kernel uses
-        for (name, _), (value, module) in self.kernel.used_global_vals.items():
-            if module.get(name) != value:
-                raise RuntimeError(f"{name} has changed")
-        return FakeCompiled()
-
-
 @pytest.fixture
-def fake_driver(monkeypatch):
-    result = FakeDriver()
-    monkeypatch.setattr(triton_internals, "IS_KNOWN", True)  # a new Triton shall show what it has changed
-    monkeypatch.setattr(triton.runtime.driver, "_active", result)
-    monkeypatch.setattr(launches, "current_device", result.get_current_device)
-    monkeypatch.setattr(launches, "current_stream", result.get_current_stream)
-    monkeypatch.setattr(driver, "ensure_context", lambda: None)
-    return result
-
-
-@pytest.fixture
-def launch(fake_driver, monkeypatch):
+def launch(fake_cuda, monkeypatch):  # noqa: F811
     """A fresh wrapper of the example, and its JIT."""
-    jit = FakeJIT(example_kernel)
+    jit = FakeJIT(example_kernel, fake_cuda)
     monkeypatch.setattr(example_kernel, "run", jit, raising=False)
     return fast_launch(example_kernel), jit
 
@@ -170,26 +120,52 @@ CHOICES = {
 }
 
 
-def test_a_known_call_goes_straight_to_the_compiled_kernel(launch):
+def words(args):
+    """Of the example's arguments, in a launch: their bits, then two pointers to scratch memory."""
+    values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args if arg is not None]
+    return (*[torch.tensor(v).view(torch.int32).item() if type(v) is float else int(v) for v in values], 0, 0)
+
+
+def test_a_known_call_goes_straight_to_the_compiled_kernel(launch, fake_cuda):  # noqa: F811
     kernel, jit = launch
     num_compiled = kernels.compiled_counter(torch.device("cuda"))
     before = num_compiled()
     args, kwargs = arguments()
     compiled = kernel[(3, 2)](*args, **kwargs)
     assert jit.calls == [(tuple(args), (3, 2), kwargs)]
-    assert not compiled.launches  # the JIT has launched it
+    assert not fake_cuda.happened  # the JIT has launched it
     assert num_compiled() == before + 1
 
-    other, _ = arguments()
-    assert kernel[(5,)](*other, **kwargs) is compiled
-    assert len(jit.calls) == 1
-    assert num_compiled() == before + 1
-    desc, x, index, *numbers = other
-    expected = [desc.data_ptr(), x.data_ptr(), index.data_ptr(), *numbers, 64, "some"]
-    assert compiled.launches == [(5, 1, 1, STREAM, 5, ("metadata",), None, None, None, *expected)]
+    other, _ = arguments(number=-5, plain=2**63 + 5, fraction=-0.25)
+    other[5] = -(2**62)
+    assert kernel[(1,)](*arguments(plain=2**63)[0], **kwargs) is not compiled
+    first = kernel[(5,)](*other, **kwargs)
+    assert kernel[(5, 1, 2)](*other, **kwargs) is first
+    assert len(jit.calls) == 3
+    assert num_compiled() == before + 3
+    bits = [word - 2**64 if word >= 2**63 else word for word in words(other)]
+    assert fake_cuda.launches == [Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))]
 
 
-def test_keywords_may_come_in_any_order_and_for_any_parameter(launch):
+def test_nothing_is_launched_in_an_empty_grid(launch, fake_cuda):  # noqa: F811
+    kernel, _ = launch
+    args, kwargs = arguments()
+    for grid in ((1,), (0,), (3, 0)):
+        kernel[grid](*args, **kwargs)
+    assert not fake_cuda.happened
+
+
+def test_an_error_of_the_driver_is_raised(launch, fake_cuda, monkeypatch):  # noqa: F811
+    kernel, _ = launch
+    args, kwargs = arguments()
+    kernel[(1,)](*args, **kwargs)
+    fake_cuda.fails = 700
+    monkeypatch.setattr(driver, "check", lambda error, what: (_ for _ in ()).throw(SymmoeError(f"{what}: {error}")))
+    with pytest.raises(SymmoeError, match="the launch of example_kernel: 700"):
+        kernel[(1,)](*args, **kwargs)
+
+
+def test_keywords_may_come_in_any_order_and_for_any_parameter(launch, fake_cuda):  # noqa: F811
     kernel, jit = launch
     args, kwargs = arguments()
     names = [*kernel.arg_names[: len(args)]]
@@ -201,7 +177,7 @@ def test_keywords_may_come_in_any_order_and_for_any_parameter(launch):
             assert jit.calls[-2:] == [(tuple(args[:split]), (1,), keywords)] * 2
         else:
             assert repeated is compiled
-            assert compiled.launches[0][9:] == (*(arg.data_ptr() for arg in args[:3]), *args[3:], 64, "some")
+            assert fake_cuda.launches[-1].words == words(args)
     before = len(jit.calls)
     assert before == 2 * len(args) + 1
     for _ in range(2):
@@ -236,11 +212,11 @@ def test_numbers_of_a_fixed_type_and_addresses_are_not_in_the_key(launch):
     assert len(jit.calls) == 1
 
 
-def test_the_device_is_in_the_key(launch, fake_driver):
+def test_the_device_is_in_the_key(launch, fake_cuda):  # noqa: F811
     kernel, jit = launch
     args, kwargs = arguments(desc=None, x=None, index=None)
     for device in (0, 1, 0, 1):
-        fake_driver.device = device
+        fake_cuda.device = device
         kernel[(1,)](*args, **kwargs)
     assert len(jit.calls) == 2
 
@@ -273,10 +249,10 @@ def test_what_is_not_understood_takes_the_ordinary_way(launch, what):
 
 
 @pytest.mark.parametrize("others", [{"desc": None, "index": None}, {"x": None, "index": None}, {}])
-def test_tensors_of_another_device_take_the_ordinary_way(launch, fake_driver, others):
+def test_tensors_of_another_device_take_the_ordinary_way(launch, fake_cuda, others):  # noqa: F811
     """The JIT's launcher refuses a CPU tensor, which an address alone does not show."""
     kernel, jit = launch
-    fake_driver.device = 0
+    fake_cuda.device = 0
     args, kwargs = arguments(**others)
     for count in (1, 2, 3):
         kernel[(1,)](*args, **kwargs)
@@ -318,7 +294,7 @@ def test_a_callable_grid_takes_the_ordinary_way(launch):
     assert len(jit.calls) == 6
 
 
-def test_wrong_calls_are_refused_by_the_jit(fake_driver):
+def test_wrong_calls_are_refused_by_the_jit(fake_cuda):  # noqa: F811
     kernel = fast_launch(example_kernel)
     args, kwargs = arguments()
     for wrong_args, wrong_kwargs in (
@@ -424,31 +400,9 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
     assert launches.OPTIONS == {"enable_fp_fusion": True}
 
 
-def fake_jits(monkeypatch, *modules):
-    """The JITs of all kernels of some modules replaced: by kernel."""
-    jits = {}
-    for name, kernel in ((name, getattr(m, name)) for m in modules for name in dir(m) if name.endswith("_kernel")):
-        assert isinstance(kernel, FastLaunch), name
-        jits[name] = FakeJIT(kernel.kernel)
-        monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
-        monkeypatch.setattr(kernel, "_calls", {})
-    return jits
-
-
-def assert_only_the_first_compiles(jits, step, sizes):
-    """Every JIT sees the launches of the first step, and none of a later one."""
-    first, *others = sizes
-    step(first)
-    before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert all(before.values()), before
-    for size in others:
-        step(size)
-    assert {name: len(jit.calls) for name, jit in jits.items()} == before
-
-
-def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch):
+def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """All launches of a step after the first one are fast, whatever changes from step to step."""
-    jits = fake_jits(monkeypatch, sync, plan, tokens)
+    jits = fake_jits(monkeypatch, fake_cuda, sync, plan, tokens)
 
     def step(case, number):
         run_case(gpu, case)
@@ -466,9 +420,9 @@ def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch
     assert_only_the_first_compiles(jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others)))
 
 
-def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch):
+def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
-    jits = fake_jits(monkeypatch, activation, bias, gemm, gemm_act, splits)
+    jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act, splits)
 
     def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=32):
         empty, act = torch.empty, Activation()
@@ -494,8 +448,8 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
-def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, monkeypatch):
-    jits = fake_jits(monkeypatch, hopper_gemm, act, wgrad, rows)
+def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+    jits = fake_jits(monkeypatch, fake_cuda, hopper_gemm, act, wgrad, rows)
     arena = torch.zeros(1 << 16, dtype=torch.uint8)
     peers = Peers(rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2))
 
@@ -528,141 +482,92 @@ def table(matrices):
     return TensorTable(torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype)
 
 
-def parts(launched):
-    """(what comes first, the kernel's arguments) of a launch in C, in the form of the Triton that is installed."""
-    if triton_internals.VERSION == (3, 6):
-        return launched[:13], launched[13:]
-    *head, args = launched
-    return tuple(head), tuple(args)
+class Described:
+    """Calls of the example with a descriptor for its first argument."""
 
-
-class Tiled:
-    """A kernel that takes descriptors, compiled for Triton's real CudaLauncher around a fake launcher in C."""
-
-    def __init__(self, monkeypatch):
-        self.native, self.encoded, self.compiled = Mock(), 0, []  # the launcher in C
-        monkeypatch.setattr(nvidia, "make_tensordesc_arg", self.encode)
-        monkeypatch.setattr(example_kernel, "run", self.run, raising=False)
-        self.kernel = fast_launch(example_kernel)
+    def __init__(self, kernel, jit, cuda):
+        self.kernel, self.jit, self.cuda = kernel, jit, cuda
         self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])})
 
-    def encode(self, descriptor, metadata, *rest):
-        """As make_tensordesc_arg does; since Triton 3.8 it is given the arguments of the launch, and ignores them."""
-        self.encoded += 1
-        assert metadata == "metadata"
-        return [("map", descriptor.base.data_ptr(), *descriptor.block_shape), *descriptor.shape, *descriptor.strides]
-
-    def run(self, *args, grid, warmup, **kwargs):
-        is_described = isinstance(args[0], TensorDescriptor)
-        signature = dict(enumerate(["tensordesc<fp32[4, 8]>" if is_described else "constexpr", *["*fp32"] * 9]))
-        launcher = object.__new__(CudaLauncher)
-        launcher.launch = nvidia.wrap_handle_tensordesc(self.native, signature, ["metadata"] * is_described)
-        launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
-        launcher.global_scratch_size = launcher.profile_scratch_size = 0
-        launcher.global_scratch_align = launcher.profile_scratch_align = 1
-        launcher.arg_annotations, launcher.kernel_signature = "annotations", b"signature"  # since Triton 3.7
-        launcher.gsan_enabled = False  # since 3.8
-        self.change(launcher)
-        compiled = FakeCompiled()
-        compiled.run = launcher
-        self.compiled.append(compiled)
-        return compiled
-
-    def change(self, launcher):
-        pass
-
     def launch(self, desc, x=F32, index=None):
+        before = len(self.cuda.launches)
         launches.launch(self.kernel, (3, 2), self.constants, desc, x, index, 7, 7, 7, 0.5, 7)
-        return self.native.call_args and self.native.call_args.args
+        return self.cuda.launches[before:]
 
 
 @pytest.fixture
-def tiled(fake_driver, monkeypatch):
-    return Tiled(monkeypatch)
+def described(launch, fake_cuda):  # noqa: F811
+    return Described(*launch, fake_cuda)
 
 
-def test_tensor_maps_are_encoded_once(tiled):
+def test_tensor_maps_are_encoded_once_for_each_shape(described):
     first, second, long = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(16, 8)
-    for tensor in (first, first, first):  # through the JIT, encoded, remembered
-        tiled.launch(tensor)
-    assert tiled.encoded == 1
-    assert len(tiled.compiled) == 1
-    tiled.launch(second)
-    tiled.launch(first)
-    assert tiled.encoded == 2
-    for tensor in (long, long[:8], long[:12], long, long[:8]):
-        _, args = parts(tiled.launch(tensor))
-        assert args[:5] == (("map", tensor.data_ptr(), 4, 8), len(tensor), 8, 8, 1)
-    assert tiled.encoded == 5
-    _, args = parts(tiled.launch(None))
-    assert args[:2] == (("map", long.data_ptr(), 4, 8), 8)  # the JIT's launch, which is not counted
-    _, args = parts(tiled.launch(None))
-    assert args[:2] == (None, F32.data_ptr())
-    assert (tiled.encoded, len(tiled.compiled)) == (5, 2)
+    assert [described.launch(tensor) for tensor in (first, None)] == [[], []]  # by the JIT
+    before = len(described.cuda.encoded)
+    for tensor in (first, second, long, long[:12], long[8:], long[:12], first):
+        (launched,) = described.launch(tensor)
+        rest = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
+        assert launched.words == (tensor.data_ptr(), len(tensor), 8, 8, 1, *rest)
+    assert len(described.cuda.encoded) - before == 2
+    (launched,) = described.launch(None, index=None)
+    assert launched.words == rest
+    assert len(described.jit.calls) == 2
 
 
-def test_remembered_tensor_maps_are_bounded(tiled, monkeypatch):
-    monkeypatch.setattr(compiled, "MAX_TENSOR_MAPS", 3)
-    tensors = [torch.zeros(8, 8) for _ in range(4)]
-    tiled.launch(tensors[0])
-    for tensor in tensors[:3] * 2:
-        tiled.launch(tensor)
-    assert tiled.encoded == 3
-    tiled.launch(tensors[3])  # drops the others
+def test_remembered_tensor_maps_are_bounded(described, monkeypatch):
+    monkeypatch.setattr(player, "MAX_TENSOR_MAPS", 3)
+    tensors = [torch.zeros(8 + n, 8) for n in range(4)]
+    for tensor in (tensors[0], *tensors[:3], *tensors[:3]):
+        described.launch(tensor)
+    assert len(described.cuda.encoded) == 3
+    described.launch(tensors[3])  # drops the others
     for tensor in (tensors[3], tensors[0], tensors[3]):
-        _, args = parts(tiled.launch(tensor))
-        assert args[0] == ("map", tensor.data_ptr(), 4, 8)
-    assert tiled.encoded == 5
+        (launched,) = described.launch(tensor)
+        assert launched.words[:2] == (tensor.data_ptr(), len(tensor))
+    assert len(described.cuda.encoded) == 5
 
 
-@pytest.mark.parametrize("index", [None, torch.zeros(8, dtype=torch.int32)])
-def test_the_launcher_in_c_gets_what_triton_would_give_it(tiled, index):
-    x = torch.zeros(8, 8)
-    tiled.launch(x, x, index)
-    ours = tiled.launch(x, x, index)
-    pointer = None if index is None else index.data_ptr()
-    values = (TensorDescriptor.from_tensor(x, [4, 8]), x.data_ptr(), pointer, 7, 7, 7, 0.5, 7, 64, "some")
-    tiled.compiled[0].run(3, 2, 1, STREAM, 5, ("metadata",), None, None, None, *values)
-    assert parts(ours) == parts(tiled.native.call_args.args)
-
-
-def another_wrapper(launcher):
-    def inner(*args):
-        return launcher(*args)
-
-    return inner
+def test_descriptors_of_gpus_without_tensor_maps_become_addresses_sizes_and_strides(described):
+    described.jit.change = lambda compiled: setattr(compiled.metadata, "tensordesc_meta", None)
+    for tensor in (F32, F32, torch.zeros(16, 8)):
+        launched = described.launch(tensor)
+    assert launched[0].words[:5] == (tensor.data_ptr(), 16, 8, 8, 1)
 
 
 UNKNOWN = {
-    "scratch": lambda launcher: setattr(launcher, "global_scratch_size", 1),
-    "profile": lambda launcher: setattr(launcher, "profile_scratch_size", 1),
-    "sanitiser": lambda launcher: setattr(launcher, "gsan_enabled", True),
-    "no flag": lambda launcher: delattr(launcher, "launch_pdl"),
-    "wrapper": lambda launcher: setattr(launcher, "launch", another_wrapper(launcher.launch)),
-    "unwrapped": lambda launcher: setattr(launcher, "launch", Mock()),
-    "no metadata": lambda launcher: setattr(
-        launcher, "launch", nvidia.wrap_handle_tensordesc(Mock(), {0: "tensordesc<fp32[4, 8]>"}, None)
+    "scratch": lambda compiled: setattr(compiled.run, "global_scratch_size", 1),
+    "profile": lambda compiled: setattr(compiled.run, "profile_scratch_size", 1),
+    "sanitiser": lambda compiled: setattr(compiled.run, "gsan_enabled", True),
+    "no flag": lambda compiled: delattr(compiled.run, "launch_pdl"),
+    "cooperative": lambda compiled: setattr(compiled.run, "launch_cooperative_grid", True),
+    "clusters": lambda compiled: setattr(compiled, "packed_metadata", (4, 2, 1000)),
+    "much shared memory": lambda compiled: setattr(compiled, "packed_metadata", (4, 1, 228 << 10)),
+    "another launcher": lambda compiled: setattr(compiled, "run", Mock()),
+    "another type": lambda compiled: compiled.src.signature.update({3: "fp16"}),
+    "a tuple": lambda compiled: compiled.src.signature.update({3: ("i32", "i32")}),
+    "a constant that is passed": lambda compiled: compiled.src.signature.update({8: "i32"}),
+    "another place of the descriptor": lambda compiled: compiled.src.signature.update({2: "tensordesc<fp32[4, 8]>"}),
+    "another object for a map": lambda compiled: setattr(
+        triton_internals, "make_tensordesc_arg", lambda *_: [object(), 8, 8, 8, 1]
     ),
-    "another place": lambda launcher: setattr(
-        launcher, "launch", nvidia.wrap_handle_tensordesc(Mock(), {0: "*fp32", 1: "tensordesc<fp32[4, 8]>"}, ["m"])
-    ),
+    "another number of parameters": lambda compiled: setattr(compiled, "num_parameters", lambda: 12),
 }
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-def test_unknown_launchers_are_called_as_triton_calls_them(tiled, monkeypatch, what):
-    ran = []
-    tiled.change = UNKNOWN[what]
-    monkeypatch.setattr(CudaLauncher, "__call__", lambda self, *args: ran.append(args))
-    for tensor in (F32, F32, torch.ones(8, 8)):
-        tiled.launch(tensor)
-    assert len(tiled.compiled) == 1
-    assert not tiled.native.called
-    assert not tiled.encoded
-    assert [args[:9] for args in ran] == [(3, 2, 1, STREAM, 5, ("metadata",), None, None, None)] * 2
-    assert ran[0][9].base is F32
-    assert ran[0][9].block_shape == [4, 8]
-    assert ran[0][10:] == (F32.data_ptr(), None, 7, 7, 7, 0.5, 7, 64, "some")
+def test_kernels_of_another_kind_are_launched_by_the_jit(described, what):
+    described.jit.change = UNKNOWN[what]
+    for number, tensor in enumerate((F32, F32, torch.ones(8, 8))):
+        assert described.launch(tensor) == []
+        assert len(described.jit.calls) == number + 1
+    assert described.jit.calls[2][0][0].base is tensor
+
+
+def test_where_c_cannot_be_compiled_the_jit_launches(described, monkeypatch):
+    monkeypatch.setattr(player, "_player", lambda: None)
+    for _ in range(3):
+        assert described.launch(F32) == []
+    assert len(described.jit.calls) == 3
 
 
 def test_an_unknown_triton_launches_by_itself(launch, monkeypatch):
@@ -710,7 +615,7 @@ def test_a_triton_without_the_insides_that_are_read():
     assert done.returncode == 0, done.stderr
 
 
-def test_launches_happen_on_the_device_of_the_first_tensor(tiled, fake_driver, monkeypatch):
+def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda, monkeypatch):  # noqa: F811
     """Only a call that is not known for the current device asks; the switch is undone after it."""
     devices = []
 
@@ -720,32 +625,33 @@ def test_launches_happen_on_the_device_of_the_first_tensor(tiled, fake_driver, m
 
         def __enter__(self):
             devices.append(self.device)
-            self.before, fake_driver.device = fake_driver.device, self.device
+            self.before, fake_cuda.device = fake_cuda.device, self.device
 
         def __exit__(self, *args):
-            fake_driver.device = self.before
+            fake_cuda.device = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1)
     monkeypatch.setattr(launches, "_DEVICE", lambda tensor: 1)
     for device in (0, 1, 0, 1):
-        fake_driver.device = device
-        tiled.launch(F32)
-        assert fake_driver.device == device
+        fake_cuda.device = device
+        described.launch(F32)
+        assert fake_cuda.device == device
     assert devices == [1, 1]
-    assert len(tiled.compiled) == 1
-    fake_driver.device = 0
+    assert len(described.jit.calls) == 1
+    fake_cuda.device = 0
     monkeypatch.setattr(knobs.runtime, "debug", True)
-    tiled.launch(F32)
-    assert (devices, len(tiled.compiled)) == ([1, 1, 1], 2)
+    described.launch(F32)
+    assert (devices, len(described.jit.calls)) == ([1, 1, 1], 2)
 
 
-def test_a_context_is_current_before_anything_is_encoded(tiled, monkeypatch):
+def test_a_context_is_current_before_anything_is_encoded_or_launched(described, fake_cuda, monkeypatch):  # noqa: F811
     order = []
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
-    run, encode = tiled.run, tiled.encode
-    monkeypatch.setattr(example_kernel, "run", lambda *args, **kwargs: order.append("jit") or run(*args, **kwargs))
-    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda *args: order.append("encode") or encode(*args))
-    for _ in range(3):
-        tiled.launch(F32)
-    assert order == ["context", "jit", "context", "encode"]
+    monkeypatch.setattr(
+        triton_internals, "make_tensordesc_arg", lambda *args: order.append("encode") or fake_cuda.encode(*args)
+    )
+    described.launch(F32)
+    assert order == ["context", "context", "encode"]
+    described.launch(F32)
+    assert order[3:] == ["context"]

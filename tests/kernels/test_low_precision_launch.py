@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from fake_cuda import assert_only_the_first_compiles, fake_cuda, fake_jits  # noqa: F401
 from quantized_problem import E4M3, NAMES, Numbers, Problem, WgradProblem
-from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_jits  # noqa: F401
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
@@ -45,9 +45,9 @@ class Hopper:
     grouped_gemm_fp8, grouped_gemm_wgrad_fp8 = hopper_fp8.launch_fp8_gemm, hopper_fp8_wgrad.launch_fp8_wgrad
 
 
-def test_launches_of_products_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_of_products_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
+    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
 
     def step(splits, O=520, C=160):
         for kernels, name in ((Hopper, "fp8"), *((Triton, name) for name in NAMES)):
@@ -63,9 +63,9 @@ def test_launches_of_products_are_understood(fake_driver, monkeypatch):  # noqa:
     assert_only_the_first_compiles(jits, step, ((40, 0, 24), (1, 0, 0), (0, 64, 0), (5, 50, 10), (300, 1, 700)))
 
 
-def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, act_quantized, hopper_dact_quantize, gemm_act, bias)
+    jits = fake_jits(monkeypatch, fake_cuda, act_quantized, hopper_dact_quantize, gemm_act, bias)
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
@@ -93,9 +93,9 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
 
-def test_launches_that_quantise_rows_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # noqa: F811
     """With sums for a bias gradient and without."""
-    jits = fake_jits(monkeypatch, quantize, bias)
+    jits = fake_jits(monkeypatch, fake_cuda, quantize, bias)
 
     def step(num_rows, G=4, C=144):
         empty, row_range = torch.empty, torch.empty(2, G, dtype=torch.int32)
@@ -111,8 +111,8 @@ def test_launches_that_quantise_rows_are_understood(fake_driver, monkeypatch):  
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_launched_without_rows(fake_driver, monkeypatch, name):  # noqa: F811
-    jits = fake_jits(monkeypatch, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
+def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):  # noqa: F811
+    jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
     p, q = (kind((0, 0), (64, 96), Numbers(name, exact=True), 0) for kind in (Problem, WgradProblem))
     p.run(Triton, p.blank(BF16))
     for accumulate in (True, False):

@@ -1,108 +1,191 @@
-"""Tapes that one function in C plays: what it plays, what stays around it, and what is left to Python. Without a
-GPU, where C's part of a tape is a list of its launches."""
+"""Tapes of launches: which are in one section, what is played around them, and what the function in C launches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from symmoe.tape.tape import (
-    Call,
-    Entry,
-    Free,
-    Launch,
-    Mark,
-    Memory,
-    New,
-    Note,
-    Operator,
-    RecordEvent,
-    Tape,
-    Thing,
-    WaitEvent,
-)
+pytest.importorskip("triton")
 
-player = pytest.importorskip("symmoe.kernels.launch.player", reason="needs Triton")
+import triton
+import triton.language as tl
+from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT, fake_cuda  # noqa: F401
+
+from symmoe.errors import raise_for
+from symmoe.kernels import twin
+from symmoe.kernels.hopper import gemm as hopper_gemm
+from symmoe.kernels.launch import launch as launches
+from symmoe.kernels.launch import player, triton_internals
+from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch
+from symmoe.kernels.launch.player import known_kernel
+from symmoe.kernels.triton import gemm
+from symmoe.kernels.triton.tiles import describe
+from symmoe.tape.recorder import Tapes, recorder
+from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
+
+# -- sections -------------------------------------------------------------------------------------------------------
 
 
 class Section(list):
     is_owed = False
 
 
-@pytest.fixture(autouse=True)
-def _sections_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections are lists of what they launch."""
     monkeypatch.setattr(player, "_player", lambda: print)
-    monkeypatch.setattr(player, "_Section", lambda launches, num_slots: Section(launches))
+    monkeypatch.setattr(player, "Section", lambda launches, num_slots, events: Section(launches))
 
 
 def launch() -> Launch:
-    return Launch(print, None, (1, 1, 1), (), False, [], (), (), ())
+    return Launch(None, (1,), ())
 
 
-def new(slot: int) -> New:
-    return New(slot, (2,), (1,), torch.float32, torch.device("cpu"))
+def new(slot: int) -> Call:
+    return Call(torch.empty, ((2,), {}), slot, NEW)
 
 
 def lease(slot: int) -> Call:
-    return Call(print, (((2,),), {}), slot, False)
+    return Call(print, (((2,),), {}), slot)
 
 
 def end_of(slot: int) -> Call:
-    return Call(print, ((Thing(slot),), {}), None, False)
+    return Call(print, ((ObjectSlot(slot),), {}), None)
 
 
-def operator(slot: int) -> Operator:
-    return Operator(torch.neg, ((Memory(slot, 0, (2,), (1,), torch.float32),), {}), None, False)
+def operator(slot: int) -> Call:
+    return Call(torch.neg, ((Memory(slot, 0, (2,), (1,), torch.float32),), {}), None, OPERATOR)
 
 
-def note(slot: int) -> Note:
-    return Note(print, ((Thing(slot),), {}), 9, False)
+def note(slot: int) -> Call:
+    return Call(print, ((ObjectSlot(slot),), {}), 9, NOTE)
 
 
-def played(*entries: Entry) -> tuple[object, ...] | None:
-    tape = player.compiled_tape(Tape(10, entries, ()))
-    return None if tape is None else tape.entries
+def played(*entries: Entry) -> tuple[object, ...]:
+    tape = player.in_sections(Tape(10, entries, ()))
+    assert tape is not None
+    return tape.entries
 
 
-def test_memory_comes_before_the_launches_and_goes_after_them():
-    first, second, told, ends = launch(), launch(), note(1), end_of(1)
-    memory, taken, freed = new(0), lease(1), Free(0)
-    found = played(memory, first, freed, taken, Mark("even"), told, second, ends)
-    assert found == (memory, taken, told, [first, second], ends, freed)
+def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
+    first, second, told, ends, memory, taken = launch(), launch(), note(1), end_of(1), new(0), lease(1)
+    found = played(memory, first, taken, Mark("even"), told, second, ends)
+    assert found == (memory, taken, told, [first, second], Mark("even"), ends)
 
 
-def test_an_operator_after_the_last_launch_comes_after_c():
-    first, last, freed = launch(), operator(0), Free(0)
-    memory = new(0)
-    assert played(memory, first, last, freed) == (memory, [first], last, freed)
+def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
+    first, last, wait, mine = launch(), launch(), Event(5, 7, is_wait=True), new(0)
+    found = played(mine, first, operators := operator(0), other := new(1), wait, last)
+    assert found == (mine, other, [first], operators, [wait, last])
+    assert played(mine, first, operators) == (mine, [first], operators)
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        (launch(), operator(0), launch()),
-        (lease(0), launch(), end_of(0), lease(1), launch(), end_of(1)),
-        (launch(), operator(0), lease(1), launch()),
-    ],
-    ids=["operator between launches", "lease after the end of another", "lease after an operator"],
-)
-def test_what_cannot_change_its_place_is_left_to_python(entries):
-    assert played(*entries) == entries
-    branch = RecordEvent(5, None, None)
-    assert played(branch, *entries) is None  # nor to Python, which would give a branch memory that is in use
+@pytest.mark.parametrize("given", [operator(0), Call(print, ((ObjectSlot(0),), {}), 1)], ids=["operator", "call"])
+def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
+    first, second = launch(), launch()
+    entries = lease(0), first, end_of(0), lease(1), second, end_of(1)
+    assert played(*entries) == (entries[0], [first], entries[2], entries[3], [second], entries[5])
+    entries = first, given, lease(1), second
+    assert played(*entries) == ([first], given, entries[2], [second])
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
+def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):
+    """Before, it could launch what is owed: that is in one section with what is not."""
+    marks = [Mark(what) for what in ("fragile", "owes", "even")]
+    first, second, between = launch(), launch(), operator(0)
+    found = played(marks[0], first, marks[1], between, second, marks[2])
+    assert found == ([first], marks[0], between, [second], marks[2])
+
+
+def test_without_a_compiler_nothing_is_played(lists, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(player, "_player", lambda: None)
-    entries = new(0), launch(), Free(0), operator(1), launch()
-    assert played(*entries) == (entries[0], entries[1], entries[3], entries[4], entries[2])
-    assert played(*entries, WaitEvent(5, 7)) is None
+    assert player.in_sections(Tape(10, (launch(),), ())) is None
 
 
-def test_a_launch_that_c_does_not_know(monkeypatch: pytest.MonkeyPatch):
-    def refuse(launches: object, num_slots: int) -> None:
-        raise player._Unknown
+# -- launches -------------------------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(player, "_Section", refuse)
-    only = launch()
-    assert played(only) == (only,)
+
+@triton.jit
+def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: tl.float32, WIDTH: tl.constexpr):
+    pass
+
+
+@pytest.fixture
+def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """A function of tensors that launches the example twice, on memory that it makes."""
+    monkeypatch.setattr(example_kernel, "run", FakeJIT(example_kernel, fake_cuda), raising=False)
+    kernel = fast_launch(example_kernel)
+    constants = Constants({"WIDTH": 64}, {0: describe([4, 8])})
+
+    def function(rows: torch.Tensor, scale: torch.Tensor, number: int) -> tuple[torch.Tensor]:
+        made = torch.empty(8, 8)
+        if (recording := recorder()) is not None:
+            recording.launches_with(lambda: (-1, number), (), {}, ("count", "typed"), None)
+        launches.launch(kernel, (3, 2), constants, rows[8:], made, None, -1, number, 0.5)
+        made.neg_()
+        launches.launch(kernel, (1,), constants, made, scale[4:], None, 7, -(2**62), -0.25)
+        return (made,)
+
+    return function
+
+
+def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):  # noqa: F811
+    tapes = Tapes(torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections)
+    for number in range(6):
+        fake_cuda.happened.clear()
+        rows, scale = torch.zeros(24, 8), torch.zeros(8)
+        (made,) = tapes.run(("some",), lambda r=rows, s=scale: calls(r, s, 3), [rows, scale], {})
+        assert tapes.problems == []
+        assert tapes.num_played == max(0, number - 2)
+        if number == 0:
+            continue  # the JIT launches
+        first, second = fake_cuda.launches
+        half, quarter = (torch.tensor(value).view(torch.int32).item() for value in (0.5, -0.25))
+        assert (first.grid, second.grid) == ((3, 2, 1), (1, 1, 1))
+        assert first.words == (rows[8:].data_ptr(), 16, 8, 8, 1, made.data_ptr(), -1, 3, half, 0, 0)
+        assert second.words == (made.data_ptr(), 8, 8, 8, 1, scale[4:].data_ptr(), 7, -(2**62), quarter, 0, 0)
+
+
+def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    class FakeEvent:
+        cuda_event = 99
+
+        def record(self, stream: Any) -> None:
+            assert stream == "a stream"
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    entries = Event(0, None, "a stream"), Event(0, 5, is_wait=True), operator(1), Event(0, None, is_wait=True)
+    tape = player.in_sections(Tape(2, entries, ()))
+    playing = player.Playing(2, {}, STREAM, lambda: twin)
+    for section in (tape.entries[0], tape.entries[2]):
+        section.play(playing)
+    assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
+
+
+def test_parameters_are_those_of_the_compiled_kernel(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """As many, with a tensor map where PTX has 128 bytes: of a kernel in Gluon and one in Triton."""
+    made = {}
+
+    def kernel_of(fast: FastLaunch, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
+        options = {**launches.OPTIONS, **constants.named}
+        compiled = fast.kernel.run(*constants.described(args), grid=grid, warmup=True, **options)
+        compiled._run, compiled.function = FakeCompiled().run, 7
+        fake_cuda.num_parameters[7] = compiled.asm["ptx"].count("\t.param ")
+        parts = triton_internals.read_compiled(compiled), args, [i for i, arg in enumerate(args) if arg is not None]
+        made[compiled.name] = known_kernel(compiled.name, *parts, constants.descriptors), args, compiled.asm["ptx"]
+
+    for module in (hopper_gemm, gemm):
+        monkeypatch.setattr(module, "launch", kernel_of)
+    rows, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 64), (4, 256, 64), (128, 256)))
+    row_range = torch.empty(2, 4, dtype=torch.int32)
+    hopper_gemm.launch_gemm(rows, weight, row_range, out, weight_k_first=False, num_sms=8)
+    gemm.grouped_gemm(rows, weight, row_range, out, num_sms=8)
+    assert sorted(made) == ["grouped_gemm_kernel", "hopper_gemm_kernel"]
+    for kernel, args, ptx in made.values():
+        entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))].split(",")
+        parts = {place: [-2] * len(words) for place, (words, _) in kernel.maps(args).items()}
+        values = dict.fromkeys(range(len(kernel.kinds)), (1, 0))
+        maps = [index >= -2 and index != -1 for _, _, index in kernel.parameters(values, parts)]
+        assert maps == [".b8" in parameter and "[128]" in parameter for parameter in entry]

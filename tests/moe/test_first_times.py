@@ -37,7 +37,7 @@ def cold_kernels() -> Iterator[list[str]]:
             cold.append(name)
             time.sleep(COLD_S)
 
-    with before_steps(twin, slow_at_first, set(twin.__all__) - set(WAITS)):
+    with before_steps(torch.device("cpu"), slow_at_first, set(twin.__all__) - set(WAITS)):
         yield cold
 
 

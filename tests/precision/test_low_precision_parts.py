@@ -13,9 +13,8 @@ from test_low_precision import RECIPES
 from test_schedules import compare_bits
 from worker import Findings, open_heap, poison
 
-from symmoe import MoEConfig
+from symmoe import MoEConfig, kernels
 from symmoe.grouped import quantized_experts
-from symmoe.kernels import twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 H, I = 144, 128
@@ -38,23 +37,19 @@ class Kernels:
         self._lag_s = lag_s
 
     def __enter__(self) -> Kernels:
-        self._kernels = {name: getattr(twin, name) for name in PART_KERNELS}
-        for name, kernel in self._kernels.items():
-            setattr(twin, name, self._counting(name, kernel))
+        self._hooked = kernels.hooked(torch.device("cpu"), self._count)
+        self._hooked.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, kernel in self._kernels.items():
-            setattr(twin, name, kernel)
+        self._hooked.__exit__(None, None, None)
 
-    def _counting(self, name: str, kernel):
-        def counted(*args, **options):
+    def _count(self, name: str, kernel, /, *args, **options):
+        if name in PART_KERNELS:
             self.calls[name, is_part(args[PART_KERNELS[name]])] += 1
             time.sleep(self._lag_s)
             self._lag_s = 0.0
-            return kernel(*args, **options)
-
-        return counted
+        return kernel(*args, **options)
 
 
 def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:

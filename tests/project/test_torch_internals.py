@@ -29,7 +29,7 @@ ALLOWED = {
     "_SubParsersAction": "of argparse",
     "_data": "of NVSHMEM's bindings, with which it comes",
     **dict.fromkeys(["_from_config", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"], "of transformers"),
-    **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told", "_tape_token"], "symmoe's own"),
+    **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told"], "symmoe's own"),
     **dict.fromkeys(["_gradients", "_symmoe_versions"], "symmoe's own"),
 }
 # What a private name may be an attribute of, besides torch's modules.

@@ -36,7 +36,7 @@ from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
 from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, side_by_side
-from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, errors, kernels, make_plan
+from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, errors, make_plan
 from symmoe.kernels import control
 
 TIMEOUT_S = 2.0
@@ -188,7 +188,7 @@ def take_part(
             dist.barrier()  # kernels are compiled, from here on waits may be short
             heap.timeout_s = heap.start_timeout_s = TIMEOUT_S
             step = Step(heap, fault, strike)
-            with before_steps(kernels.for_device(heap.device), step.before_kernel) if is_victim else nullcontext():
+            with before_steps(heap.device, step.before_kernel) if is_victim else nullcontext():
                 for turn in range(fault.steps + 1):
                     step.run(turn)
             if fault.phase == "in close" and is_victim:

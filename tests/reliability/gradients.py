@@ -20,7 +20,6 @@ from worker import Findings, open_heap
 
 from reliability.delays import dawdling
 from reliability.suite import SEED_STRIDE, Numbers, Results, Suite, on_ranks
-from symmoe import kernels
 
 _FINITE = [index for index, stratum in enumerate(routings.STRATA) if stratum != "nonfinite"]
 _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16)
@@ -44,8 +43,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             findings, copies = Findings(), heap.statistics.num_staging_copies
             findings.where = f"{case}, step in {dtype}"
             slow = number % 2 == 1 and number // 2 % num_ranks == rank
-            ops = kernels.for_device(heap.device)
-            with dawdling(ops, number, longest_s=1e-3) if slow else nullcontext():
+            with dawdling(heap.device, number, longest_s=1e-3) if slow else nullcontext():
                 check_mlp(heap, case, shapes(device), dtype, findings)
             findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
             combine._check_adjoint(heap, case, case.shape(device), findings)

@@ -24,7 +24,6 @@ from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Numbers, Outcome, Results, Run, Suite
 from reliability.twin_mutants import MUTANTS, DoesNotApply, mutated, slow_waits
 from symmoe import make_plan
-from symmoe.kernels import twin
 
 OF_THE_MODEL: dict[str, dict[str, Any]] = {
     "flags without a fence": {"fenced_flags": False},
@@ -89,7 +88,7 @@ NAMES = [("model", name) for name in OF_THE_MODEL] + [("twins", name) for name i
 def check_plans(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Plans without a trip between them, of ranks that dawdle: every rank's load is what the ids say."""
     num_experts = 2 * num_ranks
-    with open_heap(device) as heap, dawdling(twin, rank, longest_s=3e-3):
+    with open_heap(device) as heap, dawdling(heap.device, rank, longest_s=3e-3):
         for number in numbers:
             problems = []
             for turn in range(5):

@@ -19,7 +19,6 @@ from worker import Findings, open_heap
 
 from reliability.delays import dawdling
 from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
-from symmoe import kernels
 
 
 def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
@@ -30,7 +29,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             findings = Findings()
             findings.where = str(case)
             slow = number % 2 == 1 and number // 2 % num_ranks == rank
-            delay = dawdling(kernels.for_device(heap.device), case.number, longest_s=1e-3) if slow else nullcontext()
+            delay = dawdling(heap.device, case.number, longest_s=1e-3) if slow else nullcontext()
             with delay:
                 hidden = case.shape(device)
                 dispatch._check_case(heap, case, findings, device)

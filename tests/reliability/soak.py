@@ -112,7 +112,7 @@ def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
 
 
 def num_tensor_maps() -> int:
-    """Of all launches (symmoe/kernels/launch/compiled.py, which bounds them). By name: the module needs Triton."""
+    """Of all launches (symmoe/kernels/launch/player.py, which bounds them). By name: the module needs Triton."""
     return sum(len(found) for found in gc.get_objects() if type(found).__name__ == "_TensorMaps")
 
 

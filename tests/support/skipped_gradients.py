@@ -37,8 +37,8 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_fp8", "grouped_g
 @contextlib.contextmanager
 def counted_kernels(heap: SymmetricHeap) -> Iterator[Counter[str]]:
     """How often each kernel is launched in the context."""
-    ops, counts = kernels.for_device(heap.device), Counter()
-    with before_steps(ops, lambda name: counts.update([name]), ops.__all__):
+    names, counts = kernels.for_device(heap.device).__all__, Counter()
+    with before_steps(heap.device, lambda name: counts.update([name]), names):
         yield counts
 
 

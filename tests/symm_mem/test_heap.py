@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -838,17 +837,16 @@ def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
         out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
-        ops = kernels.for_device(heap.device)
-        send_signal, fan_out = heap.send_signal, ops.fan_out
+        send_signal = heap.send_signal
         heap.send_signal = lambda peer: (sent.append(peer), send_signal(peer))
 
-        def fails(*args, source: int, **options) -> None:
-            if rank == num_ranks - 1 and source != rank:
+        def fails(name: str, kernel, /, *args, **options) -> object:
+            if name == "fan_out" and rank == num_ranks - 1 and options["source"] != rank:
                 raise ZeroDivisionError("a bug of ours")
-            fan_out(*args, source=source, **options)
+            return kernel(*args, **options)
 
         with (
-            patch.object(ops, "fan_out", fails),
+            kernels.hooked(heap.device, fails),
             contextlib.suppress(ZeroDivisionError) if rank == num_ranks - 1 else contextlib.nullcontext(),
             dispatch(
                 torch.ones(5, 8, dtype=torch.bfloat16),

@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.pipeline import BLOCK_K, BLOCK_M, CHUNK, RAGGED, Pipeline, run, store_chunk, write_dump
-from symmoe.kernels.launch.compiled import Describe
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.triton.tiles import device_num_sms, max_row_tiles
 
 NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.launch import Describe
 
 STEP_BITS = gl.constexpr(4)  # strides of descriptors are multiples of 16 bytes,
 FAR_STEP_BITS = gl.constexpr(34)  # of less than 2^40

@@ -34,8 +34,7 @@ from symmoe.kernels.hopper.pipeline import (
     stage_before,
     write_dump,
 )
-from symmoe.kernels.launch.compiled import Describe
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.triton.tiles import device_num_sms
 
 BLOCK_N = gl.constexpr(256)

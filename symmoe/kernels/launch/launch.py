@@ -1,7 +1,8 @@
 """Launches of Triton kernels that skip the work which the JIT repeats in every call.
 
 A launch through the JIT costs an H200's host about 34 us for a grouped GEMM: for finding the compiled variant,
-for asking the driver about every pointer, and for encoding tensor maps that have not changed.
+for asking the driver about every pointer, and for encoding tensor maps that have not changed. Of a kind of call the JIT
+makes the first launch, which compiles, and player.py the others, if it knows how.
 """
 
 import functools
@@ -16,10 +17,12 @@ import triton.language as tl
 from triton import JITFunction, OutOfResources
 
 from symmoe.kernels.launch import driver, triton_internals
-from symmoe.kernels.launch.compiled import Describe, LaunchFunction, compiled_launch, picker
+from symmoe.kernels.launch.player import Describe, Kernel, known_kernel, picker
 from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMBER, RANGE
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_device, current_stream
+
+__all__ = ["Constants", "Describe", "FastLaunch", "fast_launch", "launch", "num_compiled", "one_stage_less"]
 
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
@@ -38,7 +41,7 @@ class Constants:
     Attributes:
         named: the kernel's constants and the launch's options.
         descriptors: by position, functions from a tensor to its descriptor: a call has the contiguous tensor there,
-            or None. The result must depend only on the tensor's address, dtype and shape.
+            or None. The result must begin at the tensor's address, and depend only on its dtype and shape besides.
     """
 
     __slots__ = ("descriptors", "named")
@@ -161,20 +164,18 @@ class FastLaunch:
             # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
             if triton_internals.is_compiled(compiled) and all(tensor.get_device() == device for tensor in tensors):
                 FastLaunch.num_compiled += 1
-                call.variants[key] = (compiled, self._learn(compiled, constants, args, call))
+                self._globals = _Globals.of_kernel(self.kernel)  # the JIT has compared them with its compiled-in values
+                parts = triton_internals.read_compiled(compiled), args, call.places, constants.descriptors
+                call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
             return compiled
-        compiled, run = variant
+        compiled, kernel = variant
+        if kernel is None:
+            return self._launch_by_jit(grid, constants, args)
         stream = current_stream(device)
         if (recording := recorder()) is not None:
-            recording.launch(run, self.kernel.arg_names, grid, stream, tensors, args)
-        run(grid, stream, tensors, addresses, args)
+            recording.launch(kernel, self.kernel.arg_names, grid, stream, args, kernel.maps(args))
+        kernel.launch(grid, stream, tensors, addresses, args)
         return compiled
-
-    def _learn(self, compiled: Any, constants: Constants, args: tuple[Any, ...], call: "_Call") -> LaunchFunction:
-        """The launch function for the variant that the JIT has just launched."""
-        self._globals = _Globals.of_kernel(self.kernel)  # the JIT has compared them with its compiled-in values
-        values = triton_internals.constants_of(self.kernel, constants.named)
-        return compiled_launch(compiled, args, values, call.places, constants.descriptors)
 
     def _new_call(self, constants: Constants, args: tuple[Any, ...]) -> "_Call | None":
         """How calls with arguments of these types are read, remembered; None if that is not known."""
@@ -247,14 +248,14 @@ class _Call:
         tensors: function from the arguments to the tensors.
         aligned: function from the tensors' addresses to those whose alignment is compiled in; None: there are none.
         numbers: (place, function of an integer that gives what may be compiled in).
-        variants: compiled kernels and their launch functions, by the rest of the key.
+        variants: compiled kernels and what launches them (None: the JIT), by the rest of the key.
     """
 
     places: list[int]
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]
-    variants: dict[tuple[Any, ...], tuple[Any, LaunchFunction]]
+    variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 
 
 @dataclass(frozen=True, slots=True)

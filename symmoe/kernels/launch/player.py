@@ -1,298 +1,329 @@
-"""Plays the launches of a tape by one function in C: 2 us of the host for each, where Python takes 6.
+"""Launches of compiled kernels by one function in C: a single one, or those of a section of a tape.
 
-A launch's parameters are in memory that this file owns, laid out as the driver wants them. The function writes the
-addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be, and for
-launches that it does not know, Python plays a tape entry by entry, if all of it is on one stream.
+Every launch takes its arguments out of one array of 64-bit values, which a call fills: addresses, integers, the bits of
+floats. A parameter says where its value is; the driver reads as many bytes of it as the kernel's parameter has. C
+copies all of it to its stack, so threads may launch the same at the same time. It is built by Triton's compiler of
+launchers. Where it cannot be, and for kernels that it does not know, Triton's JIT makes every launch.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import re
+import operator
 import struct
 import subprocess
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.triton_internals import address_of_map, build_module, launch_shape, runner, signature_of
+from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
 from symmoe.tape.tape import (
-    Address,
+    FRAGILE,
+    NEW,
+    NOTE,
+    OPERATOR,
+    OWES,
     Call,
+    CallInteger,
     Entry,
-    Free,
+    Event,
     Launch,
+    LeaseOffset,
     Mark,
-    New,
-    Note,
-    Operator,
+    Memory,
     Playing,
-    RecordEvent,
+    ResultField,
     Tape,
-    WaitEvent,
     has_places,
 )
 
-_SOURCE = """
+_MOST_PARAMETERS, _MOST_MAPS = 128, 8
+_SOURCE = f"""
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
-typedef struct { int64_t *target; int64_t value; int64_t addend; } Word;
-typedef struct {
+typedef struct {{
+    int64_t value;   /* index of the parameter's value, */
+    int64_t addend;  /* to which this is added */
+    int64_t map;     /* index of the address of a tensor map for memory that begins at the value; -1: there is none */
+}} Parameter;
+typedef struct {{
     int64_t kind;               /* 0: launch, 1: record an event, 2: wait for one */
     void *handle;               /* kernel or event */
-    int64_t stream;             /* index */
+    int64_t stream;             /* index of a value */
     int64_t x, y, z, threads, shared_bytes;
-    void **parameters;
-    Word *words; int64_t num_words;  /* where values go */
-    Word *maps; int64_t num_maps;    /* tensor maps, whose addresses are values */
-} Op;
+    const Parameter *parameters; int64_t num_parameters;
+}} Op;
+typedef struct {{ _Alignas(128) char bytes[128]; }} Map;
 typedef unsigned Size;
 typedef int (*LaunchKernel)(void *, Size, Size, Size, Size, Size, Size, Size, void *, void **, void **);
 typedef int (*RecordEvent)(void *, void *);
 typedef int (*WaitEvent)(void *, void *, unsigned);
 typedef int (*ReplaceAddress)(void *, void *);
-typedef struct { LaunchKernel launch; RecordEvent record; WaitEvent wait; ReplaceAddress replace; } Driver;
+typedef struct {{ LaunchKernel launch; RecordEvent record; WaitEvent wait; ReplaceAddress replace; }} Driver;
 
-static int run(const Driver *driver, const Op *op, int64_t num_ops, const int64_t *values, void **streams)
-{
-    for (; num_ops--; op++) {
-        void *stream = streams[op->stream];
-        int error = 0;
+static int launch_one(const Driver *driver, const Op *op, const int64_t *values, int64_t x, int64_t y, int64_t z)
+{{
+    int64_t words[{_MOST_PARAMETERS}];
+    void *pointers[{_MOST_PARAMETERS}];
+    Map maps[{_MOST_MAPS}];
+    int num_maps = 0;
+    if (!x || !y || !z)
+        return 0;
+    for (int64_t i = 0; i < op->num_parameters; i++) {{
+        const Parameter *parameter = &op->parameters[i];
+        words[i] = values[parameter->value] + parameter->addend;
+        pointers[i] = &words[i];
+        if (parameter->map >= 0) {{
+            Map *map = &maps[num_maps++];
+            memcpy(map, (const void *)values[parameter->map], sizeof(Map));
+            int error = driver->replace(map, (void *)words[i]);
+            if (error)
+                return error;
+            pointers[i] = map;
+        }}
+    }}
+    return driver->launch(op->handle, x, y, z, op->threads, 1, 1, op->shared_bytes, (void *)values[op->stream],
+                          pointers, NULL);
+}}
+
+/* play(driver, ops, their number, values, and, if there is one launch, its grid) */
+static PyObject *play(PyObject *self, PyObject *args)
+{{
+    unsigned long long driver_address, ops;
+    long long num_ops;
+    int x = 0, y = 0, z = 0, error = 0;
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(args, "KKLy*|iii", &driver_address, &ops, &num_ops, &buffer, &x, &y, &z))
+        return NULL;
+    const Driver *driver = (const Driver *)driver_address;
+    const int64_t *values = buffer.buf;
+    Py_BEGIN_ALLOW_THREADS
+    for (const Op *op = (const Op *)ops; num_ops-- && !error; op++) {{
+        void *stream = (void *)values[op->stream];
         if (op->kind == 1)
             error = driver->record(op->handle, stream);
         else if (op->kind == 2)
             error = driver->wait(stream, op->handle, 0);
-        else {
-            for (int64_t i = 0; i < op->num_words; i++)
-                *op->words[i].target = values[op->words[i].value] + op->words[i].addend;
-            for (int64_t i = 0; i < op->num_maps && !error; i++) {
-                const Word *map = &op->maps[i];
-                error = driver->replace(map->target, (void *)(values[map->value] + map->addend));
-            }
-            if (!error)
-                error = driver->launch(op->handle, op->x, op->y, op->z, op->threads, 1, 1, op->shared_bytes, stream,
-                                       op->parameters, NULL);
-        }
-        if (error)
-            return error;
-    }
-    return 0;
-}
-
-static PyObject *play(PyObject *self, PyObject *args)
-{
-    unsigned long long driver, ops, values, streams;
-    long long num_ops;
-    int error;
-    if (!PyArg_ParseTuple(args, "KKLKK", &driver, &ops, &num_ops, &values, &streams))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    error = run((const Driver *)driver, (const Op *)ops, num_ops, (const int64_t *)values, (void **)streams);
+        else
+            error = launch_one(driver, op, values, x ? x : op->x, y ? y : op->y, z ? z : op->z);
+    }}
     Py_END_ALLOW_THREADS
+    PyBuffer_Release(&buffer);
     return PyLong_FromLong(error);
-}
+}}
 
-static PyMethodDef methods[] = {{"play", play, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "symmoe_player", NULL, -1, methods};
-PyMODINIT_FUNC PyInit_symmoe_player(void) { return PyModule_Create(&module); }
+static PyMethodDef methods[] = {{{{"play", play, METH_VARARGS, NULL}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "symmoe_player", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_symmoe_player(void) {{ return PyModule_Create(&module); }}
 """
 _DRIVER = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuTensorMapReplaceAddress")
-_FORMATS = {"i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q"}
-_FORMATS |= {"u64": "Q", "fp32": "f", "fp64": "d"}
 _LAUNCH, _RECORD, _WAIT = range(3)
+_FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
+_INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
+_STREAM, _ZERO, _FIRST = range(3)  # indices of values: of a launch's stream, of 0, of the first argument
+_REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
+_MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
+
+MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
+Describe = Callable[[torch.Tensor], TensorDescriptor]
+Parts = tuple[tuple[int, ...], object]  # values (the address of a tensor map, or 0; integers), and what keeps them
 
 
-class _Word(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("target", "value", "addend")]
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Function from a sequence to the tuple of its elements at `places`."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return (lambda row: (row[places[0]],)) if places else (lambda row: ())
+
+
+class _Parameter(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("value", "addend", "map")]
 
 
 class _Op(ctypes.Structure):
-    _names = "kind handle stream x y z threads shared_bytes parameters words num_words maps num_maps"
+    _names = "kind handle stream x y z threads shared_bytes parameters num_parameters"
     _fields_ = [(name, ctypes.c_int64) for name in _names.split()]
 
 
-class _Unknown(Exception):
-    """A launch that this file cannot make."""
+class Kernel:
+    """A compiled kernel, launched by C. Immutable but for the tensor maps that it remembers.
 
-
-def compiled_tape(tape: Tape) -> Tape | None:
-    """What is played of a tape: all launches in one step by C; else the tape, if it is of one stream; else None.
-
-    C takes memory and leases before the first launch, in the same order, and ends them after the last one. So memory
-    that a branch stream uses comes from the current stream's, which gets it back only once it has waited for the
-    branch. Entry by entry a branch could get memory whose last user, on the current stream, it does not wait for.
+    Attributes:
+        name: of the kernel.
     """
-    tape = replace(tape, entries=tuple(sorted(tape.entries, key=lambda entry: isinstance(entry, Free))))
-    if _player() is not None and (by_c := _by_c(tape)) is not None:
-        return by_c
-    return None if any(isinstance(entry, (RecordEvent, WaitEvent)) for entry in tape.entries) else tape
+
+    def __init__(
+        self,
+        name: str,
+        compiled: Compiled,
+        args: Sequence[Any],
+        tensors: Sequence[int],
+        describe: Mapping[int, Describe],
+    ) -> None:
+        self.name, self._compiled = name, compiled
+        self._tensors = {place: n for n, place in enumerate(tensors)}
+        self.kinds = compiled.kinds[: len(args)]
+        self._maps = {
+            place: _TensorMaps(compiled, n, describe[place])
+            for n, place in enumerate(i for i, kind in enumerate(self.kinds) if kind == "tensordesc")
+        }
+        self._numbers = [i for i, arg in enumerate(args) if i not in self._tensors and self.kinds[i] != "constexpr"]
+        self._pick = picker(self._numbers)
+        first_number = _FIRST + len(tensors)
+        self._floats = [
+            (n, kind) for n, i in enumerate(self._numbers, first_number) if (kind := self.kinds[i]) in _FLOATS
+        ]
+        self._mapped = [(self._tensors[place], maps) for place, maps in self._maps.items()]
+        values = {place: _FIRST + n for n, place in enumerate((*tensors, *self._numbers))}
+        parts = iter(range(_FIRST + len(values), 1 << 30))
+        self._op = _Op()
+        lengths = {place: len(maps.of(args[place])[0]) for place, maps in self._maps.items()}
+        parameters = self.parameters(
+            {place: (value, 0) for place, value in values.items()},
+            {place: [next(parts) for _ in range(length)] for place, length in lengths.items()},
+        )
+        self._array = self.set_launch(self._op, parameters)
+        _check_number(compiled.function, len(parameters))
+        self._play = _player().play
+        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._op), 1
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        stream: int,
+        tensors: tuple[torch.Tensor, ...],
+        addresses: tuple[int, ...],
+        args: tuple[Any, ...],
+    ) -> None:
+        """Launches it. tensors, addresses: those among the arguments."""
+        words = [stream, 0, *addresses, *self._pick(args)]
+        for n, kind in self._floats:
+            words[n] = _bits(words[n], kind)
+        kept = []
+        for n, maps in self._mapped:
+            parts, map_object = maps.get(tensors[n].shape) or maps.of(tensors[n])
+            words += parts
+            kept.append(map_object)  # another thread may drop it
+        driver.ensure_context()
+        if error := self._play(*self._addresses, _values(words), *grid, *_REST_OF_GRID[len(grid)]):
+            driver.check(error, f"the launch of {self.name}")
+
+    def maps(self, args: Sequence[Any]) -> dict[int, Parts]:
+        """By place, the values for arguments that are described by tensor maps."""
+        return {place: maps.of(args[place]) for place, maps in self._maps.items()}
+
+    def parameters(
+        self, values: Mapping[int, tuple[int, int]], parts: Mapping[int, Sequence[int]]
+    ) -> list[tuple[int, int, int]]:
+        """(value, addend, map) of each parameter.
+
+        Args:
+            values: by place, index of an argument's value, and what is added to it.
+            parts: by place, indices of the values of :meth:`maps`.
+        """
+        result = []
+        for place, kind in enumerate(self.kinds):
+            if kind == "constexpr":
+                continue
+            is_mapped = place in parts and self._maps[place].has_map
+            result.append((*values[place], parts[place][0] if is_mapped else -1))
+            result += [(part, 0, -1) for part in parts[place][1:]] if place in parts else []
+        return [*result, (_ZERO, 0, -1), (_ZERO, 0, -1)]  # kernels with scratch memory are launched by the JIT
+
+    def set_launch(self, op: _Op, parameters: Sequence[tuple[int, int, int]]) -> Any:
+        """Fills in an operation, except for its grid. Returns what the caller has to keep."""
+        made = (_Parameter * len(parameters))(*[_Parameter(*each) for each in parameters])
+        op.kind, op.handle, op.stream = _LAUNCH, self._compiled.function, _STREAM
+        op.threads, op.shared_bytes = 32 * self._compiled.num_warps, self._compiled.shared_bytes
+        op.parameters, op.num_parameters = ctypes.addressof(made), len(parameters)
+        return made
 
 
-def _by_c(tape: Tape) -> Tape | None:
-    before: list[Entry] = []
-    notes: list[Entry] = []  # last, because memory may be missing: a wait that is noted has to be launched
-    launches: list[Any] = []
-    after: list[Entry] = []
-    for entry in tape.entries:
-        if isinstance(entry, (Launch, RecordEvent, WaitEvent)):
-            if any(isinstance(each, Operator) for each in after):
-                return None  # it may read what the operator writes
-            launches.append(entry)
-        elif isinstance(entry, New):
-            before.append(entry)
-        elif isinstance(entry, Free):
-            after.append(entry)  # or another thread might get the memory, and use it before our launches do
-        elif isinstance(entry, Call):
-            if isinstance(entry, Note):
-                notes.append(entry)
-            elif not has_places(entry.template):
-                if any(isinstance(each, Call) for each in after):
-                    return None  # a lease may get memory that was given back meanwhile
-                before.append(entry)
-            elif entry.slot is None or isinstance(entry, Operator):
-                after.append(entry)  # the end of a lease, or an operator that comes last
-            else:
+def known_kernel(
+    name: str, compiled: Compiled | None, args: Sequence[Any], tensors: Sequence[int], describe: Mapping[int, Describe]
+) -> Kernel | None:
+    """What launches a compiled kernel; None if only Triton's JIT can.
+
+    Args:
+        args: arguments of one call, without constants. Later calls have None and tensors in the same places.
+        tensors: places of tensors in args.
+        describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
+    """
+    if compiled is None or _player() is None or compiled.shared_bytes > _MAX_SHARED_BYTES:
+        return None
+    described = 0
+    for place, kind in enumerate(compiled.kinds[: len(args)]):
+        if kind == "tensordesc":
+            described += 1
+            if place not in describe or place not in tensors:
                 return None
-        elif not isinstance(entry, Mark):  # nothing can interrupt the function in C
+        elif not (kind in _INTEGERS or kind in _FLOATS or kind == "constexpr" or kind.startswith("*")):
             return None
+    if described > _MOST_MAPS or any(kind != "constexpr" for kind in compiled.kinds[len(args) :]):
+        return None
     try:
-        section = _Section(launches, tape.num_slots)
+        kernel = Kernel(name, compiled, args, tensors, describe)
     except (_Unknown, AttributeError, KeyError, TypeError, ValueError, struct.error):
         return None
-    return Tape(tape.num_slots, (*before, *notes, section, *after), tape.outputs)
+    return kernel
 
 
-class _Section(Entry):
-    """All launches of a tape, in order."""
-
-    def __init__(self, entries: Sequence[Any], num_slots: int) -> None:
-        self._numbers: list[Any] = []  # places of integers, whose values come after those of the slots
-        self._num_slots = num_slots
-        self._kept: list[Any] = []  # what the ops point to
-        streams: dict[int | None, int] = {None: 0}
-        events: dict[int, torch.cuda.Event] = {}
-        self._ops = (_Op * len(entries))()
-        for op, entry in zip(self._ops, entries, strict=True):
-            op.stream = streams.setdefault(entry.stream, len(streams))
-            if isinstance(entry, Launch):
-                self._set_launch(op, entry)
-            elif isinstance(entry, RecordEvent):
-                event = events[entry.slot] = torch.cuda.Event()
-                event.record(entry.as_recorded)  # this makes it
-                op.kind, op.handle = _RECORD, event.cuda_event
-            else:
-                op.kind, op.handle = _WAIT, events[entry.slot].cuda_event
-        self._kept += events.values()
-        self._streams = (ctypes.c_void_p * len(streams))(*[stream or 0 for stream in streams])
-        play = _player()
-        assert play is not None
-        self._play: Callable[..., int] = play
-        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._ops), len(entries)
-
-    def play(self, playing: Playing) -> None:
-        """Launches everything."""
-        values = array("q", playing.addresses)
-        values.extend([number.get(playing) for number in self._numbers])
-        self._streams[0] = playing.stream
-        driver.ensure_context()
-        error = self._play(*self._addresses, values.buffer_info()[0], ctypes.addressof(self._streams))
-        if error:
-            driver.check(error, "a launch of a recorded call")
-
-    def _set_launch(self, op: _Op, entry: Launch) -> None:
-        kernel, (_, function, _) = entry.kernel, runner(entry.kernel)
-        num_warps, num_ctas, shared_bytes, has_attributes = launch_shape(kernel)
-        if num_ctas != 1 or has_attributes:
-            raise _Unknown
-        memory = (*entry.addresses, *((place, each) for place, _, each, _ in entry.maps))
-        values = {place: (each.slot, each.offset_bytes) for place, each in memory if each.slot is not None}
-        values |= {place: self._value(number) for place, number in entry.numbers if type(number) is not int}
-        parameters: list[int] = []
-        words: list[_Word] = []
-        map_words: list[_Word] = []
-        for place, kind in _parameters(kernel):
-            is_map = kind == "map"
-            address, buffer = _copy_of_map(entry.row[place]) if is_map else _packed(kind, entry.row[place])
-            if place in values:
-                (map_words if is_map else words).append(_Word(address, *values[place]))
-            parameters.append(address)
-            self._kept.append(buffer)
-        scratch = ctypes.create_string_buffer(8)  # two null pointers: kernels with scratch memory are not on tapes
-        parameters += [ctypes.addressof(scratch)] * 2
-        _check_parameters(function, len(parameters))
-        self._kept.append(scratch)
-        op.kind, op.handle, (op.x, op.y, op.z) = _LAUNCH, function, entry.grid
-        op.threads, op.shared_bytes = 32 * num_warps, shared_bytes
-        op.parameters = self._array(ctypes.c_void_p, parameters)
-        op.words, op.num_words = self._array(_Word, words), len(words)
-        op.maps, op.num_maps = self._array(_Word, map_words), len(map_words)
-
-    def _value(self, number: Any) -> tuple[int, int]:
-        """Index of the value that a number is, and what is added to it."""
-        if isinstance(number, Address) and number.memory.slot is not None:
-            return number.memory.slot, number.memory.offset_bytes
-        self._numbers.append(number)
-        return self._num_slots + len(self._numbers) - 1, 0
-
-    def _array(self, kind: type, values: Sequence[Any]) -> int:
-        made = (kind * max(1, len(values)))(*values)  # type: ignore[operator]  # ctypes' way to say an array's type
-        self._kept.append(made)
-        return ctypes.addressof(made)
+class _Unknown(Exception):
+    """A kernel that this file cannot launch."""
 
 
-def _parameters(kernel: Any) -> list[tuple[int, str]]:
-    """(place in the row of the launch, type) of each parameter that the compiled kernel has."""
-    parameters, place = [], 0
-    for kind in signature_of(kernel):
-        if not isinstance(kind, str):
-            raise _Unknown
-        if kind.startswith("tensordesc"):
-            shape = re.match(r"tensordesc<[^\[>]*\[([^\]]*)\]", kind)
-            if shape is None:
+class _TensorMaps(dict[torch.Size, Parts]):
+    """Values for an argument that is described by a tensor map, by the tensor's shape: C fills in the address."""
+
+    def __init__(self, compiled: Compiled, number: int, describe: Describe) -> None:
+        self._compiled, self._number, self._describe = compiled, number, describe
+        self.has_map = compiled.has_maps
+
+    def of(self, tensor: torch.Tensor) -> Parts:
+        """Those for a tensor."""
+        found = self.get(tensor.shape)
+        if found is None:
+            driver.ensure_context()
+            if len(self) >= MAX_TENSOR_MAPS:
+                self.clear()
+            found = described_parts(self._compiled, self._number, self._describe(tensor))
+            if found is None:
                 raise _Unknown
-            num_dims = shape.group(1).count(",") + 1
-            kinds = ["map", *["i32"] * num_dims, *["i64"] * num_dims]
-        else:
-            kinds = [kind]
-        for each in kinds:
-            if each != "constexpr":
-                parameters.append((place, each))
-            place += 1
-    return parameters
+            self[tensor.shape] = found
+        return found
 
 
-def _packed(kind: str, value: int) -> tuple[int, Any]:
-    """Address of an argument of that type, and the memory that it is in."""
-    data = struct.pack("<Q" if kind.startswith("*") else "<" + _FORMATS[kind], value)
-    buffer = ctypes.create_string_buffer(data, 8)
-    return ctypes.addressof(buffer), buffer
+def _bits(value: float, kind: str) -> int:
+    as_float, as_integer = _FLOATS[kind]
+    number: int = struct.unpack(as_integer, struct.pack(as_float, value))[0]
+    return number
 
 
-def _copy_of_map(triton_map: Any) -> tuple[int, Any]:
-    """Address of an aligned copy of a tensor map, and the memory that it is in."""
-    if (place := address_of_map(triton_map)) is None:
-        raise _Unknown
-    source, num_bytes = place
-    buffer = ctypes.create_string_buffer(2 * num_bytes)
-    address = -(-ctypes.addressof(buffer) // num_bytes) * num_bytes
-    ctypes.memmove(address, source, num_bytes)
-    return address, buffer
+def _values(words: Iterable[int]) -> array[int]:
+    try:
+        return array("q", words)
+    except OverflowError:  # of unsigned integers
+        return array("q", [(word + 2**63) % 2**64 - 2**63 for word in words])
 
 
-def _check_parameters(function: int, count: int) -> None:
-    """_Unknown if the driver knows another number of parameters of the kernel."""
+def _check_number(function: int, count: int) -> None:
+    """_Unknown if the driver knows another number of parameters of the kernel, or if there are too many."""
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = ctypes.c_void_p(function), ctypes.c_size_t(count - 1), ctypes.byref(offset), ctypes.byref(size)
     if query(*arguments) != 0 or query(arguments[0], ctypes.c_size_t(count), *arguments[2:]) == 0:
+        raise _Unknown
+    if count > _MOST_PARAMETERS:
         raise _Unknown
 
 
@@ -304,12 +335,140 @@ def _driver_functions() -> Any:
 
 
 @functools.cache
-def _player() -> Callable[..., int] | None:
-    """The compiled function; None if it cannot be built."""
+def _player() -> Any:
+    """The compiled module; None if it cannot be built."""
     try:
         _driver_functions()
         _ = driver.library().cuFuncGetParamInfo  # drivers of CUDA 12.4 and later have it
-        play: Callable[..., int] = build_module(_SOURCE, "symmoe_player").play
+        return build_module(_SOURCE, "symmoe_player")
     except (AttributeError, ImportError, OSError, RuntimeError, SymmoeError, subprocess.CalledProcessError):
         return None
-    return play
+
+
+# -- tapes ----------------------------------------------------------------------------------------------------------
+
+
+def in_sections(tape: Tape) -> Tape | None:
+    """What is played of a tape: its launches in sections, as few as possible, and calls from Python between them. None
+    where nothing is launched by C.
+
+    All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
+    stream uses comes from the current stream's, which gets it back only once it has waited for the branch, and no other
+    thread gets it before our launches have happened. Otherwise a branch could get memory whose last user, on the
+    current stream, it does not wait for.
+    """
+    if _player() is None:
+        return None
+    made = [entry for entry in tape.entries if isinstance(entry, Call) and entry.kind == NEW]
+    events: dict[int, torch.cuda.Event] = {}
+    steps: list[Entry] = []
+    group = _Group()
+    for entry in tape.entries:
+        if isinstance(entry, Call) and entry.kind == NEW:
+            continue
+        if not group.takes(entry):
+            steps += group.end(tape.num_slots, events)
+            group = _Group()
+            group.takes(entry)
+    steps += group.end(tape.num_slots, events)
+    return replace(tape, entries=(*made, *steps))
+
+
+class _Group:
+    """Entries that are played with the launches of one section."""
+
+    def __init__(self) -> None:
+        self._before: list[Entry] = []
+        self._notes: list[Entry] = []  # last, because leases may fail: a wait that is noted has to be launched
+        self._launches: list[Launch | Event] = []
+        self._mark: Mark | None = None  # the last one
+        self._after: list[Call] = []
+        self._is_full = False
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether the entry may have its place in this group, which takes it then."""
+        has_operator = any(each.kind == OPERATOR for each in self._after)
+        if self._is_full:
+            return False
+        if isinstance(entry, (Launch, Event)):
+            if has_operator:
+                return False  # it may read what the operator writes
+            self._launches.append(entry)
+        elif isinstance(entry, Mark):
+            if has_operator:
+                return False
+            self._mark = entry
+        elif not isinstance(entry, Call):
+            raise AssertionError(f"an unknown entry: {entry}")
+        elif entry.kind == NOTE:
+            self._notes.append(entry)
+        elif not has_places(entry.template):
+            if self._after:
+                return False  # a lease may get memory that was given back meanwhile
+            self._before.append(entry)
+        else:
+            self._after.append(entry)  # an operator, or the end of a lease
+            self._is_full = entry.kind != OPERATOR and entry.slot is not None
+        return True
+
+    def end(self, num_slots: int, events: dict[int, torch.cuda.Event]) -> list[Entry]:
+        """What is played: nothing can interrupt the function in C, so only the last mark counts after it. What would be
+        owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
+        section = [Section(self._launches, num_slots, events)] if self._launches else []
+        marks = [self._mark and Mark(FRAGILE) if self._mark and self._mark.what == OWES else self._mark]
+        return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
+
+
+class Section(Entry):
+    """Launches and events of a tape that follow each other."""
+
+    def __init__(self, entries: Sequence[Launch | Event], num_slots: int, events: dict[int, torch.cuda.Event]) -> None:
+        self._kept: list[Any] = []  # what the ops point to
+        places = (CallInteger, LeaseOffset, ResultField)
+        launches = [each for each in entries if isinstance(each, Launch)]
+        self._numbers = [arg for each in launches for arg in each.args if isinstance(arg, places)]
+        self._first_slot, self._constants = _FIRST, array("q")
+        self._first_constant = _FIRST + num_slots + len(self._numbers)
+        numbers = iter(range(_FIRST + num_slots, self._first_constant))
+        self._ops = (_Op * len(entries))()
+        for op, entry in zip(self._ops, entries, strict=True):
+            if isinstance(entry, Launch):
+                self._set_launch(op, entry, numbers)
+            else:
+                if entry.recorded_on is not None:
+                    events[entry.slot] = torch.cuda.Event()
+                    events[entry.slot].record(entry.recorded_on)  # this makes it
+                op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, events[entry.slot].cuda_event
+                self._kept.append(events[entry.slot])
+            op.stream = _STREAM if entry.stream is None else self._constant(entry.stream)
+        self._play = _player().play
+        self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._ops), len(entries)
+
+    def play(self, playing: Playing) -> None:
+        """Launches everything."""
+        values = _values([playing.stream, 0, *playing.addresses, *[number.get(playing) for number in self._numbers]])
+        values.extend(self._constants)
+        driver.ensure_context()
+        if error := self._play(*self._addresses, values):
+            driver.check(error, "a launch of a recorded call")
+
+    def _set_launch(self, op: _Op, entry: Launch, numbers: Iterable[int]) -> None:
+        kernel: Kernel = entry.kernel
+        values = {}
+        for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
+            if isinstance(arg, Memory) and arg.slot is not None:
+                values[place] = self._first_slot + arg.slot, arg.offset_bytes
+            elif isinstance(arg, Memory):
+                values[place] = self._constant(arg.offset_bytes), 0
+            elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
+                values[place] = next(numbers), 0  # type: ignore[call-overload]  # an iterator
+            elif kind != "constexpr":
+                values[place] = self._constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
+        parts = {place: [self._constant(word) for word in words] for place, (words, _) in entry.maps.items()}
+        self._kept += [kernel.set_launch(op, kernel.parameters(values, parts)), kernel, entry.maps]
+        op.x, op.y, op.z = (*entry.grid, 1, 1)[:3]
+
+    def _constant(self, value: int) -> int:
+        """Index of a value that never changes."""
+        self._constants.extend(_values([value]))
+        return self._first_constant + len(self._constants) - 1

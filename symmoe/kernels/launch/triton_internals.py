@@ -5,9 +5,9 @@ With any other Triton nothing here is asked: kernels are launched by Triton's JI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import triton
 
@@ -17,7 +17,7 @@ from symmoe.kernels.architectures import TRITON_VERSIONS
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 try:
     from triton import knobs
-    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
     from triton.compiler import CompiledKernel
 
     _RUNTIME, _COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
@@ -49,11 +49,6 @@ def mode(parameter: Any) -> int:
     return VALUE if parameter.do_not_specialize_on_alignment else ALIGNED_VALUE
 
 
-def constants_of(kernel: triton.JITFunction, named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values of a kernel's constants in a launch that names some of them."""
-    return tuple([named.get(p.name, p.default) for p in kernel.params if p.is_constexpr])
-
-
 def compiled_in(kernel: triton.JITFunction) -> list[tuple[str, dict[str, Any]]]:
     """(name, variables of its module) of the global variables that have been compiled into a kernel."""
     return [(name, module) for (name, _), (_, module) in kernel.used_global_vals.items()]
@@ -79,96 +74,56 @@ def is_compiled(result: Any) -> bool:
     return IS_KNOWN and isinstance(result, CompiledKernel)
 
 
-def runner(compiled: Any) -> tuple[Any, Any, Any]:
-    """What the JIT launches a compiled kernel by: launcher, kernel, metadata."""
-    return compiled.run, compiled.function, compiled.packed_metadata
-
-
-class Launcher(NamedTuple):
-    """The parts of CudaLauncher for one compiled kernel.
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a launch needs of a compiled kernel.
 
     Attributes:
-        call: the function in C, to be called with (x, y, z, stream, *head, ...).
-        head: from the kernel's function to what precedes the kernel's arguments.
-        takes_list: whether the arguments are one parameter.
-        maps: by place, functions from a descriptor to tensor map, shape and strides.
+        function: the kernel, for the driver.
+        num_warps, shared_bytes: of a launch.
+        kinds: types of all parameters, constants included, as Triton writes them; "tensordesc" for descriptors.
+        kernel: Triton's object, which unloads the function when it ends.
     """
 
-    call: Callable[..., None]
-    head: tuple[Any, ...]
-    takes_list: bool
-    maps: Mapping[int, Callable[[Any], list[Any]]]
+    function: int
+    num_warps: int
+    shared_bytes: int
+    kinds: tuple[str, ...]
+    kernel: Any
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether descriptors become tensor maps; elsewhere they become an address, sizes and strides."""
+        return bool(getattr(self.kernel.metadata, "tensordesc_meta", None))
 
 
-def launcher_of(compiled: Any, places: list[int]) -> Launcher | None:
-    """The launcher of a kernel; None if Triton's launcher is not built as is known, or does more.
-
-    places: places of the arguments that are descriptors, in order.
-    """
-    launcher, function, metadata = runner(compiled)
-    if not IS_KNOWN or type(launcher) is not CudaLauncher:
-        return None
+def read_compiled(kernel: Any) -> Compiled | None:
+    """None if the kernel is not built as is known, or if a launch has to do more than to pass arguments."""
     try:
-        if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
+        launcher, metadata = kernel.run, kernel.packed_metadata
+        if not IS_KNOWN or type(launcher) is not CudaLauncher:
             return None
-        head = (function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        call, maps = _unwrap(launcher.launch)
-        if list(maps) != places or not callable(call):
+        num_warps, num_ctas, shared_bytes = metadata[:3]
+        is_special = launcher.launch_cooperative_grid or launcher.launch_pdl or num_ctas != 1
+        has_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        if is_special or has_scratch or getattr(launcher, "gsan_enabled", False):
             return None
-        if VERSION == (3, 6):
-            return Launcher(call, (*head, None, None, metadata, None, None, None), False, maps)
-        annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-        return Launcher(call, (*head, metadata, None, None, None, None, None, annotations, signature), True, maps)
+        kinds = ["tensordesc" if kind.startswith("tensordesc<") else kind for kind in kernel.src.signature.values()]
+        return Compiled(kernel.function, num_warps, shared_bytes, tuple(kinds), kernel)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def _unwrap(launch: Callable[..., None]) -> tuple[Callable[..., None], dict[int, Callable[[Any], list[Any]]]]:
-    """The function in C behind CudaLauncher.launch, and by place the functions that encode descriptors.
-
-    KeyError or similar if there is anything else in between.
-    """
-    if type(launch) is not FunctionType:
-        return launch, {}
-    # `inner` of triton.backends.nvidia.driver.wrap_handle_tensordesc; since 3.8 of triton.backends.driver
-    cells = dict(
-        zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True)
-    )
-    call, metadata = cells.pop("launcher"), cells.pop("tensordesc_meta")
-    rest: tuple[Any, ...] = ()
-    if VERSION < (3, 8):
-        places, encode = sorted(cells.pop("tensordesc_indices")), launch.__globals__["make_tensordesc_arg"]
-    else:
-        paths, encode, rest = cells.pop("relevant_paths"), cells.pop("make_tensordesc_arg"), ((),)
-        del cells["signature"]
-        places = list(paths)
-        if any(paths.values()):  # descriptors in tuples
-            raise ValueError("an unknown launcher")
-    if cells or type(call) is FunctionType or None in metadata:  # no metadata: the kernel takes no tensor map
-        raise ValueError("an unknown launcher")
-
-    def encoder(data: Any) -> Callable[[Any], list[Any]]:
-        return lambda descriptor: encode(descriptor, data, *rest)
-
-    return call, {place: encoder(data) for place, data in zip(places, metadata, strict=True)}
-
-
-def launch_shape(compiled: Any) -> tuple[int, int, int, bool]:
-    """(warps, CTAs of a cluster, bytes of shared memory, whether the launch has further attributes) of a kernel."""
-    launcher, _, metadata = runner(compiled)
-    return *metadata[:3], bool(launcher.launch_cooperative_grid or launcher.launch_pdl)
-
-
-def signature_of(compiled: Any) -> list[Any]:
-    """The types of a compiled kernel's parameters, as Triton writes them."""
-    return list(compiled.src.signature.values())
-
-
-def address_of_map(triton_map: Any) -> tuple[int, int] | None:
-    """(address, bytes) of the CUtensorMap in Triton's object; None if that is built in another way."""
-    if type(triton_map).__basicsize__ != 2 * _MAP_BYTES:
+def described_parts(compiled: Compiled, number: int, descriptor: Any) -> tuple[tuple[int, ...], object] | None:
+    """The values that the kernel gets of its descriptor of this number: the address of its tensor map (0 if it gets
+    that of the tensor), then integers; and what keeps the map. None if it is built in another way."""
+    metadata = compiled.kernel.metadata.tensordesc_meta[number] if compiled.has_maps else None
+    first, *rest = make_tensordesc_arg(descriptor, metadata, *([()] if VERSION >= (3, 8) else []))
+    if metadata is None:
+        return (0, *map(int, rest)), None
+    if type(first).__basicsize__ != 2 * _MAP_BYTES:
         return None
-    return id(triton_map) + _MAP_BYTES, _MAP_BYTES
+    return (id(first) + _MAP_BYTES, *map(int, rest)), first
 
 
 def build_module(source: str, name: str) -> ModuleType:

@@ -43,8 +43,7 @@ from symmoe.kernels.hopper.gluon_names import tma_add, tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
 from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_place
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
-from symmoe.kernels.launch.compiled import Describe
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import device_num_sms

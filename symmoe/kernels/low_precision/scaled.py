@@ -22,9 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.gemm import add_bias, zero_matrices
 from symmoe.kernels.triton.tiles import (

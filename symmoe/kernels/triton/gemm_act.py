@@ -21,9 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
-from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.activation import (
     ANY_POLICY,

@@ -15,9 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants
+from symmoe.kernels.launch.launch import Constants, Describe
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
 # Most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.

@@ -1,0 +1,212 @@
+"""CUDA and Triton's JIT without a GPU: the real function in C launches by functions that keep what they are given, and
+a JIT "compiles" whatever it gets."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from symmoe.kernels.launch import driver, player, triton_internals
+from symmoe.kernels.launch import launch as launches
+from symmoe.kernels.launch.launch import FastLaunch
+
+CPU = -1  # what Tensor.get_device says of a CPU tensor
+STREAM = 77
+_POINTER, _UNSIGNED = ctypes.c_void_p, ctypes.c_uint
+_TYPES = {
+    "launch": [_POINTER, *[_UNSIGNED] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER],
+    "record": [_POINTER, _POINTER],
+    "wait": [_POINTER, _POINTER, _UNSIGNED],
+    "replace": [_POINTER, _POINTER],
+}
+
+
+class TensorMap:
+    """As large as Triton's object. (What lies where the map would is copied, and its first word replaced.)"""
+
+    __slots__ = tuple(f"_{n}" for n in range(30))
+
+
+assert TensorMap.__basicsize__ == 256
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch that the driver was asked for. words: the first 8 bytes of each parameter."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    stream: int
+    words: tuple[int, ...]
+
+
+class FakeCuda:
+    """What launches ask of CUDA; the current device is where CPU tensors say they are.
+
+    Attributes:
+        happened: launches, ("record", event, stream) and ("wait", stream, event).
+        encoded: descriptors that have become tensor maps.
+        num_parameters: by function, how many parameters it has.
+        fails: what every launch returns.
+    """
+
+    def __init__(self) -> None:
+        self.device, self.fails = CPU, 0
+        self.happened: list[Any] = []
+        self.encoded: list[TensorDescriptor] = []
+        self.num_parameters: dict[int, int] = {}
+        self._kept = [ctypes.CFUNCTYPE(ctypes.c_int, *t)(getattr(self, f"_{name}")) for name, t in _TYPES.items()]
+        self.functions = (_POINTER * 4)(*[ctypes.cast(each, _POINTER) for each in self._kept])
+
+    @property
+    def launches(self) -> list[Launched]:
+        return [each for each in self.happened if isinstance(each, Launched)]
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        assert device == self.device
+        return STREAM
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def encode(self, descriptor: TensorDescriptor, metadata: Any, *rest: Any) -> list[Any]:
+        """As make_tensordesc_arg does; since Triton 3.8 it is given the arguments of the launch, and ignores them."""
+        assert len(rest) == (triton_internals.VERSION >= (3, 8))
+        self.encoded.append(descriptor)
+        first = descriptor.base if metadata is None else TensorMap()
+        return [first, *descriptor.shape, *descriptor.strides]
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, *_: Any) -> int:
+        return int(index.value >= self.num_parameters[function.value])
+
+    def _launch(self, function: int, *args: Any) -> int:
+        x, y, z, threads, one, also_one, shared_bytes, stream, pointers, extra = args
+        assert (one, also_one, extra) == (1, 1, None)
+        words = [ctypes.c_int64.from_address(pointers[i]).value for i in range(self.num_parameters[function])]
+        self.happened.append(Launched(function, (x, y, z), threads, shared_bytes, stream or 0, tuple(words)))
+        return self.fails
+
+    def _record(self, event: int, stream: int) -> int:
+        self.happened.append(("record", event, stream))
+        return 0
+
+    def _wait(self, stream: int, event: int, flags: int) -> int:
+        self.happened.append(("wait", stream, event))
+        return 0
+
+    def _replace(self, tensor_map: int, address: int) -> int:
+        assert tensor_map % 128 == 0
+        ctypes.c_int64.from_address(tensor_map).value = address
+        return 0
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    result = FakeCuda()
+    monkeypatch.setattr(triton_internals, "IS_KNOWN", True)  # a new Triton shall show what it has changed
+    monkeypatch.setattr(triton_internals, "make_tensordesc_arg", result.encode)
+    monkeypatch.setattr(triton.runtime.driver, "_active", result)
+    monkeypatch.setattr(launches, "current_device", result.get_current_device)
+    monkeypatch.setattr(launches, "current_stream", result.get_current_stream)
+    monkeypatch.setattr(driver, "ensure_context", lambda: None)
+    monkeypatch.setattr(driver, "library", lambda: result)
+    monkeypatch.setattr(player, "_driver_functions", lambda: result.functions)
+    module = triton_internals.build_module(player._SOURCE, "symmoe_player")
+    monkeypatch.setattr(player, "_player", lambda: module)
+    return result
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*i8"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<fp32{value.block_shape}>"
+    return {bool: "i1", int: "i64", float: "fp32"}.get(type(value), "constexpr")
+
+
+class FakeCompiled(CompiledKernel):
+    """A compiled kernel. change: what is done to its launcher."""
+
+    _count = 0
+    run: Any = None  # a property of Triton's class
+
+    def __init__(self, kinds: Iterable[str] = (), change: Callable[[Any], None] = lambda launcher: None) -> None:
+        FakeCompiled._count += 1
+        self.function, self.packed_metadata = FakeCompiled._count, (4, 1, 1000)
+        self.module = None  # CompiledKernel unloads it when it ends
+        self.src = SimpleNamespace(signature=dict(enumerate(kinds)))
+        described = [kind for kind in self.src.signature.values() if kind.startswith("tensordesc")]
+        self.metadata = SimpleNamespace(tensordesc_meta=["metadata"] * len(described))
+        self.run = launcher = object.__new__(CudaLauncher)
+        launcher.launch_cooperative_grid = launcher.launch_pdl = False
+        launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        change(self)
+
+    def num_parameters(self) -> int:
+        """Of a tensor map also its sizes and strides, and after all two pointers to scratch memory."""
+        kinds = [kind for kind in self.src.signature.values() if kind != "constexpr"]
+        return 2 + sum(3 + 2 * kind.count(",") if kind[:10] == "tensordesc" else 1 for kind in kinds)
+
+
+class FakeJIT:
+    """Stands in for a JITFunction's `run`: keeps the launches' arguments and "compiles" every launch."""
+
+    def __init__(self, kernel: Any, cuda: FakeCuda) -> None:
+        self.kernel, self.cuda, self.calls = kernel, cuda, []
+        self.compiled: list[FakeCompiled] = []
+        self.change: Callable[[Any], None] = lambda compiled: None
+
+    def __call__(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> FakeCompiled:
+        assert not warmup
+        fused = kwargs.pop("enable_fp_fusion")  # every compilation says it
+        self.calls.append((args, grid, kwargs if fused else {**kwargs, "enable_fp_fusion": fused}))
+        assert self.kernel.cache_key  # as compiling does, this notes which globals the kernel uses
+        for (name, _), (value, module) in self.kernel.used_global_vals.items():
+            if module.get(name) != value:
+                raise RuntimeError(f"{name} has changed")
+        values = dict(zip(self.kernel.arg_names, args, strict=False))
+        kinds = ["constexpr" if p.is_constexpr else _kind(values.get(p.name)) for p in self.kernel.params]
+        compiled = FakeCompiled(kinds, self.change)
+        self.cuda.num_parameters[compiled.function] = compiled.num_parameters()
+        self.compiled.append(compiled)
+        return compiled
+
+
+def fake_jits(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, *modules: ModuleType) -> dict[str, FakeJIT]:
+    """The JITs of all kernels of some modules replaced: by kernel."""
+    jits = {}
+    for name, kernel in ((name, getattr(m, name)) for m in modules for name in dir(m) if name.endswith("_kernel")):
+        assert isinstance(kernel, FastLaunch), name
+        jits[name] = FakeJIT(kernel.kernel, cuda)
+        monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
+        monkeypatch.setattr(kernel, "_calls", {})
+    return jits
+
+
+def assert_only_the_first_compiles(
+    jits: dict[str, FakeJIT], step: Callable[[Any], object], sizes: Iterable[Any]
+) -> None:
+    """Every JIT sees the launches of the first step, and none of a later one."""
+    first, *others = sizes
+    step(first)
+    before = {name: len(jit.calls) for name, jit in jits.items()}
+    assert all(before.values()), before
+    for size in others:
+        step(size)
+    assert {name: len(jit.calls) for name, jit in jits.items()} == before
