@@ -21,6 +21,8 @@ BLOCK = 128
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
 E4M3, SCALE = (torch.float8_e4m3fn,), (torch.float32,)
+# Parameters of grouped_gemm_fp8's kernels that need not be aligned to ALIGNMENT.
+ANY_ADDRESS = "row_scale weight_table weight_scale weight_scale_table row_range bias bias_scale".split()
 FORMATS = {
     torch.float8_e4m3fn: BlockFormat(element="e4m3", scale="e8m0", block=32),
     torch.uint8: BlockFormat(element="e2m1", scale="e4m3", block=16),

@@ -12,8 +12,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from layers import tokens_of
-from test_low_precision import every_recipe
-from test_low_precision_layer import config_for, count_calls
+from low_precision_cases import every_recipe
+from low_precision_checks import config_for, count_calls
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap
 

@@ -10,8 +10,8 @@ import pytest
 import test_nan_isolation
 import torch
 from layers import tokens_of
+from low_precision_cases import RECIPES
 from row_ranges import whole_groups
-from test_low_precision import RECIPES
 from test_no_host_reads import NoReads
 from worker import Findings, open_heap, poison
 

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
-from symmoe.kernels.act_quantized import FEATURES, Buffers, check_act_quantize, check_dact_quantize, dact_features
+from symmoe.kernels.act_quantized import (
+    ANY_ADDRESS,
+    FEATURES,
+    Buffers,
+    check_act_quantize,
+    check_dact_quantize,
+    dact_features,
+)
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
@@ -209,15 +216,7 @@ def act_quantize_columns_kernel(
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=[
-        "row_scale",
-        "row_range",
-        "workspace",
-        "scale",
-        "column_scale",
-        "a_column_scale",
-        "bias_sums",
-    ],
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def dact_quantize_kernel(
     da,  # [N, I]

@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
-from symmoe.kernels.act_quantized import Buffers
+from symmoe.kernels.act_quantized import ANY_ADDRESS, Buffers
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
@@ -175,15 +175,7 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=[
-        "row_scale",
-        "row_range",
-        "workspace",
-        "scale",
-        "column_scale",
-        "a_column_scale",
-        "bias_sums",
-    ],
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def hopper_dact_quantize_kernel(
     da,  # [N, I]

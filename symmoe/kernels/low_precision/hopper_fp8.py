@@ -44,7 +44,7 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.quantized_gemm import BLOCK
+from symmoe.kernels.quantized_gemm import ANY_ADDRESS, BLOCK
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 
 E4M3 = torch.float8_e4m3fn
@@ -196,15 +196,7 @@ def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.co
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "weight_table",
-        "row_scale",
-        "weight_scale",
-        "weight_scale_table",
-        "row_range",
-        "bias",
-        "bias_scale",
-    ],
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
