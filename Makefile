@@ -65,8 +65,8 @@ OTHERS ?= python3.10 python3.12 python3.13 python3.14
 TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 || \
   $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/%.py)' || exit 1; done
 NEWEST := tests/kernels/test_fast_launch.py tests/project/test_torch_internals.py tests/kernels/test_*_compile.py
-CORE := project/test_import symm_mem/test_heap dispatch/test_dispatch_oracle dispatch/test_combine_oracle \
-  moe/test_gradients grouped/test_grouped_linear moe/test_layer moe/test_schedules checkpoint/test_checkpoint
+CORE := project/test_import symm_mem/test_heap symm_mem/test_peers dispatch/test_oracle moe/test_gradients \
+  grouped/test_grouped_linear moe/test_layer moe/test_schedules checkpoint/test_checkpoint
 
 test: export SYMMOE_TAPES ?= audit
 test-all: MARKED := -m 'not gpu'

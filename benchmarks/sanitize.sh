@@ -35,7 +35,7 @@ chosen="(test_kernels_match_twins and (drops or probs or nothing or fails) and n
     or (test_act_quantize_gpu and test_the_bits and bfloat16 and not powers and (swiglu-128 or 720))"
 chosen=$(echo $chosen)
 tests=("$python" -m pytest -q -m gpu -p no:cacheprovider -p no:timeout -k "$chosen")
-for name in token_kernels gemm gemm_act hopper hopper_wgrad hopper_rows pointers fp8 quantize act_quantize; do
+for name in token_kernels gemm gemm_act hopper hopper_rows pointers fp8 quantize act_quantize; do
     tests+=("tests/gpu/test_${name}_gpu.py")
 done
 

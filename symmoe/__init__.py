@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
     from symmoe.moe.layer import MoEMetrics as MoEMetrics
     from symmoe.moe.router import Router as Router
     from symmoe.symm_mem.heap import SymmetricHeap as SymmetricHeap
-    from symmoe.symm_mem.lease import Lease as Lease
+    from symmoe.symm_mem.memory import Lease as Lease
     from symmoe.tokens import combine_tokens as combine_tokens
     from symmoe.tokens import dispatch_tokens as dispatch_tokens
     from symmoe.training.captured_step import CapturedStep as CapturedStep
@@ -72,7 +72,7 @@ _PUBLIC = {  # by the module that has them
     "moe.layer": "MoELayer MoEMetrics",
     "moe.router": "Router",
     "symm_mem.heap": "SymmetricHeap",
-    "symm_mem.lease": "Lease",
+    "symm_mem.memory": "Lease",
     "tokens": "combine_tokens dispatch_tokens",
     "training.captured_step": "CapturedStep capture_step",
     "training.gradients": "broadcast_parameters clip_grad_norm reduce_gradients",

@@ -19,10 +19,10 @@ from symmoe.combine.trip import collecting, combine, readable_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
-from symmoe.errors import ArgumentError, StaleLease, SymmoeError
+from symmoe.errors import ArgumentError, StaleLease, StalePlan, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.heap import told
+from symmoe.symm_mem.heap import FailPeersOnError
 
 
 @overload
@@ -76,7 +76,7 @@ def dispatch_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    with told(heap, SEND):
+    with FailPeersOnError(heap, SEND):
         heap.fail_for(
             _rows_problem("x", x, plan, plan.num_tokens) or _dispatch_problem(x, plan, probs, out, order), SEND
         )
@@ -115,7 +115,7 @@ class _Dispatch(Function):
     ) -> tuple[torch.Tensor | None, ...]:
         plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
         heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
-        with told(heap, COLLECT):
+        with FailPeersOnError(heap, COLLECT):
             if needs_x:
                 heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
             if needs_probs:
@@ -205,7 +205,7 @@ def combine_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    with told(heap, COLLECT):
+    with FailPeersOnError(heap, COLLECT):
         heap.fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
         y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
     return y
@@ -232,7 +232,7 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: _CombineContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
-        with told(plan.heap, SEND):
+        with FailPeersOnError(plan.heap, SEND):
             plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)
             d_rows, _ = _receive(dy.contiguous(), plan, buffer, gradients=0)
             d_rows = ctx.grad_out.hand_on(d_rows)
@@ -248,8 +248,10 @@ def _combine_problem(
     error: SymmoeError | None = words_problem(order=order)
     if error is not None:
         return error
-    if plan.not_dispatched is not None:
-        return plan.not_dispatched
+    try:
+        plan.received_index()
+    except StalePlan as stale:
+        return stale
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
     error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:

@@ -59,7 +59,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
         ArgumentError: on every rank, if it does not.
     """
     heap, case, found = run.heap, problem.case, []
-    if not heap.spans_nodes:
+    if heap.nodes is None:
         raise ArgumentError("rail: all ranks are on one node; --ranks-per-node cuts it")
     known = {"suite": "rail", "ep": heap.num_ranks, "nodes": heap.topology.num_nodes}
     sizes: dict[str, tuple[str | None, int]] = {name: (None, num_bytes) for name, num_bytes in SIZES.items()}

@@ -15,7 +15,7 @@ import torch
 from symmoe.autograd import transform_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
-from symmoe.symm_mem.lease import ended_lease
+from symmoe.symm_mem.memory import ended_lease
 from symmoe.torch_internals import has_storage, num_dispatch_modes
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from symmoe import kernels
 from symmoe.dispatch.nodes import NodesPlan
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
+from symmoe.symm_mem.heap import nodes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,7 @@ class FromNodes:
         self._token_to_row = nodes.rails.token_to_home_row
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
-        self._home = _room_for(plan, plan.num_tokens + nodes.rails.num_sent_rows, like, has_values, num_rows)
+        self._home = _room_for(plan, plan.num_tokens + len(nodes.rails.sent_row_to_token), like, has_values, num_rows)
         self.own = self._home.first(nodes.own)
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
 
@@ -79,16 +80,14 @@ class FromNodes:
         """
         heap, rails = self._plan.heap, self._rails
         sends = [rails.by_node(tensor) for tensor in self.foreign.tensors]
-        receives = [rails.to_nodes(tensor[rails.num_tokens :]) for tensor in self._home.tensors]
-        heap.meet(control.PHASE_NODES_HOME, **rails.agreed_on_rail(agreed))
-        with heap.moving(sends, receives) as wait:
+        receives = [rails.to_nodes(tensor[self._plan.num_tokens :]) for tensor in self._home.tensors]
+        nodes_of(heap).meet(control.PHASE_NODES_HOME, **rails.agreed_on_rail(agreed))
+        with nodes_of(heap).moving(sends, receives) as wait:
             yield wait
 
     def add(self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor) -> None:
-        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own.
-
-        ready: what the trip's first barrier returned; if the call has failed, `out` gets NaN.
-        """
+        """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own. ready:
+        what the trip's first barrier returned; if the call has failed, `out` gets NaN."""
         ops = kernels.for_device(self._plan.heap.device)
         index = self._slot_to_row if self._order == "slot" else self._token_to_row
         if out is not None and self._home.rows is not None:
@@ -103,14 +102,14 @@ class FromNodes:
     def _slot_to_row(self) -> torch.Tensor:
         """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
         plan = self._plan
-        slot_to_node = plan.heap.rank_maps.to_node[plan.slot_to_rank.long()]
+        slot_to_node = nodes_of(plan.heap).maps.to_node[plan.slot_to_rank.long()]
         row = self._token_to_row.gather(1, slot_to_node.clamp(min=0)) * plan.top_k
         row += torch.arange(plan.top_k, dtype=torch.int32, device=row.device)
         return row.masked_fill_(slot_to_node < 0, -1)
 
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
-        self._plan.heap.meet(control.PHASE_NODES_HOME, **self._rails.agreed_on_rail(agreed))
+        nodes_of(self._plan.heap).meet(control.PHASE_NODES_HOME, **self._rails.agreed_on_rail(agreed))
 
 
 def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:

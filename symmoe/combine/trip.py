@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.memory import Lease
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
 # first region of these is, and where its per-row values are.
@@ -72,7 +72,7 @@ def combine(
         with Collection(rows, plan, order=order) as collection:
             collection.collect()
         return given("rows", collection.out)
-    branch, nodes, num_ctas = plan.heap.branch(), plan.nodes, division.num_ctas
+    branch, nodes, num_ctas = plan.heap.streams.branch(), plan.nodes, division.num_ctas
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
     sources, of_sources = plan.in_node.arrivals[::-1], plan.in_node.source_to_rows
     parts, num_foreign = [of_sources[source] for source in sources], 1
@@ -116,7 +116,7 @@ def collecting(
         with collection:
             collection.collect()
         return
-    branch = plan.heap.branch()
+    branch = plan.heap.streams.branch()
     with collection:
         point = branch.point()
         yield collection
@@ -128,18 +128,15 @@ def collecting(
 
 
 class Collection:
-    """One combine trip, as a context: :meth:`collect`, or with order "rank" its steps :meth:`open`, :meth:`send` for
-    every peer as soon as the rows of its tokens are complete, and :meth:`finish`.
-
-    Every step but `send` is collective.
+    """One combine trip, as a context: :meth:`collect`, or its steps, collective but for `send`: :meth:`open`, with
+    order "rank" :meth:`send` for every peer as soon as the rows of its tokens are complete, and :meth:`finish`. Between
+    nodes :meth:`open` has the sums of foreign tokens leave, and :meth:`finish` makes those of this node's; where the
+    rows of the latter are complete later, :meth:`open_again` comes between.
 
     Args:
         rows: [N_cap, H]; on the heap with order "slot". None: only values come home.
         row_values: fp32 [N_cap], values that come home, complete before the context begins.
         gradients: in backward, index of control.GRADIENTS; the same on all ranks.
-
-    Between nodes :meth:`open` has the sums of other nodes' tokens leave, and :meth:`finish` makes those of this node's;
-    where the rows of the latter are complete later, :meth:`open_again` comes between.
 
     Attributes:
         out: [T, H], the sums, complete after :meth:`finish`; None without rows.
@@ -195,7 +192,7 @@ class Collection:
                 self._returned, rows_offset = returned.tensor, returned.offset
                 last_row_offset = rows_offset + (region_rows - 1) * width * self._rows.element_size()
             self._publish = (rows_offset, last_row_offset, values_offset)
-            self._exit.enter_context(heap.one_call())
+            self._exit.enter_context(heap.one_call)
             self._exit = self._exit.pop_all()
         return self
 
@@ -203,11 +200,8 @@ class Collection:
         return self._exit.enter_context(self._plan.heap.lease(shape, dtype, name=name, phase=PHASE))
 
     def collect(self, *, num_ctas: int | None = None) -> None:
-        """Brings home and sums all rows, which are complete.
-
-        Args:
-            num_ctas: programs of the kernels that move rows; None: no limit.
-        """
+        """Brings home and sums all rows, which are complete. num_ctas: programs of the kernels that move rows; None: no
+        limit."""
         self.open()
         if num_ctas is None:
             self.send()
@@ -220,7 +214,7 @@ class Collection:
         """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
         until the rows of tokens of other nodes are, whose sums then leave."""
         with self._plan.heap.timed("combine"):
-            self._wait_for_rows()
+            self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
                 self._pull(Collected(self._plan, rows, self.values))
@@ -230,13 +224,10 @@ class Collection:
 
     def open_again(self) -> None:
         """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
-        if self._plan.heap.capture:
+        if self._plan.heap.streams.capture:
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
             # barrier, and ranks that do so after it, would wait for each other.
             self._come()
-        self._wait_for_rows()
-
-    def _wait_for_rows(self) -> None:
         self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
     def _pull(self, wanted: Collected) -> None:
@@ -258,10 +249,9 @@ class Collection:
             return
         plan, heap = self._plan, self._plan.heap
         index = (self._packed_to_row, plan.source_to_packed_start)
+        trip = heap.peers, self._ready
         with heap.timed("combine"):
-            self._ops.push_sums(
-                self._rows, *index, heap.peers, self._ready, column=READY_ROWS, source=source, num_ctas=num_ctas
-            )
+            self._ops.push_sums(self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas)
 
     def finish(self, *, num_ctas: int | None = None) -> None:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
@@ -274,24 +264,12 @@ class Collection:
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.meet(self._agreed)
                 spoils = self.values if self.out is None else self.out
-            arrived = heap.barrier(control.PHASE_COMBINE_DONE, spoils=spoils, **self._agreed)
+            arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=spoils, **self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return
-            self._ops.sum_home(
-                self._rows,
-                self._returned,
-                plan.token_to_packed_row,
-                plan.packed_start,
-                plan.slot_to_rank,
-                plan.slot_to_row,
-                self._ready,
-                arrived,
-                self.out,
-                rank=heap.rank,
-                num_ctas=num_ctas,
-            )
+            index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row
+            rows, trip = (self._rows, self._returned), (self._ready, arrived)
+            self._ops.sum_home(*rows, *index, *trip, self.out, rank=heap.rank, num_ctas=num_ctas)
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exit.__exit__(exc_type, exc, trace)
+    def __exit__(self, *exc: Any) -> None:
+        self._exit.__exit__(*exc)

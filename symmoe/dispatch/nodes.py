@@ -29,7 +29,7 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 
 _TOP_K_BITS = 8
 _ALIGNED_ROWS = 4  # of int32, however many columns
@@ -63,8 +63,8 @@ def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: 
     topk_idx: int [T, K]; ids that are out of range count as none.
     """
     rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp(-1, heap.num_ranks)
-    slot_to_node = heap.rank_maps.to_other_node[rank.long()]  # -1 for this node, and for no expert
-    goes = (slot_to_node[:, :, None] == heap.rank_maps.nodes).any(1)
+    slot_to_node = nodes_of(heap).maps.to_other_node[rank.long()]  # -1 for this node, and for no expert
+    goes = (slot_to_node[:, :, None] == nodes_of(heap).maps.nodes).any(1)
     row, num_sent = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1), goes.sum(0, dtype=torch.int32)
     if limit is None:
         return RailRows(topk_idx, row, num_sent)
@@ -95,11 +95,7 @@ class RailCounts:
 
     def tell(self, number: torch.Tensor) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
-        before the plan's barrier.
-
-        Args:
-            number: int32 [1], of HEAD_RAIL_DROPPED.
-        """
+        before the plan's barrier. number: int32 [1], of HEAD_RAIL_DROPPED."""
         row = self._rows(barriers=1)[self._heap.rank : self._heap.rank + 1]
         for rank in range(self._heap.peers.num_ranks):
             self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, number)
@@ -107,7 +103,7 @@ class RailCounts:
     def share(self, config: int) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier. config: as in PlanOptions."""
-        topology, maps = self._heap.topology, self._heap.rank_maps
+        topology, maps = self._heap.topology, nodes_of(self._heap).maps
         table, to_row = self._table(self._heap.peers.rank), self._rows()
         ours = table.index_select(0, to_row[maps.by_node[topology.node]])
         mine = torch.cat([ours.flatten(), self._rails.num_sent])
@@ -115,7 +111,8 @@ class RailCounts:
         receives = [*received[: topology.node], mine, *received[topology.node :]]
         sends, num_tokens = [[mine] * topology.num_nodes], len(self._rails.topk_idx)
         phase = control.PHASE_NODES_PLAN
-        self.num_tokens = self._heap.exchange(sends, [receives], phase, num_tokens=num_tokens, config=config)
+        own = {"num_tokens": num_tokens, "config": config}
+        self.num_tokens = nodes_of(self._heap).exchange(sends, [receives], phase, **own)
         rows, num_received = received.split([ours.numel(), topology.num_nodes], 1)
         others = maps.by_node.index_select(0, maps.other_nodes).flatten()
         table.index_copy_(0, to_row[others], rows.reshape(len(others), -1))
@@ -161,21 +158,6 @@ class RailPlan:
     num_received: tuple[int, ...]
     number: int
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.token_to_sent_row.shape[0]
-
-    @property
-    def num_foreign(self) -> int:
-        """Tokens that other nodes send."""
-        return sum(self.num_received)
-
-    @property
-    def num_sent_rows(self) -> int:
-        """A."""
-        return self.sent_row_to_token.numel()
-
     @contextmanager
     def bring_in(
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
@@ -186,17 +168,19 @@ class RailPlan:
         phase, agreed: as in SymmetricHeap.meet.
 
         Yields:
-            a function that waits for what other nodes send: of each tensor, [num_foreign, .].
+            a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
         """
         heap = self.heap
         sends = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
-        foreign = [tensor.new_empty((self.num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        heap.meet(phase, **self.agreed_on_rail(agreed))
+        num_foreign = sum(self.num_received)
+        foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
+        nodes_of(heap).meet(phase, **self.agreed_on_rail(agreed))
         with ExitStack() as travels:
-            begin = partial(travels.enter_context, heap.moving(sends, [self.by_node(whole) for whole in foreign]))
+            moving = nodes_of(heap).moving(sends, [self.by_node(whole) for whole in foreign])
+            begin = partial(travels.enter_context, moving)
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
             # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
-            wait = None if heap.capture else begin()
+            wait = None if heap.streams.capture else begin()
 
             def come() -> list[torch.Tensor]:
                 (wait or begin())()
@@ -210,16 +194,17 @@ class RailPlan:
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
-        if not self.num_tokens:
-            return tensor.new_zeros((self.num_sent_rows, *tensor.shape[1:]))
+        if not len(tensor):
+            return tensor.new_zeros((len(self._any_token), *tensor.shape[1:]))
         return tensor.index_select(0, self._any_token)
 
     def sent_rows_of_nodes(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the same of a tensor [T, N, .]: the rows for the node where each goes."""
-        if not self.num_tokens:
-            return tensor.new_zeros((self.num_sent_rows, *tensor.shape[2:]))
-        node = self.heap.rank_maps.other_nodes.repeat_interleave(max(self.num_sent), output_size=self.num_sent_rows)
-        return tensor.flatten(0, 1).index_select(0, self._any_token * len(self.num_sent) + node)
+        token, others = self._any_token, nodes_of(self.heap).maps.other_nodes
+        if not len(tensor):
+            return tensor.new_zeros((len(token), *tensor.shape[2:]))
+        node = others.repeat_interleave(max(self.num_sent), output_size=len(token))
+        return tensor.flatten(0, 1).index_select(0, token * len(self.num_sent) + node)
 
     @cached_property
     def _any_token(self) -> torch.Tensor:
@@ -230,8 +215,8 @@ class RailPlan:
         """int32 [T, N], where what a node has for a token is, at home: among T of this rank's own tokens, and then the
         sent rows; -1 for nothing."""
         row = self.token_to_sent_row
-        home = (row + self.num_tokens).masked_fill_(row < 0, -1)
-        home[:, self.heap.topology.node] = torch.arange(self.num_tokens, dtype=torch.int32, device=home.device)
+        home = (row + len(row)).masked_fill_(row < 0, -1)
+        home[:, self.heap.topology.node] = torch.arange(len(row), dtype=torch.int32, device=home.device)
         return home
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
@@ -241,7 +226,7 @@ class RailPlan:
         return [sent[first : first + rows] for first, rows in zip(starts, self.num_sent, strict=True)]
 
     def by_node(self, foreign: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a tensor [num_foreign, .] that belong to each node."""
+        """The rows of a tensor [F, .] that belong to each node."""
         return [foreign[first:end] for first, end in self.foreign_ranges]
 
     @property
@@ -257,7 +242,7 @@ def make_rail_plan(
     """The way with these numbers of rows to and from each other node. Local."""
     here = heap.topology.node
     sent, received = ([0 if node == here else rows for node, rows in enumerate(each)] for each in (sent, received))
-    num_tokens, most, maps = len(token_to_rail_row), max(sent), heap.rank_maps
+    num_tokens, most, maps = len(token_to_rail_row), max(sent), nodes_of(heap).maps
     num_sent_rows = most * (heap.topology.num_nodes - 1)
     row, goes_not = token_to_rail_row + most * maps.others_before, token_to_rail_row < 0
     tokens = torch.arange(num_tokens, device=row.device)[:, None].expand_as(row).flatten()
@@ -265,7 +250,7 @@ def make_rail_plan(
     places = row.masked_fill(goes_not, num_sent_rows).flatten().long()
     token = tokens.new_full((num_sent_rows + 1,), -1).scatter_(0, places, tokens)
     row.masked_fill_(goes_not, -1)
-    return RailPlan(heap, token[:num_sent_rows], row, tuple(sent), tuple(received), heap.num_meetings)
+    return RailPlan(heap, token[:num_sent_rows], row, tuple(sent), tuple(received), nodes_of(heap).num_meetings)
 
 
 class Region(NamedTuple):
@@ -314,7 +299,7 @@ def plan_in_node(plan: P, rails: RailPlan, rail_capacity: int) -> NodesPlan[P]:
 
     rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
     """
-    heap, maps, (num_tokens, top_k) = rails.heap, rails.heap.rank_maps, plan.slot_to_row.shape
+    heap, maps, (num_tokens, top_k) = rails.heap, nodes_of(rails.heap).maps, plan.slot_to_row.shape
     node, num_local = heap.topology.node, len(heap.topology.ranks)
     slots = torch.cat([plan.slot_to_row, plan.slot_to_rank], 1)
     to_rows = (each[:, maps.by_node] for each in (plan.token_to_packed_row, plan.token_to_primary_row))
@@ -325,12 +310,12 @@ def plan_in_node(plan: P, rails: RailPlan, rail_capacity: int) -> NodesPlan[P]:
 
     # This rank's own tokens, then the foreign ones, which begin at 16 bytes. In place of what does not come: nothing.
     first_foreign = -(-num_tokens // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    lines = slots.new_full((first_foreign + rails.num_foreign, sent.shape[1]), -1)
+    lines = slots.new_full((first_foreign + sum(rails.num_received), sent.shape[1]), -1)
     lines[:num_tokens] = torch.cat([slots, on_nodes[:, node]], 1)
     foreign_regions = torch.zeros_like(regions)
     sends = [rails.to_nodes(sent), list(regions)]
     receives = [rails.by_node(lines[first_foreign:]), list(foreign_regions)]
-    heap.exchange(sends, receives, control.PHASE_NODES_PLAN, sizes=rail_capacity << _TOP_K_BITS | top_k)
+    nodes_of(heap).exchange(sends, receives, control.PHASE_NODES_PLAN, sizes=rail_capacity << _TOP_K_BITS | top_k)
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
 
     slot_to_row, slot_to_rank, packed, primary = lines.split([top_k] * 2 + [num_local] * 2, 1)

@@ -21,25 +21,25 @@ from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.recipes import Recipe, precision_word
-from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.symm_mem.room_for_rows import Room
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
+from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded_on_cpus
 
 __all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
-_NOTHING_DISPATCHED = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
 
 
 @dataclass(eq=False)
 class Plan(PlanIntegers):
-    """What :func:`make_plan` returns: its integers, on the heap's device, and what the host knows of them.
-
-    Rows that can be computed once the rows of a source rank have arrived, after those of the ranks before it in
-    :attr:`arrivals`, are in source_to_rows: [R, 2, e], the first and the one past the last.
+    """What :func:`make_plan` returns: tensors on the heap's device, and what the host knows of them.
 
     Attributes:
+        splits: int32 [e], rows of each local expert.
+        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
+        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank; -1 is none.
+            The other integers are described in symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
@@ -88,17 +88,17 @@ class Plan(PlanIntegers):
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             self.heap.check()  # a fault of a peer is on record
-            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.spans_nodes:
+            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None:
                 self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
                 self.heap.synchronize()
-            raise self.heap.plan_failure(report)
+            raise self.heap.faults.of_plan(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])
         self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
             self.row_capacity = self.expected_rows = self.max_rows
             self.packed_row_capacity = self.max_packed_rows
-        self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+        self.heap.waits.flight.note(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
 
     def shrink(self) -> None:
         """After forward with room: later buffers have the rows that the routing needs. Local, as buffers are."""
@@ -151,11 +151,6 @@ class Plan(PlanIntegers):
         """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
         return buffer if self.num_rows is None else buffer[: self.num_rows]
 
-    @property
-    def not_dispatched(self) -> StalePlan | None:
-        """The error of combining with this plan now, or None if something has been dispatched with it."""
-        return None if self.packed_to_row is not None else StalePlan(_NOTHING_DISPATCHED)
-
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
 
@@ -163,7 +158,7 @@ class Plan(PlanIntegers):
             StalePlan: nothing has been dispatched with this plan yet.
         """
         if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise StalePlan(_NOTHING_DISPATCHED)
+            raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
         return self.packed_to_row, self.row_to_packed_row
 
 
@@ -235,7 +230,7 @@ def make_plan(
 
 
 def plan_call(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: Callable[[], Room | None]
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: Callable[[], RowBudget | None]
 ) -> Plan:
     """Same as make_plan, except that with exact capacity the host does not wait if there is room: see Plan.settle.
 
@@ -247,13 +242,13 @@ def plan_call(
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = options
     heap.check(control.PHASE_PLAN, waits=capacity is None)
-    with told(heap, control.PHASE_PLAN):
+    with FailPeersOnError(heap, control.PHASE_PLAN):
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
         reports = heap.captured_reports
         # Between nodes the host reads the sizes of messages in any case, except in a capture.
-        can_have_room = capacity is None and (reports is not None or not heap.spans_nodes)
+        can_have_room = capacity is None and (reports is not None or heap.nodes is None)
         room = find_room() if can_have_room else None
         if can_have_room and (room is None or room.rows < 0) and reports is not None:
             heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
@@ -275,14 +270,14 @@ def plan_call(
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
         topk_idx = topk_idx.detach().contiguous()
-        if heap.spans_nodes:
+        if heap.nodes is not None:
             plan = _plan_between_nodes(topk_idx, heap, words, options)
         else:
             plan = _place_slots(topk_idx, heap, words, options.config)
         if capacity is None and reports is not None:
             reports.append(plan.report)
-        elif capacity is None and not heap.spans_nodes:
-            plan._read_report = heap.read_back(plan.report)
+        elif capacity is None and heap.nodes is None:
+            plan._read_report = heap.streams.read_back(plan.report)
             if room is None or room.rows < 0:
                 plan.settle()
         if room is not None:
@@ -318,8 +313,8 @@ def _plan_between_nodes(
     elif words[control.HEAD_CAPACITY] >= 0:  # there is room for all tokens, and all have the number of a replay
         sent, received = [len(topk_idx)] * heap.topology.num_nodes, counts.num_tokens
     else:
-        plan._read_report = heap.read_back(plan.report)
-        read_sizes = heap.read_back(torch.stack([rails.num_sent, counts.num_received]))
+        plan._read_report = heap.streams.read_back(plan.report)
+        read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, counts.num_received]))
         plan.settle()
         sent, received = read_sizes()
     rail_plan = make_rail_plan(heap, rails.token_to_rail_row, sent, received)
@@ -345,13 +340,13 @@ def _place_slots(
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     sizes = num_tokens, top_k, num_experts, heap.num_ranks
-    with heap.one_call():
+    with heap.one_call:
         fill = partial(_fill, topk_idx, heap, header, config, sizes, tell, share)
-        is_special = heap.spans_nodes or heap.first_step is not None
+        is_special = heap.nodes is not None or heap.first_step is not None
         (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
-        heap.note_counts(generation, num_tokens=num_tokens, top_k=top_k)
-        if heap.raises_at_once:
+        heap.waits.flight.note(generation, num_tokens=num_tokens, top_k=top_k)
+        if heap.streams.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
         storage=storage,
@@ -389,16 +384,18 @@ def _fill(
     if tell is not None:
         tell()
     first_step = heap.first_step
-    if first_step is None or heap.capture:
+    if first_step is None or heap.streams.capture:
         received = heap.barrier(control.PHASE_PLAN, config=config)
     else:
         heap.first_step = None
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
-        first_step.compare(heap.read_back(received)())
+        first_step.compare(heap.streams.read_back(received)())
     if share is not None:
         share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
-        received = torch.where(heap.failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(num_ranks, 1)
+        received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(
+            num_ranks, 1
+        )
     ops.lay_out(
         heap.count_peers,
         received,
@@ -459,7 +456,7 @@ def _find_problem(
         return ArgumentError(f"rail_capacity ({rail_capacity}) needs a static capacity, and capacity is None")
     if rail_capacity is not None and rail_capacity < 1:
         return ArgumentError(f"rail_capacity ({rail_capacity}) must be at least 1 token")
-    if capacity is None and heap.captured_reports is None and heap.capture:
+    if capacity is None and heap.captured_reports is None and heap.streams.capture:
         return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
             "steps with symmoe.capture_step"

@@ -19,7 +19,7 @@ are sent to the ranks of the node after that, and are the last parts; a barrier 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
+from symmoe.symm_mem.heap import nodes_of
 from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import EVEN, FRAGILE, OWES
 
@@ -75,54 +76,6 @@ def dispatch(
         gradients: in backward, index of control.GRADIENTS, what it will collect, the same on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
     """
-    begun, heap = _begun(x, plan, buffer, probs, layout, gradients, division), plan.heap
-    if division is None:
-        with begun as call:
-            call.send()
-        yield Arrival(None, call.index.row_probs, call.index.row_to_packed_row)
-        return
-    with begun as call:
-        mark(FRAGILE)
-        try:
-            with heap.timed("dispatch"):
-                trip = _Overlapped(call, division)
-        except Exception as error:
-            heap.abort_for(error)  # peers wait for signals; only at a barrier could they be told
-            raise
-        mark(OWES)
-        parts = trip.parts()
-        # By the end all rows have been sent and received, even after an exception: peers wait for this rank's rows, and
-        # what they send must not land in memory that has been leased again. Between nodes that is so for the rows of
-        # this node; for the others the peers wait at a barrier, where they can be told.
-        try:
-            yield Arrival(parts, call.index.row_probs, call.index.row_to_packed_row)
-            for _ in parts:  # the caller may have left parts
-                pass
-        except BaseException:
-            try:
-                with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
-                    trip.finish()
-            except Exception as error:  # noqa: BLE001 - the exception that led here is raised
-                heap.abort_for(error)
-            raise
-        finally:
-            with owed():
-                trip.branch.join()
-            mark(EVEN)
-
-
-@contextmanager
-def _begun(
-    x: torch.Tensor,
-    plan: Plan,
-    buffer: torch.Tensor,
-    probs: torch.Tensor | None,
-    layout: str,
-    gradients: int | None,
-    division: Division | None,
-) -> Iterator[_Call]:
-    """The context of a dispatch, after its first barrier."""
-    heap = plan.heap
     agreed: control.CallFields = {  # so that rows fit the peers' buffers
         "hidden": x.shape[1],
         "dtype": control.DTYPES.index(x.dtype),
@@ -132,24 +85,21 @@ def _begun(
         "schedule": control.SCHEDULES.index("serial" if division is None else "overlapped"),
         "plan": plan.generation,
     }
-    tensors = [x] if probs is None else [x, probs]
-    known = None if gradients is None else _Index(*plan.received_index())
-    with (
-        _new_index(plan, has_probs=probs is not None) if known is None else nullcontext(known) as index,
-        heap.one_call(),
-        heap.timed("dispatch") if division is None else nullcontext(),
-        _travelling(tensors, plan, agreed) as travelling,
-    ):
-        with nullcontext() if division is None else heap.timed("dispatch"):
-            offsets = heap.offset_of(buffer, phase=PHASE), *index.offsets
-            ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
-
-        def with_slots() -> Iterator[tuple[Plan, torch.Tensor]]:
-            for tokens, (rows, *values) in travelling:
-                index.push(tokens, values[0] if values else None, ready)
-                yield tokens, rows
-
-        yield _Call(plan, buffer, layout, agreed, index, ready, with_slots())
+    index = None if gradients is None else _Index(*plan.received_index())
+    with ExitStack() as stack:
+        if index is None:
+            index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
+        stack.enter_context(plan.heap.one_call)
+        if division is None:
+            stack.enter_context(plan.heap.timed("dispatch"))
+        travelling = stack.enter_context(_travelling([x] if probs is None else [x, probs], plan, agreed))
+        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division)
+        if division is not None:
+            with trip.arriving() as parts:
+                yield Arrival(parts, index.row_probs, index.row_to_packed_row)
+            return
+        trip.send()
+    yield Arrival(None, index.row_probs, index.row_to_packed_row)
 
 
 @contextmanager
@@ -171,7 +121,7 @@ def _travelling(
         def both() -> Iterator[tuple[Plan, list[torch.Tensor]]]:
             yield nodes.own, tensors
             yield nodes.foreign, come()
-            plan.heap.meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
+            nodes_of(plan.heap).meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
 
         yield both()
 
@@ -236,102 +186,103 @@ def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """A dispatch after its first barrier.
+def _with_slots(
+    travelling: Iterator[tuple[Plan, list[torch.Tensor]]], index: _Index, ready: torch.Tensor
+) -> Iterator[tuple[Plan, torch.Tensor]]:
+    """The plan and the rows [T, H] of what _travelling yields; its slots have been sent. Refers to no trip: a cycle
+    would keep leases."""
+    for tokens, (rows, *values) in travelling:
+        index.push(tokens, values[0] if values else None, ready)
+        yield tokens, rows
 
-    Attributes:
+
+class _Trip:
+    """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
+    division, on a branch.
+
+    Args:
+        travelling: as _travelling yields it.
         agreed: fields of the call on which all ranks must agree.
-        ready: what the barrier returned.
-        travelling: the plan and the rows [T, H] of this rank's tokens, and between nodes of the foreign ones; their
-            slots have been sent.
     """
 
-    plan: Plan
-    buffer: torch.Tensor
-    layout: str
-    agreed: control.CallFields
-    index: _Index
-    ready: torch.Tensor
-    travelling: Iterator[tuple[Plan, torch.Tensor]]
-
-    def push(
+    def __init__(
         self,
-        rows: torch.Tensor,
-        tokens: Plan,
-        *,
-        ranks: range | None = None,
-        but: int | None = None,
-        num_ctas: int | None = None,
+        plan: Plan,
+        buffer: torch.Tensor,
+        layout: str,
+        index: _Index,
+        travelling: Iterator[tuple[Plan, list[torch.Tensor]]],
+        agreed: control.CallFields,
+        division: Division | None,
     ) -> None:
-        """Writes the rows of tokens to ranks of the node, see the kernel `push_rows`."""
-        kernels.for_device(rows.device).push_rows(
-            rows,
-            tokens.token_to_packed_row if self.layout == "packed" else tokens.token_to_primary_row,
-            self.plan.heap.peers,
-            self.ready,
-            column=READY_ROWS,
-            ranks=ranks,
-            but=but,
-            num_ctas=num_ctas,
-        )
-
-    def place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
-        """Writes tokens to all rows that they have on this rank, in an expert-major buffer."""
-        slots, rank = (tokens.slot_to_rank, tokens.slot_to_row), self.plan.heap.peers.rank
-        kernels.for_device(rows.device).place_rows(rows, *slots, self.buffer, self.ready, rank=rank)
-
-    def send(self) -> None:
-        """Sends and receives everything."""
-        for tokens, rows in self.travelling:
-            if self.layout == "packed":
-                self.push(rows, tokens)
-            else:
-                self.push(rows, tokens, but=self.plan.heap.peers.rank)
-                self.place_own(rows, tokens)
-        self.receive(None, self.barrier())
-
-    def barrier(self) -> torch.Tensor:
-        """The last barrier of a trip that is not overlapped, or that goes between nodes."""
-        return self.plan.heap.barrier(control.PHASE_DISPATCH_DONE, spoils=self.buffer, **self.agreed)
-
-    def receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None = None) -> None:
-        """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows.
-
-        arrived: result of the wait for them.
-        """
-        start, rank = self.plan.in_node.source_to_packed_start, self.plan.heap.rank
-        first, end = (0, len(start) - 1) if source is None else (source, source + 1)
-        self.index.read(start[first : first + 1], start[end : end + 1], self.ready, arrived)
-        if self.layout == "expert-major":
-            fan_out, index = kernels.for_device(start.device).fan_out, (self.index.packed_to_row, start)
-            fan_out(self.buffer, *index, rank=rank, source=source, num_ctas=num_ctas)
-
-
-class _Overlapped:
-    """Rows on their way: this rank's own on the current stream, the others on a branch."""
-
-    def __init__(self, call: _Call, division: Division) -> None:
-        self._call, self._division = call, division
-        self._plan, self._x = next(call.travelling)
-        self._heap = heap = self._plan.heap
-        self.branch = heap.branch()
-        self._start = self.branch.point()
-        self._rank, self._num_ranks = heap.peers.rank, heap.peers.num_ranks
+        self._plan, self._heap, self._buffer, self._layout = plan, plan.heap, buffer, layout
+        self._index, self._agreed, self._division = index, agreed, division
+        self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
+        self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
         self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
         self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
+        with nullcontext() if division is None else self._heap.timed("dispatch"):
+            offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
+            self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
+        self._tokens = _with_slots(travelling, index, self._ready)
 
-    def parts(self) -> Iterator[Part]:
+    def send(self) -> None:
+        """Sends and receives everything."""
+        for tokens, rows in self._tokens:
+            if self._layout == "packed":
+                self._push(rows, tokens)
+            else:
+                self._push(rows, tokens, but=self._rank)
+                self._place_own(rows, tokens)
+        self._receive(
+            None, self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+        )
+
+    @contextmanager
+    def arriving(self) -> Iterator[Iterator[Part]]:
+        """The parts. By the end of the context all rows have been sent and received, even after an exception: peers
+        wait for this rank's rows, and what they send must not land in memory that has been leased again. Between nodes
+        that is so for the rows of this node; for the others the peers wait at a barrier, where they can be told."""
+        heap = self._heap
+        mark(FRAGILE)
+        try:
+            with heap.timed("dispatch"):
+                self._own, self._x = next(self._tokens)
+                self._branch = heap.streams.branch()
+                self._start = self._branch.point()
+        except Exception as error:
+            heap.abort(error)  # peers wait for signals; only at a barrier could they be told
+            raise
+        mark(OWES)
+        parts = self._parts()
+        try:
+            yield parts
+            for _ in parts:  # the caller may have left parts
+                pass
+        except BaseException:
+            try:
+                self._are_read = False
+                with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+                    self._exchange()
+            except Exception as error:  # noqa: BLE001 - the exception that led here is raised
+                heap.abort(error)
+            raise
+        finally:
+            with owed():
+                self._branch.join()
+            mark(EVEN)
+
+    def _parts(self) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes."""
-        call, plan, num_sms = self._call, self._plan, self._division.num_sms
+        plan, num_sms = self._own, None if self._division is None else self._division.num_sms
         own, *others = plan.arrivals
         with self._heap.timed("dispatch"):
-            if call.layout == "packed":
-                call.push(self._x, plan, ranks=range(self._rank, self._rank + 1))
+            if self._layout == "packed":
+                self._push(self._x, plan, to=self._rank)
             else:
-                call.place_own(self._x, plan)
-            call.receive(own, call.ready, self._division.num_ctas)
+                self._place_own(self._x, plan)
+            self._receive(own, self._ready)
         yield Part(plan.source_to_rows[own], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
@@ -339,13 +290,8 @@ class _Overlapped:
         for source in others:
             if source not in self._come:
                 self._forward()
-            self.branch.wait_for(self._come[source])
+            self._branch.wait_for(self._come[source])
             yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
-
-    def finish(self) -> None:
-        """Sends and receives the remaining rows of this node, which nobody reads."""
-        self._are_read = False
-        self._exchange()
 
     def _exchange(self) -> None:
         """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
@@ -353,32 +299,53 @@ class _Overlapped:
         All ranks wait for a push only after their own one of the same step: no two wait for each other.
         """
         heap, num_ranks = self._heap, self._num_ranks
-        with self.branch.after(self._start), heap.timed("dispatch"):
+        with self._branch.after(self._start), heap.timed("dispatch"):
             for step in range(self._num_received + 1, num_ranks):
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
-                        self._push(self._x, self._plan, to)
+                        self._push(self._x, self._own, to=to, num_ctas=self._num_ctas)
                         heap.send_signal(to)
                         self._num_sent = step
-                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, spoils=self._call.buffer)
-                self._receive(self._plan.arrivals[step], arrived)
+                    arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
+                source = self._own.arrivals[step]
+                if self._are_read:
+                    self._receive(source, arrived)
+                self._come[source] = self._branch.point()
                 self._num_received = step
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
-        with self.branch.after(self._start), self._heap.timed("dispatch"):
-            for plan, rows in self._call.travelling:
+        with self._branch.after(self._start), self._heap.timed("dispatch"):
+            for tokens, rows in self._tokens:  # the foreign ones
                 for step in range(1, self._num_ranks + 1):
-                    self._push(rows, plan, (self._rank + step) % self._num_ranks)
-            arrived = self._call.barrier()
-            for source in self._plan.arrivals[self._num_ranks :]:
+                    to = (self._rank + step) % self._num_ranks
+                    self._push(rows, tokens, to=to, num_ctas=self._num_ctas)
+            arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+            for source in self._own.arrivals[self._num_ranks :]:
                 self._receive(source, arrived)
+                self._come[source] = self._branch.point()
 
-    def _push(self, rows: torch.Tensor, plan: Plan, rank: int) -> None:
-        self._call.push(rows, plan, ranks=range(rank, rank + 1), num_ctas=self._division.num_ctas)
+    def _push(
+        self, x: torch.Tensor, tokens: Plan, to: int | None = None, but: int | None = None, num_ctas: int | None = None
+    ) -> None:
+        """Writes the rows of tokens to one rank of the node, or to all but one."""
+        ranks = None if to is None else range(to, to + 1)
+        to_row = tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
+        trip = self._heap.peers, self._ready
+        self._ops.push_rows(x, to_row, *trip, column=READY_ROWS, ranks=ranks, but=but, num_ctas=num_ctas)
 
-    def _receive(self, source: int, arrived: torch.Tensor) -> None:
-        if self._are_read:
-            self._call.receive(source, arrived, self._division.num_ctas)
-        self._come[source] = self.branch.point()
+    def _place_own(self, rows: torch.Tensor, tokens: Plan) -> None:
+        """Writes tokens to all rows that they have on this rank, in an expert-major buffer."""
+        slots = tokens.slot_to_rank, tokens.slot_to_row
+        self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
+
+    def _receive(self, source: int | None, arrived: torch.Tensor) -> None:
+        """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows. arrived:
+        result of the wait for them."""
+        start = self._plan.in_node.source_to_packed_start
+        first, end = (0, len(start) - 1) if source is None else (source, source + 1)
+        self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
+        if self._layout == "expert-major":
+            index = self._index.packed_to_row, start
+            self._ops.fan_out(self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=self._num_ctas)

@@ -24,7 +24,7 @@ from symmoe.kernels.contract.pointers import HostBytes
 from symmoe.kernels.quantized_gemm import FORMATS, TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.pointers import host_bytes
-from symmoe.symm_mem import arena
+from symmoe.symm_mem.memory import positions_inside
 
 Swizzle = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
 
@@ -270,7 +270,7 @@ def _named(lists: Lists) -> list[tuple[str, torch.Tensor]]:
 
 def _stale_problem(lists: Lists, addresses: bytes) -> StaleLease | None:
     """The error if one of the tensors, which have these addresses, is memory of an ended lease, or None."""
-    inside = arena.positions_inside(addresses)
+    inside = positions_inside(addresses)
     named = _named(lists) if inside else []
     return next(filter(None, (stale_problem(*named[i]) for i in inside)), None)
 

@@ -9,6 +9,8 @@ from typing import Literal
 from symmoe.checks import arguments
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.activation import SWIGLU, Activation
+from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.moe.overlap import received_layout
 from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
@@ -111,6 +113,17 @@ class MoEConfig:
     capacity_factor: float | None = None
     drop_policy: arguments.DropPolicy = "probs"
     z_loss_coef: float = 0.0
+
+    @property
+    def received_layout(self) -> str:
+        """The layout; "auto" is resolved."""
+        return received_layout(self.layout, self.ffn, self.precision)
+
+    @property
+    def routing_rule(self) -> RoutingRule:
+        """How the router's logits become a choice."""
+        rule = {field.name: getattr(self, field.name) for field in fields(RoutingRule)}
+        return RoutingRule(**{**rule, "route_scale": float(self.route_scale)})
 
     def experts_per_rank(self, num_ranks: int) -> int:
         """E / R. Raises an ArgumentError if that is no integer."""

@@ -310,7 +310,7 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
             "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
             "symmoe.prepare_for_ddp(model) before something else wraps it"
         )
-    world, ep_group = dist.get_process_group_ranks(ddp.process_group), layer.heap.global_ranks
+    world, ep_group = dist.get_process_group_ranks(ddp.process_group), layer.heap.bootstrap.global_ranks
     replicas = layer.replicas.gradient_group
     num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):

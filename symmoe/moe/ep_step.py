@@ -12,8 +12,7 @@ GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows e
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,29 +32,16 @@ from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, SecondInput, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
-from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
+from symmoe.grouped.quantized_experts import FULL, Wire
 from symmoe.grouped.weight_gradients import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.moe.overlap import (
-    SERIAL,
-    Overlap,
-    Rates,
-    Sizes,
-    gpu_of,
-    num_sms_of,
-    overlap,
-    overlap_everything,
-    rates_of,
-    received_layout,
-)
-from symmoe.precision.recipes import Recipe
+from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout, rounded_up
 from symmoe.precision.wire import WireFormat, wire_problem
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
-from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import reshaped_result
 
 RECEIVED = "received rows"
@@ -120,7 +106,7 @@ def expert_parallel_mlp(
     """
     problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
-    with told(plan.heap, SEND):
+    with FailPeersOnError(plan.heap, SEND):
         plan.heap.fail_for(transform_problem() or problem, SEND)
         for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
             plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), SEND)
@@ -170,7 +156,7 @@ def _overlap(
     if heap.num_ranks == 1 or schedule == "serial" or (nodes is not None and nodes.own_rows is None):
         return SERIAL
     sizes = Sizes(
-        num_rows=_rounded_up(plan.expected_rows),
+        num_rows=rounded_up(plan.expected_rows),
         hidden=experts.hidden,
         ffn=experts.ffn,
         top_k=plan.top_k,
@@ -184,24 +170,7 @@ def _overlap(
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    return _overlap_of(schedule, sizes, num_sms_of(x.device), gpu_of(x.device), experts.precision)
-
-
-@functools.lru_cache(maxsize=256)
-def _overlap_of(schedule: str, sizes: Sizes, num_sms: int, gpu: Rates, precision: Recipe | None) -> Overlap:
-    if schedule == "always-overlapped":
-        chosen = overlap_everything(sizes, num_sms)
-    else:
-        chosen = overlap(sizes, num_sms, rates_of(gpu, precision))
-    if not takes_parts(precision):  # its GEMMs begin when all rows are there
-        chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
-    return chosen
-
-
-def _rounded_up(number: int) -> int:
-    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
-    step = 1 << max(0, number.bit_length() - 4)
-    return -(-number // step) * step
+    return overlap_of(schedule, sizes, x.device, experts.precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,19 +196,10 @@ class _EPStep:
     num_rows: int
     kind: int | None
 
-    def run(
-        self,
-        name: str,
-        options: tuple[Hashable, ...],
-        function: Callable[[], Sequence[Any]],
-        inputs: Sequence[torch.Tensor | None],
-    ) -> Sequence[Any]:
-        """function(), or what the tape of an earlier step of this kind does; see SymmetricHeap.run."""
-        if self.kind is None:
-            return function()
-        given_inputs = [tensor for tensor in inputs if tensor is not None]
-        plan = self.plan
-        return plan.heap.run((name, options, self.kind), function, given_inputs, plan=plan.generation)
+    @property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        """SymmetricHeap.run, which may play the tape of an earlier step of this kind; without a kind it never does."""
+        return _at_once if self.kind is None else self.plan.heap.run
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
@@ -278,7 +238,7 @@ def _kind(experts: CallExperts, plan: Plan, overlapped: Overlap, order: str, sta
     is among their operands."""
     if (
         plan.heap.device.type == "meta"
-        or plan.heap.spans_nodes
+        or plan.heap.nodes is not None
         or plan.num_rows is not None
         or experts.form.precision is not None
         or experts.form.split(experts.tensors)[2]  # adapters
@@ -288,6 +248,14 @@ def _kind(experts: CallExperts, plan: Plan, overlapped: Overlap, order: str, sta
     have_bias = [bias is not None for bias in experts.biases]
     sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
     return plan.heap.tapes.number((overlapped, order, stash, layout, *sizes, experts.form, *have_bias))
+
+
+def _at_once(key: object, function: Callable[[], Sequence[Any]], *_: object, **__: object) -> Sequence[Any]:
+    return function()
+
+
+def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def most_bytes(received: int, rows: int, packed_rows: int, num_tokens: int, heap: SymmetricHeap, row_bytes: int) -> int:
@@ -303,7 +271,7 @@ def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     sizes = plan.row_capacity, plan.packed_row_capacity
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    if not heap.lacks(most_bytes(step.num_received, *sizes, plan.num_tokens, heap, row_bytes)):
+    if not heap.memory.lacks(most_bytes(step.num_received, *sizes, plan.num_tokens, heap, row_bytes)):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -405,10 +373,10 @@ class _ExpertParallelMLP(Function):
         keeps_h = keeps and step.trains and stash.keeps_h
         trains, held = (keeps_h and ctx.needs_input_grad[2], keeps_h), (linears[0].held_weight, linears[1].held_weight)
         forward = _Forward(step, x, probs.contiguous(), _Inputs((b1, b2), tensors, trains, held))
-        inputs = forward.x, forward.probs, plan.storage, b1, b2, *tensors
-        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = step.run(
-            "first half", trains, forward.first_half, inputs
-        )
+        inputs = _given(forward.x, forward.probs, plan.storage, b1, b2, *tensors)
+        key = "first half", trains, step.kind
+        found = step.run(key, forward.first_half, inputs, plan=plan.generation)
+        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = found
         plan.packed_to_row, plan.row_to_packed_row = index = packed_to_row, row_to_packed_row
         hidden = Hidden(*fields)
 
@@ -438,8 +406,8 @@ class _ExpertParallelMLP(Function):
         if not (keeps and stash.keeps_rows):
             received.release()
         second_half = partial(forward.second_half, a, hidden, row_probs, rows)
-        inputs = (a, row_probs, plan.storage, *index, b1, b2, *tensors)  # a is a tensor where they are looked at
-        y: torch.Tensor = step.run("second half", (), second_half, inputs)[0]
+        inputs = _given(a, row_probs, plan.storage, *index, b1, b2, *tensors)  # a is a tensor where they are looked at
+        y: torch.Tensor = step.run(("second half", step.kind), second_half, inputs, plan=plan.generation)[0]
         if not is_recomputed:
             keep()  # everything is launched: now the host may wait for the plan
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
@@ -450,7 +418,7 @@ class _ExpertParallelMLP(Function):
     @once_differentiable
     def backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
-        with told(heap, SEND):
+        with FailPeersOnError(heap, SEND):
             heap.fail_for(memory_problem("the gradient of y", dy), SEND)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
 
@@ -476,12 +444,13 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     held = linears[0].held_weight, linears[1].held_weight
     inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
     function = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs))
-    read = dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors
+    read = _given(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
     options = needs_x, needs_probs, x is None, fc1.option, fc2.option
     if "delayed" in options:
         found: Sequence[Any] = function()
     else:
-        found = step.run("backward", options, function, (*read, *fc1.tensors, *fc2.tensors))
+        key = "backward", options, step.kind
+        found = step.run(key, function, (*read, *fc1.tensors, *fc2.tensors), plan=plan.generation)
     dx, d_probs, db1, db2, *rest = found
     dw1, dw2, d_adapters = step.form.split(rest)
     if fc1.option != "new":

@@ -26,7 +26,7 @@ from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, is_traced
 from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, nonfinite_problem
-from symmoe.symm_mem.heap import SymmetricHeap, told
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, pytree
 
 
@@ -196,7 +196,7 @@ class MoELayer(ExpertParallelModule):
         if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
         shared = None if self.shared_expert is None else _SideCall(self.shared_expert, x, self.heap)
-        with nullcontext() if is_compiling else told(self.heap, control.PHASE_PLAN):
+        with nullcontext() if is_compiling else FailPeersOnError(self.heap, control.PHASE_PLAN):
             if not is_compiling:
                 problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
                 self.heap.fail_for(problem, control.PHASE_PLAN)
@@ -363,7 +363,7 @@ class _SideCall:
 
     def start(self) -> None:
         """Enqueues the call, from where the current stream is now."""
-        stream = self._heap.side_stream
+        stream = self._heap.streams.side_stream
         if stream is None:
             self._y = self._module(self._x)
             return
@@ -377,7 +377,7 @@ class _SideCall:
         if self._y is None:
             y: torch.Tensor = self._module(self._x)
             return y
-        stream = self._heap.side_stream
+        stream = self._heap.streams.side_stream
         if stream is not None:
             current = torch.cuda.current_stream(self._y.device)
             current.wait_stream(stream)

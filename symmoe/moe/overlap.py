@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from symmoe.grouped.quantized_experts import takes_parts
 from symmoe.kernels.gemm_parts import Division
 from symmoe.precision.recipes import Float8Block, Recipe
 
@@ -131,12 +132,12 @@ class Move:
     sum_bytes: float = 0.0
     copy_bytes: float = 0.0
 
-    def alone_s(self, rates: Rates) -> float:
+    def exclusive_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
         push_s = max(self.push_bytes / rates.link_bytes, self.sum_bytes / rates.memory_bytes)
         return push_s + self.copy_bytes / rates.memory_bytes
 
-    def beside_s(self, num_programs: int, rates: Rates) -> float:
+    def overlapped_s(self, num_programs: int, rates: Rates) -> float:
         """How long it takes with that many programs while a GEMM runs."""
         push_s = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
         sum_s = self.sum_bytes / rates.program_sum_bytes / num_programs
@@ -266,10 +267,10 @@ class _Gpu:
         flops = (sizes.product_flops + sizes.fc1_flops) * self.rates.flops / self.rates.wgrad_flops
         return self.gemm_s(flops, n)
 
-    def best(self, alone_s: float, beside_s: Callable[[int], float]) -> Division | None:
+    def best(self, exclusive_s: float, overlapped_s: Callable[[int], float]) -> Division | None:
         """The division that takes the least time; None if one thing after the other takes hardly longer."""
-        n = min(range(1, self.num_sms // 2 + 1), key=beside_s)
-        return None if beside_s(n) > (1 - self.rates.least_gain) * alone_s else Division(n, self.num_sms - n)
+        n = min(range(1, self.num_sms // 2 + 1), key=overlapped_s)
+        return None if overlapped_s(n) > (1 - self.rates.least_gain) * exclusive_s else Division(n, self.num_sms - n)
 
 
 @functools.lru_cache(maxsize=256)
@@ -293,30 +294,30 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
     With order "slot" rows go home when all are complete.
     """
     rates, sent, home, num_ranks = gpu.rates, sizes.send_sums(), sizes.sum_home(), sizes.num_ranks
-    home_s = home.alone_s(rates)
+    home_s = home.exclusive_s(rates)
 
     def dispatch(flops: int, push: Move) -> Division | None:
         last = flops / num_ranks
 
-        def beside_s(n: int) -> float:
-            others_s = max(gpu.gemm_s(flops - last, n), push.beside_s(n, rates))
+        def overlapped_s(n: int) -> float:
+            others_s = max(gpu.gemm_s(flops - last, n), push.overlapped_s(n, rates))
             return others_s + gpu.gemm_s(last) + (num_ranks - 1) * rates.part_s
 
-        return gpu.best(push.alone_s(rates) + gpu.gemm_s(flops), beside_s)
+        return gpu.best(push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
     def combine() -> Division | None:
         part = sizes.product_flops / num_ranks
 
-        def beside_s(n: int) -> float:
-            others_s = max(gpu.gemm_s(sizes.product_flops - part, n), sent.beside_s(n, rates))
+        def overlapped_s(n: int) -> float:
+            others_s = max(gpu.gemm_s(sizes.product_flops - part, n), sent.overlapped_s(n, rates))
             return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-        return gpu.best(gpu.gemm_s(sizes.product_flops) + sent.alone_s(rates) + home_s, beside_s)
+        return gpu.best(gpu.gemm_s(sizes.product_flops) + sent.exclusive_s(rates) + home_s, overlapped_s)
 
     def gradient_combine() -> Division | None:
         return gpu.best(
-            sent.alone_s(rates) + home_s + gpu.weights_s(sizes),
-            lambda n: max(gpu.weights_s(sizes, n), sent.beside_s(n, rates) + home.beside_s(n, rates)),
+            sent.exclusive_s(rates) + home_s + gpu.weights_s(sizes),
+            lambda n: max(gpu.weights_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates)),
         )
 
     return Overlap(
@@ -345,12 +346,12 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
     def dispatch(flops: int, row_bytes: int | None) -> Division | None:
         push, rail_s, own = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s, 1 / num_nodes
 
-        def beside_s(n: int) -> float:
-            push_s = push.beside_s(n, rates)
+        def overlapped_s(n: int) -> float:
+            push_s = push.overlapped_s(n, rates)
             own_s = max(rail_s, own * push_s, gpu.gemm_s(own * flops, n))
             return own_s + (1 - own) * push_s + gpu.gemm_s((1 - own) * flops) + num_parts * rates.part_s
 
-        return gpu.best(rail_s + push.alone_s(rates) + gpu.gemm_s(flops), beside_s)
+        return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
     def combine() -> Division | None:
         flops, own = sizes.product_flops, sizes.product_flops / num_nodes
@@ -372,3 +373,21 @@ def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
     division = Division(4, num_sms - 4)
     combine = division if sizes.sums_travel or sizes.num_nodes > 1 else None
     return Overlap(dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine)
+
+
+@functools.lru_cache(maxsize=256)
+def overlap_of(schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None) -> Overlap:
+    """How a call of these sizes is overlapped on a device, with one of MoEConfig's schedules but "serial"."""
+    num_sms = num_sms_of(device)
+    if schedule == "always-overlapped":
+        chosen = overlap_everything(sizes, num_sms)
+    else:
+        chosen = overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
+    # Where GEMMs take no parts, they begin when all rows are there.
+    return chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
+
+
+def rounded_up(number: int) -> int:
+    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step

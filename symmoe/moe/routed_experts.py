@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
+from symmoe.dispatch.plan import PlanOptions, plan_call
 from symmoe.grouped.experts import CallExperts, evaluated
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
@@ -20,8 +20,9 @@ from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
-from symmoe.symm_mem.heap import SymmetricHeap, told
-from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.moe.overlap import received_layout
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
+from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
@@ -84,14 +85,15 @@ class RoutedExperts(torch_operators.EagerStep):
             return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
         if not isinstance(experts, CallExperts):
             heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
-        with told(heap, control.PHASE_PLAN):
+        with FailPeersOnError(heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
-        plan = self.plan(topk_idx, tokens.dtype, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
+        options = self.plan_options(tokens.dtype)
+        plan = plan_call(topk_idx, heap, options, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
         if before_trips is not None:
             before_trips()
         y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
         if not plan.has_room:  # on all ranks; nothing has moved
-            plan = self.plan(topk_idx, tokens.dtype, lambda: None)
+            plan = plan_call(topk_idx, heap, options, lambda: None)
             y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows)
@@ -101,7 +103,8 @@ class RoutedExperts(torch_operators.EagerStep):
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
         words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        return words | {"layout": self.config.received_layout}
+        config = self.config
+        return words | {"layout": received_layout(config.layout, config.ffn, config.precision)}
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -110,24 +113,25 @@ class RoutedExperts(torch_operators.EagerStep):
 
     @property
     def _history(self) -> RowHistory:
-        return self.heap.row_history((self.config.num_experts, self.config.top_k))
+        return self.heap.row_histories[self.config.num_experts, self.config.top_k]
 
-    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> Room | None:
+    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> RowBudget | None:
         config, heap, num_tokens = self.config, self.heap, topk_idx.shape[0]
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
-        if heap.lacks(most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)):
+        if heap.memory.lacks(
+            most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)
+        ):
             return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
         return room
 
-    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
-        """plan_call for tokens of `dtype`, as the configuration says. Collective."""
+    def plan_options(self, dtype: torch.dtype) -> PlanOptions:
+        """Those of plan_call for tokens of `dtype`, as the configuration says."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
-        return plan_call(topk_idx, self.heap, options, find_room)
+        return PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
 
 
 def is_traced(experts: GroupedMLP) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from symmoe.checks.arguments import memory_problem, tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
-from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -76,9 +75,7 @@ class Router(nn.Module):
         self, config: MoEConfig, *, device: torch.device | str | None = None, heap: SymmetricHeap | None = None
     ) -> None:
         super().__init__()
-        self.config, self._heap = config, heap
-        rule = {field.name: getattr(config, field.name) for field in fields(RoutingRule)}
-        self._rule = RoutingRule(**{**rule, "route_scale": float(config.route_scale)})
+        self.config, self._rule, self._heap = config, config.routing_rule, heap
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from symmoe.errors import FAULT_BYTES
-from symmoe.nodes.rail import TO_LANE, Rail, RailBroken, Started
+from symmoe.nodes.rail import TO_LANE, GlooRail, RailBroken, Started
 
 GOES_ON, FAILED, UNRAISED, GAVE_UP = range(4)
 _WORDS = struct.Struct("<qqqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _TO_NOBODY = 2  # a tag; TO_LANE and PAYLOAD are taken
-_REPORT_S = 0.5  # closing waits that long until mates that listen are told; they take no time
-_LAST_WORDS_S = 2.0  # a mate that has broken off gets that long to say why, if it lives; it takes no time
+_REPORT_S = 0.5  # closing waits that long until rail peers that listen are told; they take no time
+_LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Header:
 class Lane:
     """This rank's place on its rail.
 
-    It always listens for the next header of every mate: what a rank says when it gives up arrives although it waits for
+    It always listens for the next header of every peer: what a rank says when it gives up arrives although it waits for
     nobody.
 
     Args:
@@ -77,7 +77,7 @@ class Lane:
         number: headers that this rank has sent.
     """
 
-    def __init__(self, rail: Rail, last_words: Rail, *, node: int, num_nodes: int) -> None:
+    def __init__(self, rail: GlooRail, last_words: GlooRail, *, node: int, num_nodes: int) -> None:
         self._rail, self._last_words, self._node, self._num_nodes = rail, last_words, node, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
@@ -104,7 +104,7 @@ class Lane:
         """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
 
         Raises:
-            RailBroken: see Rail.wait.
+            RailBroken: see GlooRail.wait.
         """
         deadline = time.monotonic() + timeout_s
         headers = [self._said] * self._num_nodes
@@ -167,7 +167,7 @@ class Lane:
             self._rail.wait(self._reports, _REPORT_S)
         for rail in (self._last_words, self._rail):
             rail.abort()
-        # What is on its way keeps the connections open, and a mate that waits would not know that this rank has gone.
+        # What is on its way keeps the connections open, and a peer that waits would not know that this rank has gone.
         self._reports.clear()
         self._probes.clear()
         self._awaited.clear()
@@ -176,12 +176,12 @@ class Lane:
         self._sent.clear()
 
     def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
-        """What a mate says."""
+        """What a rail peer says."""
         self._rail.wait([(node, work)], timeout_s)
         return Header.unpack(self._received[node])
 
     def _has_given_up(self) -> Header | None:
-        """What a mate has said that gave up: it has closed before this rank came, or another one is late."""
+        """What a rail peer has said that gave up: it has closed before this rank came, or another one is late."""
         for node, work in self._awaited:
             with contextlib.suppress(RailBroken):
                 said = self._hear(node, work, 0.0)
@@ -192,11 +192,11 @@ class Lane:
     def _listen(self) -> None:
         self._received, self._awaited = self._listen_on(self._rail)
 
-    def _listen_on(self, rail: Rail) -> tuple[list[torch.Tensor], Started]:
+    def _listen_on(self, rail: GlooRail) -> tuple[list[torch.Tensor], Started]:
         """Where the next headers of all nodes are going to be, and what brings them."""
         received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
         awaited: Started = []
-        with contextlib.suppress(RailBroken):  # a mate has closed after the last meeting: the next one finds that out
+        with contextlib.suppress(RailBroken):  # a peer has closed after the last meeting: the next one finds that out
             awaited = rail.start(self._nothing, received, tag=TO_LANE)
         return received, awaited
 

@@ -1,20 +1,37 @@
-"""NCCL's point-to-point calls by ctypes, of the library that torch has loaded.
+"""Payload between GPUs of several nodes: NCCL's send and recv on the current stream, for which the host does not wait.
 
-Not torch's process group for it: that one ends the whole process when a peer is lost, which here is an error that a
-caller may handle, and its streams are its own, so that one cannot say what its work has to come after in a graph.
+NCCL is called by ctypes, in the library that torch has loaded. Not torch's process group for it: that one ends the
+whole process when a peer is lost, which here is an error that a caller may handle, and its streams are its own, so that
+one cannot say what its work has to come after in a graph.
+The device counts in the host's memory what it has begun and ended, in replays of graphs as well: NCCL itself waits for
+ever, so that somebody has to see who does not come (symm_mem/rail_peers.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from symmoe.errors import BackendUnavailable
+from symmoe.nodes.rail import Messages, Started
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _UINT8 = 1  # ncclDataType_t
+_BEGUN, _ENDED = range(2)
+_MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
+_POLL_S = 1e-3
+_ID, _FAILED = "id", "failed"  # keys in the store of a rail
+_CONNECT_POLL_S = 0.05
+_HINT = "; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name its devices"
 
 
 class _UniqueId(ctypes.Structure):
@@ -108,3 +125,178 @@ class Nccl:
         result = getattr(self._library, name)(*arguments)
         if result != _SUCCESS:
             raise NcclError(f"{name}: {self._text(result)}; NCCL_DEBUG=INFO says why")
+
+
+class NcclRail:
+    """A rail for tensors on the current GPU. Construction is collective over the rail and synchronises.
+
+    Args:
+        library: NCCL.
+        store: of torch, which the ranks of the rail have in common.
+        name: of the rail in that store.
+        node, num_nodes: this rank's node, and N.
+        timeout_s: bound of the construction.
+
+    Attributes: see Payload.
+
+    Raises:
+        BackendUnavailable: see connect_together.
+    """
+
+    def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
+        self._library, self._node, self._num_nodes = library, node, num_nodes
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._turn = threading.Lock()  # of those who use the communicator
+        self._communicator, self._num_launched, self.bound_s = 0, 0, math.inf
+        with torch.inference_mode(False):
+            self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+        torch.cuda.synchronize(self._device)
+        try:
+            connect_together(
+                library.unique_id if node == 0 else None,
+                self._connect,
+                dist.PrefixStore(name, store),  # type: ignore[attr-defined]
+                node=node,
+                timeout_s=timeout_s,
+            )
+        except BackendUnavailable:
+            self.end()  # first messages that wait for ever
+            raise
+
+    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
+        with self._turn:
+            if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
+                # A longer bound of earlier exchanges holds until they have ended.
+                self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
+                self._count(_BEGUN)
+                try:
+                    self._exchange(sends, receives)
+                finally:
+                    self._count(_ENDED)
+        return []
+
+    def wait(self, started: Started, timeout_s: float) -> None:
+        """The stream waits."""
+
+    def problem(self) -> str:
+        if not self._turn.acquire(blocking=False):
+            return ""
+        try:
+            return self._library.problem(self._communicator) if self._communicator else ""
+        except NcclError as error:
+            return str(error)
+        finally:
+            self._turn.release()
+
+    def end(self) -> None:
+        deadline = time.monotonic() + _MOMENT_S
+        while self._is_moving and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # A host that waits inside NCCL for a rank that is lost does not give the turn back before this has happened.
+        has_turn = self._turn.acquire(timeout=_MOMENT_S)
+        communicator, self._communicator = self._communicator, 0
+        if has_turn:
+            self._turn.release()
+        if communicator:
+            # In a thread of its own: it ends the kernels at once, and then waits until no graph uses the communicator.
+            thread = threading.Thread(target=self._library.abort, args=(communicator,), daemon=True)
+            thread.start()
+            thread.join(_MOMENT_S)
+
+    @property
+    def _is_moving(self) -> bool:
+        begun, ended = self.progress.tolist()
+        return bool(self._communicator) and (begun > ended or ended < self._num_launched)
+
+    def _connect(self, unique_id: bytes, is_given_up: threading.Event) -> None:
+        torch.cuda.set_device(self._device)
+        communicator = self._library.connect(unique_id, self._node, self._num_nodes)
+        with self._turn:
+            if is_given_up.is_set():
+                self._library.abort(communicator)
+                return
+            self._communicator = communicator
+        # The first messages between two ranks connect them, for which they wait for each other.
+        with torch.cuda.stream(torch.cuda.Stream(self._device)), torch.inference_mode(False):
+            sent = torch.full((self._num_nodes,), self._node, dtype=torch.int64, device=self._device)
+            received = torch.full_like(sent, self._node)
+            self._exchange([[sent[:1]] * self._num_nodes], [list(received.split(1))])
+            if received.tolist() != list(range(self._num_nodes)):
+                raise NcclError(f"the ranks of the rail have sent {received.tolist()}")
+
+    def _exchange(self, sends: Messages, receives: Messages) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._library.exchange(self._communicator, self._addresses(sends), self._addresses(receives), stream)
+
+    def _addresses(self, messages: Messages) -> list[tuple[int, int, int]]:
+        return [
+            (tensor.data_ptr(), tensor.numel() * tensor.element_size(), node)
+            for by_node in messages
+            for node, tensor in enumerate(by_node)
+            if node != self._node and tensor.numel()
+        ]
+
+    def _count(self, which: int) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        self._num_launched += int(which == _ENDED and not capturing)
+        self._counts[which : which + 1].add_(1)
+        self.progress[which : which + 1].copy_(self._counts[which : which + 1], non_blocking=True)
+
+
+def connect_together(
+    make_id: Callable[[], bytes] | None,
+    connect: Callable[[bytes, threading.Event], None],
+    store: Any,
+    *,
+    node: int,
+    timeout_s: float,
+) -> None:
+    """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail.
+
+    NCCL itself has no bound, and does not tell the others when one fails.
+
+    A thread that is given up ends when NCCL lets it; it then has to undo what it has done.
+
+    Args:
+        make_id: of one of the ranks, makes the id by which they find each other; None on the others.
+        store: of torch, for this rail and this attempt.
+        node: this rank's, for the others' error.
+        timeout_s: bound.
+
+    Raises:
+        BackendUnavailable: one of both functions has failed, here or on another rank, or it takes longer.
+    """
+    problems: list[BaseException] = []
+    is_given_up = threading.Event()
+
+    def run() -> None:
+        try:
+            if make_id is not None:
+                store.set(_ID, make_id().hex())
+            # Not store.wait: other threads could not use the store meanwhile.
+            while not store.check([_ID]):
+                if is_given_up.wait(_CONNECT_POLL_S):
+                    return
+            connect(bytes.fromhex(store.get(_ID).decode()), is_given_up)
+        except BaseException as error:  # noqa: BLE001 - of another thread
+            problems.append(error)
+
+    thread = threading.Thread(target=run, name="symmoe-nccl", daemon=True)
+    deadline = time.monotonic() + timeout_s
+    thread.start()
+    try:
+        while True:
+            thread.join(_CONNECT_POLL_S)
+            if problems:
+                text = f"NCCL does not connect node {node} with the others: {problems[0]}{_HINT}"
+                store.set(_FAILED, text)
+                raise BackendUnavailable(text) from problems[0]
+            if not thread.is_alive():
+                return
+            if store.check([_FAILED]):
+                raise BackendUnavailable(store.get(_FAILED).decode())
+            if time.monotonic() > deadline:
+                raise BackendUnavailable(f"NCCL has not connected the nodes within {timeout_s:g} s{_HINT}")
+    finally:
+        is_given_up.set()

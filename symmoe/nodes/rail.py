@@ -83,32 +83,6 @@ class Payload(Protocol):
         """Ends what is under way, a moment later. Local; does nothing the second time."""
 
 
-class Rail(Protocol):
-    """Moves tensors of hosts between the ranks with the same index on all nodes."""
-
-    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
-        """Begins to send sends[n] to node n, and to fill receives[n] with what it sends. Does not wait.
-
-        Args:
-            sends, receives: contiguous tensors by node; the sizes of a pair of ranks must fit each other. Empty ones,
-                and those of this node, do not travel. They must stay as they are until :meth:`wait` has returned.
-            tag: messages of one tag keep their order.
-
-        Raises:
-            RailBroken: a connection has closed.
-        """
-
-    def wait(self, started: Started, timeout_s: float) -> None:
-        """Returns when what was started has been sent and received.
-
-        Raises:
-            RailBroken: that took longer, or a connection has closed. Only abort works then.
-        """
-
-    def abort(self) -> None:
-        """Ends the rail. Local; waits for nobody."""
-
-
 class GlooRail:
     """A rail for tensors on CPUs, for headers and payload. Construction is collective over the rail.
 
@@ -134,7 +108,15 @@ class GlooRail:
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
-        """See Rail."""
+        """Begins to send sends[n] to node n, and to fill receives[n] with what it sends. Does not wait.
+
+        Args:
+            sends, receives: as in Payload.begin.
+            tag: messages of one tag keep their order.
+
+        Raises:
+            RailBroken: a connection has closed.
+        """
         started = []
         with _unprofiled():
             for node, (sent, received) in enumerate(zip(sends, receives, strict=True)):
@@ -150,7 +132,7 @@ class GlooRail:
         return started
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        """See Rail and Payload."""
+        """See Payload. After an error only :meth:`abort` works."""
         deadline = math.inf if timeout_s == math.inf else time.monotonic() + timeout_s
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
@@ -160,21 +142,19 @@ class GlooRail:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
 
     def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
-        """See Payload."""
         started: Started = []
         for to_nodes, from_nodes in zip(sends, receives, strict=True):
             started += self.start(to_nodes, from_nodes, tag=PAYLOAD)
         return started
 
     def problem(self) -> str:
-        """See Payload."""
         return ""
 
     def end(self) -> None:
-        """See Payload. Its lane ends it."""
+        """Its lane ends it."""
 
     def abort(self) -> None:
-        """See Rail."""
+        """Ends the rail. Local; waits for nobody."""
         if self._group is not None:
             self._group.abort()
             self._group = None  # which closes the connections

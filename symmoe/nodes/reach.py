@@ -1,7 +1,7 @@
 """Whether ranks on several nodes can connect to each other: asked before gloo tries.
 
 Of two ranks gloo has one connect and the other wait. Where a connection is refused, the one that waits does so for
-five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its mates try to
+five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its rail peers try to
 connect: the kernels of the two machines answer, and no byte is sent.
 """
 
@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 from symmoe.errors import BackendUnavailable
 
-ENDPOINT_BYTES = 128
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR: the IPv4 address of a device, in 4 bytes after the first 20 of a struct ifreq
 _IFREQ = struct.Struct("16s16x8x")
@@ -41,15 +39,6 @@ class Endpoint:
     device: str
     host: str = ""
     port: int = 0
-
-    def pack(self) -> bytes:
-        """At most ENDPOINT_BYTES."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> Endpoint:
-        """The endpoint that was packed, and zeros after it."""
-        return cls(**json.loads(packed.rstrip(b"\0")))
 
     @property
     def is_loopback(self) -> bool:

@@ -1,14 +1,73 @@
-"""Which ranks of a group are on which node: all ranks compute the same from what all have said."""
+"""Where a rank is, and which ranks of a group are on which node: all ranks compute the same from what all have said."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from symmoe.errors import ArgumentError, BackendUnavailable
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NVML = "libnvidia-ml.so.1"
+_SUCCESS, _COMPLETED = 0, 3  # nvmlReturn_t, nvmlGpuFabricState_t
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place that can be compared with those of other ranks.
+
+    Attributes:
+        machine: one that was booted once.
+        fabric: an NVLink domain that may have GPUs on several machines; "" if the GPU is in none.
+    """
+
+    machine: str
+    fabric: str = ""
+
+    @property
+    def domain(self) -> str:
+        """What this rank has in common with those whose memory it can reach."""
+        return self.fabric or self.machine
+
+
+def find_place(gpu: str | None) -> Place:
+    """This rank's place. gpu: the UUID of its GPU; None: it has none."""
+    return Place(_BOOT_ID.read_text().strip(), "" if gpu is None else _find_fabric(gpu))
+
+
+class _FabricInfo(ctypes.Structure):  # nvmlGpuFabricInfo_t
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique", ctypes.c_uint32),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+def _find_fabric(gpu: str) -> str:
+    """The cluster and the clique of a GPU; "" where NVML knows none: in one machine the cluster is all zeros."""
+    device, info = ctypes.c_void_p(), _FabricInfo()
+    try:
+        nvml = ctypes.CDLL(_NVML)
+        if nvml.nvmlInit_v2() != _SUCCESS:
+            return ""
+        try:
+            name = b"GPU-" + gpu.removeprefix("GPU-").encode()
+            found = nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device))
+            if found != _SUCCESS or nvml.nvmlDeviceGetGpuFabricInfo(device, ctypes.byref(info)) != _SUCCESS:
+                return ""
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no driver, or one that is too old to know of domains
+        return ""
+    if info.state != _COMPLETED or info.status != _SUCCESS or not any(info.cluster):
+        return ""
+    return f"{bytes(info.cluster).hex()} {info.clique}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import time
 import warnings
@@ -31,6 +32,7 @@ from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
+_SMALL_BYTES = 512
 _TAG = 0x5E41  # no message of the user of the group has this tag
 _GLOO_THREAD = "pt_gloo_runloop"
 _LONGEST_S = 5.0  # enough for a thread that has something to drop
@@ -99,6 +101,18 @@ class Bootstrap:
         for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order: of _SMALL_BYTES at most as JSON."""
+        gathered = self.all_gather_bytes(json.dumps(value).encode(), num_bytes=_SMALL_BYTES)
+        return [json.loads(each.rstrip(b"\0")) for each in gathered]
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, of any length, in rank order."""
+        lengths = self.all_gather_bytes(len(payload).to_bytes(8, "little"), num_bytes=8)
+        sizes = [int.from_bytes(length, "little") for length in lengths]
+        gathered = self.all_gather_bytes(payload, num_bytes=max(1, *sizes))
+        return [data[:size] for data, size in zip(gathered, sizes, strict=True)]
 
     def attempt(self, step: Callable[[], _T]) -> _T:
         """Runs `step` on each rank and returns its result; raises the first rank's error on every rank. An error
@@ -202,16 +216,13 @@ class NodeBootstrap(Bootstrap):
 
     @property
     def global_ranks(self) -> list[int]:
-        """See Bootstrap."""
         return [self._whole.global_ranks[rank] for rank in self.ranks]
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
-        """See Bootstrap."""
         gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
         return [gathered[rank] for rank in self.ranks]
 
     def agree(self, problem: SymmoeError | None) -> None:
-        """See Bootstrap."""
         self._whole.agree(problem)
 
 
@@ -239,7 +250,7 @@ def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
         warnings.warn(
             f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
             "torch.distributed.init_process_group() first, if the ranks are to train together",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 
-from symmoe.errors import SymmoeError
 from symmoe.kernels import control
+from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.lease import Lease
-from symmoe.symm_mem.memory import Memory, Span
-from symmoe.symm_mem.streams import NoStreams
+from symmoe.symm_mem.memory import HeapStatistics, Span
+from symmoe.symm_mem.row_budget import RowHistory
+from symmoe.symm_mem.start import Parts
+from symmoe.symm_mem.streams import Access, NoStreams
+from symmoe.symm_mem.waits import Waits
 
 _META = torch.device("meta")
-_nothing: Any = lambda *args, **options: 0  # noqa: E731 - a method that does nothing
+_ENDLESS_BYTES = 1 << 62
 Event = tuple[int | None, Any]  # (bytes of a lease where it begins or None where it ends, the lease)
+
+
+def _nothing(*args: object, **options: object) -> int:
+    """Takes the place of what is not done."""
+    return 0
 
 
 class DryHeap(SymmetricHeap):
@@ -29,70 +38,83 @@ class DryHeap(SymmetricHeap):
         num_rows, num_packed_rows: N and P of every plan with exact capacity.
 
     Attributes:
-        num_ranks, num_rows, num_packed_rows: as given.
+        num_rows, num_packed_rows: as given.
         events: begins and ends of leases, in order.
     """
 
-    rank, device, epoch = 0, _META, 0
-    status: Any = None
-    configurations: Any = SimpleNamespace(number=lambda fields: 0)
-    trip_timer = captured_reports = first_step = None
-    spans_nodes = False
-    base = 0
-    one_call: Any = nullcontext
-    _streams = NoStreams()
-    _closed = True  # no peers to tell of errors
-    is_closed = False
-    barrier = send_signal = wait_for_signal = check = note_counts = offset_of = _nothing
-    lacks = shrink = _nothing  # memory is planned for leases that stay as large as they are made
-
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
-        self.num_ranks, self.num_rows, self.num_packed_rows = num_ranks, num_rows, num_packed_rows
-        self.peers: Any = SimpleNamespace(rank=0, num_ranks=num_ranks)
-        self.count_peers: Any = self.peers
+        self.num_rows, self.num_packed_rows, self.events = num_rows, num_packed_rows, list[Event]()
+        bases = torch.empty(num_ranks, dtype=torch.int64, device=_META)
+        peers = Peers(rank=0, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks))
+        configurations: Any = SimpleNamespace(number=lambda fields: 0)
+        memory: Any = _DryMemory(peers, self.events)
+        faults: Any = SimpleNamespace(poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing)
+        one_call: Any = nullcontext()
+        none: Any = None
+        self._hold(
+            Parts(
+                rank=0,
+                num_ranks=num_ranks,
+                backend="none",
+                backend_reason="a dry step",
+                arenas=none,
+                bootstrap=none,
+                tape_mode="off",
+                topology=none,
+                peers=peers,
+                count_peers=peers,
+                memory=memory,
+                streams=_DryStreams(num_rows, num_packed_rows),
+                access=Access(),
+                one_call=one_call,
+                configurations=configurations,
+                waits=Waits(peers, configurations, 1.0, 1.0),
+                faults=faults,
+                others=none,
+                nodes=None,
+                row_histories=defaultdict(RowHistory),
+            ),
+            _ENDLESS_BYTES,
+        )
+
+
+class _DryStreams(NoStreams):
+    raises_at_once = False
+
+    def __init__(self, num_rows: int, num_packed_rows: int) -> None:
         self._report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int64, device="cpu")
         self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
         self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows
-        self.events: list[Event] = []
-        self.dropped = self.events  # a dropped lease appends its end
 
-    def lease(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phase: int | None = None
-    ) -> Lease:
-        """See SymmetricHeap."""
-        number, memory = len(self.events), cast(Memory, self)
-        place: Any = None, (0, number)
-        lease = _DryLease(memory, Span(memory, name, number, place), shape, dtype)
-        self.events.append((lease.num_bytes, place[1]))
-        return lease
-
-    def give_back(self, arena: Any, span: tuple[int, int]) -> None:
-        """Notes the end of a lease."""
-        self.events.append((arena, span))
-
-    def run(
-        self,
-        key: tuple[Hashable, ...],
-        function: Callable[[], Sequence[Any]],
-        inputs: Sequence[torch.Tensor],
-        **numbers: int,
-    ) -> Sequence[Any]:
-        """See SymmetricHeap."""
-        return function()
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """See SymmetricHeap."""
-        return hasattr(tensor.untyped_storage(), "_lease_span")
-
-    def read_back(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
+    def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         """The report of a plan: a call reads nothing else."""
         return self._report.tolist
 
-    def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
-        """See SymmetricHeap."""
-        raise error
 
+class _DryMemory:
+    """In place of Memory. Memory is planned for leases that stay as large as they are made."""
 
-class _DryLease(Lease):
-    def _over(self, memory: Memory, rank: int) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=_META)
+    base, is_closed = 0, False
+    lacks = shrink = _nothing
+
+    def __init__(self, peers: Peers, events: list[Event]) -> None:
+        self.peers, self.statistics, self._events = peers, HeapStatistics(), events
+        self.dropped = events  # a dropped lease appends its end
+        self.arenas = [partial(torch.empty, _ENDLESS_BYTES, dtype=torch.uint8, device=_META)]
+
+    def take(self, num_bytes: int, name: str) -> Span:
+        """Notes the begin of a lease."""
+        place: Any = None, (0, len(self._events))
+        memory: Any = self
+        self._events.append((num_bytes, place[1]))
+        return Span(memory, name, place[1][1], place)
+
+    def give_back(self, arena: Any, span: tuple[int, int]) -> None:
+        """Notes the end of a lease."""
+        self._events.append((arena, span))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return hasattr(tensor.untyped_storage(), "_lease_span")
+
+    def offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        return 0, True

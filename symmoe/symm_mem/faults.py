@@ -7,15 +7,16 @@ vain. So it keeps the error, enters the barrier, and publishes that. If all rank
 Between nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail
 do; so all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
 
-*Between nodes* (symm_mem/mates.py) an error has to get through one barrier of a node and one meeting of each rail, in
-either order. A rank that fails a call says so to its rail, and enters the next barrier of its node with the error; its
-mates hear it when they next meet. A rank that learns of it in a barrier tells the rail, where all ranks of other nodes
-learn of it; one that learns of it at a meeting enters its node's next barrier with it. So on each rail either all ranks
-meet with the error or none does, and nobody waits for a meeting that the others have left out. A call ends with a
-meeting, and with a barrier right after it: by then the barriers of every rank have found the error, if not its host.
+*Between nodes* (rail_peers.py; on one node :class:`OneNode` answers) an error has to get through one barrier of a node
+and one meeting of each rail, in either order. A rank that fails a call says so to its rail, and enters the next barrier
+of its node with the error; the rail hears it when it next meets. A rank that learns of it in a barrier tells the rail,
+where all ranks of other nodes learn of it; one that learns of it at a meeting enters its node's next barrier with it.
+So on each rail either all ranks meet with the error or none does, and nobody waits for a meeting that the others have
+left out. A call ends with a meeting, and with a barrier right after it: by then the barriers of every rank have found
+the error, if not its host.
 
-On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its mates for later exchanges
-meanwhile. What they get there says that it cannot be used (Mates.end), so that their node's next barrier fails as
+On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its rail for later exchanges
+meanwhile. What peers get there says that it cannot be used (RailPeers.end), so that their node's next barrier fails as
 well: no rank of any node computes with it, although no host knows yet. Whoever raises first tells the rail, where the
 others raise at the latest; then all of a rail have raised it, and what they exchange from then on has no word of it.
 """
@@ -23,18 +24,28 @@ others raise at the latest; then all of a rail have raised it, and what they exc
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from symmoe.errors import TRAVELLING, PeerError, SymmoeError, encode
 from symmoe.kernels import control
-from symmoe.nodes.rail import Messages
-from symmoe.symm_mem.inbox import UNKNOWN, Fault, Report, counters, end_waits, read_fault, read_report, send_fault
-from symmoe.symm_mem.mates import Mates
-from symmoe.symm_mem.status_errors import mismatch_error, peer_error, plan_error, plan_record
-from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
-from symmoe.symm_mem.thread_access import OneCall
+from symmoe.symm_mem import flight_record
+from symmoe.symm_mem.reports import (
+    UNKNOWN,
+    Fault,
+    Report,
+    counters,
+    end_waits,
+    mismatch_error,
+    peer_error,
+    plan_error,
+    plan_record,
+    read_fault,
+    read_report,
+    send_fault,
+)
+from symmoe.symm_mem.streams import NoStreams, OneCall, StreamOrder, capture_id
 from symmoe.symm_mem.waits import Waits
 from symmoe.torch_internals import outside_transforms
 
@@ -51,6 +62,48 @@ _NEXT = {
 }
 
 
+class OneNode:
+    """What errors ask of the other nodes of a group, for a group without any. RailPeers are those of one with several.
+
+    Attributes:
+        overdue: of a rank of another node that does not come to an exchange on the device, once that is noticed.
+        turn: a context for what is local on one node, and collective on several.
+    """
+
+    overdue: Report | None = None
+    turn: AbstractContextManager[object] = nullcontext()
+
+    def node_of(self, rank: int) -> int | None:
+        """The node of a rank of the group, for the text of its error; None: there is one node, or no such rank."""
+
+    def say(self, fault: Fault) -> None:
+        """Has other nodes know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
+
+    def tell(self, fault: Fault) -> Fault | Report:
+        """Meets other nodes with an error, which may have been said; the one that all ranks raise. Collective."""
+        return fault
+
+    def meet(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
+        """Meets other nodes, which must be in the same call; None: all go on. Collective."""
+
+    def has_said_why(self, peer: int) -> bool:
+        """Whether a rank of this node that is missed has given up because of another node, and said so."""
+        return False
+
+    def give_up(self, sender: int, report: Report) -> None:
+        """Tells other nodes that `sender` (rank in the EP group) has given up. Local; waits for nobody."""
+
+    def leave(self) -> None:
+        """Ends exchanges on the device, which nobody may use afterwards. Local."""
+
+    def leaving(self) -> AbstractContextManager[None]:
+        """Leaves at the end of the context, or a moment after its begin."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Ends the connections. Local."""
+
+
 class Faults:
     """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error
     that passes through it is in a cycle with the traceback, which keeps the leases of all its frames.
@@ -58,25 +111,31 @@ class Faults:
     Attributes:
         poison: why only `close` works any more; None: everything works. (An error object would keep frames alive.)
         unraised: the error that is kept for the barrier of the next plan, or None.
-        num_errors: errors of calls that this rank has noticed.
+
+    Args:
+        backend: of the heap, for flight records.
+        others: the other nodes.
+        forget: called when an error of a call is noticed.
     """
 
     def __init__(
-        self, waits: Waits, streams: StreamOrder | NoStreams, one_call: OneCall, backend: str, mates: Mates | None
+        self,
+        waits: Waits,
+        streams: StreamOrder | NoStreams,
+        one_call: OneCall,
+        backend: str,
+        others: OneNode,
+        forget: Callable[[], None],
     ) -> None:
         self.poison: str | None = None
-        self._mates = mates
         self.unraised: SymmoeError | None = None
         self._waits, self._streams, self._one_call, self._backend = waits, streams, one_call, backend
+        self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
         self._peers, self._flight = waits.peers, waits.flight
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._words = waits.status.numpy()
         self._counters = counters(waits.peers)
-        self.num_errors = 0
         self._num_messages = 0  # messages sent to the peers
-        self._rail_report: Report | None = None
-        if mates is not None:
-            mates.watch(self.look_at_rail)
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -116,11 +175,8 @@ class Faults:
         if any(published[0] != UNRAISED[0] for published in received):
             self._is_over(error)
             return None
-        if self._mates is not None:  # where this plan may have failed for another reason
-            answer = self._mates.tell(Fault(-1, encode(error)))
-            if isinstance(answer, Report):
-                return self._mate_failure(answer)
-        return error
+        answer = self._others.tell(Fault(-1, encode(error)))  # where this plan may have failed for another reason
+        return self.gone(answer) if isinstance(answer, Report) else error
 
     def _is_over(self, error: SymmoeError) -> None:
         text = "rank %d has left a call by an exception of its own, in which its peers have raised: %s"
@@ -184,79 +240,46 @@ class Faults:
                 self._waits.configurations, first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
             )
             fault = Fault(-1, encode(mismatch))
-        if self._mates is not None:
-            fault = replace(fault, is_unraised=is_unraised)
-            answer: Fault | Report = self._mates.tell(fault) if told is None else told
-            if isinstance(answer, Fault) and answer.origin == UNKNOWN:
-                answer = self._mates.tell(fault)
-            if isinstance(answer, Report):
-                return self._mate_failure(answer), False
-            is_unraised = answer.is_unraised
-            if told is None or UNKNOWN in (told.origin, fault.origin):  # else the record says which it is
-                fault = answer
+        fault = replace(fault, is_unraised=is_unraised)
+        answer: Fault | Report = self._others.tell(fault) if told is None else told
+        if isinstance(answer, Fault) and answer.origin == UNKNOWN:
+            answer = self._others.tell(fault)
+        if isinstance(answer, Report):
+            return self.gone(answer), False
+        is_unraised = answer.is_unraised
+        if told is None or UNKNOWN in (told.origin, fault.origin):  # else the record says which it is
+            fault = answer
         if own is not None and fault.origin == self._rank:
             error = own
         else:
             error = plan_error(words) if kind == control.STATUS_PLAN else fault.error
-        error = self._written_down(error, words)
+        self._forget()
+        self._describe(error, words)
+        self._write_down(error)
         if was_left(words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)):
             error = self.fail(error, control.PHASE_PLAN)  # on the device it was no barrier: the peers are still in it
         return error, is_unraised
 
-    def meet(self, call: int, sizes: int = 0, num_tokens: int = 0) -> SymmoeError | None:
-        """Meets the ranks of the rail, which are about to enter the same call; what this rank raises, or None."""
-        assert self._mates is not None
-        answer = self._mates.meet(call, sizes, num_tokens)
-        if isinstance(answer, Fault):
-            return self._fail_node(answer, control.pack_call(phase=call & 0xFF))
-        return None if answer is None else self._mate_failure(answer)
-
-    def begin_to_move(self, sends: Messages, receives: Messages) -> SymmoeError | None:
-        """Begins to move tensors along the rail after :meth:`meet`; what this rank raises, or None."""
-        assert self._mates is not None
-        report = self._mates.begin(sends, receives)
-        return None if report is None else self._mate_failure(report)
-
-    def end_to_move(self) -> SymmoeError | None:
-        """Waits for what :meth:`begin_to_move` has begun; what this rank raises, or None."""
-        error = self.end_to_move_in_vain()
-        if error is None and self.poison is None and self._mates is not None:
-            self._mates.hear()
-        return error
-
-    def end_to_move_in_vain(self) -> SymmoeError | None:
-        """Same as :meth:`end_to_move`, after an exception: what mates knew then is of a call that is over."""
-        assert self._mates is not None
-        if self.poison is not None:  # a mate may be gone; what may still come has its memory until the rail ends
-            self._mates.join()
-            return None
-        report = self._mates.end()
-        return None if report is None else self._mate_failure(report)
-
-    def _fail_node(self, fault: Fault, call: int) -> SymmoeError:
-        """Has the ranks of this node raise an error of which the rail knows."""
+    def after_meeting(self, answer: Fault | Report | None, call: int) -> SymmoeError | None:
+        """What this rank raises after the ranks of its rail have met to enter `call`; None if all go on."""
+        if answer is None or isinstance(answer, Report):
+            return None if answer is None else self.gone(answer)
         if self._is_captured:
-            return fault.error
+            return answer.error
         with self._one_call:
             self._streams.synchronize()
-            if self._words[control.STATUS_KIND] == control.STATUS_OK:  # else its barriers have failed already
-                self._enter_with(fault, call)
-            return self.take(told=fault)
+            if self._words[control.STATUS_KIND] == control.STATUS_OK:  # else this node's barriers have failed already
+                self._enter_with(answer, control.pack_call(phase=call & 0xFF))
+            return self.take(told=answer)
 
-    def look_at_rail(self) -> bool:
-        """Gives up if a rank of another node does not come to an exchange on the device, for which this rank's host may
-        be waiting. Whether to look again. For a thread of its own."""
-        report = None if self._mates is None else self._mates.look()
-        if report is None:
-            return True
-        if self.poison is None:
-            self._rail_report = report
-            if self._words[control.STATUS_KIND] == control.STATUS_OK:  # what is found from now on follows from this
-                self._words[control.STATUS_KIND] = control.STATUS_RAIL
-            self.give_up(replace(report, reason=str(self._gone(report, None, bool(report.first)))))
-        elif self._mates is not None:
-            self._mates.leave()
-        return False
+    def note_overdue(self, report: Report) -> None:
+        """Gives up because of `others.overdue`, for which this rank's host may be waiting. In any thread."""
+        if self.poison is not None:
+            self._others.leave()
+            return
+        if self._words[control.STATUS_KIND] == control.STATUS_OK:  # what is found from now on follows from this
+            self._words[control.STATUS_KIND] = control.STATUS_RAIL
+        self._give_up(replace(report, reason=str(self._gone(report, None))))
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits for its end."""
@@ -266,55 +289,51 @@ class Faults:
         self._waits.barrier(call, fault=True)
         self._streams.synchronize()
 
-    def _mate_failure(self, report: Report) -> SymmoeError:
-        """The error of a rank on the rail that did not come or gave up: the heap is poisoned, everybody is told."""
-        assert self._mates is not None
-        first = bool(report.first)
-        error = self._gone(report, report.sender if report.sender >= 0 else None, first)
+    def gone(self, report: Report) -> SymmoeError:
+        """The error of a rank of another node that did not come or gave up: the heap is poisoned, everybody is told."""
+        error = self._gone(report, report.sender if report.sender >= 0 else None)
         self.poison = str(error)
         self._describe(error, [0] * control.STATUS_WORDS)
-        self.give_up(replace(report, reason=report.reason or str(error)))
+        self._give_up(replace(report, reason=report.reason or str(error)))
         self._write_down(error)
         return error
 
-    def _gone(self, report: Report, sender: int | None, first: bool) -> PeerError:
+    def _gone(self, report: Report, sender: int | None) -> PeerError:
         """The error of a report: of `sender`, or, if that is None, of this rank itself."""
-        node = None if self._mates is None or report.missing < 0 else self._mates.topology.node_of(report.missing)
-        return peer_error(report, sender, self._rank, *self._waits.bound(first), node=node)
+        bound = self._waits.bound(bool(report.first))
+        return peer_error(report, sender, self._rank, *bound, node=self._others.node_of(report.missing))
 
     def of_plan(self, report: list[int]) -> SymmoeError:
-        """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: mates
+        """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: ranks
         with a static capacity have it on record, and tell their rail."""
-        error, _ = self._agree(plan_record(report))
+        with self._others.turn:
+            error, _ = self._agree(plan_record(report))
         return error
 
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
-        if words[control.STATUS_KIND] == control.STATUS_RAIL and self._rail_report is not None:
-            missing = self._gone(self._rail_report, None, bool(self._rail_report.first))
+        kind, overdue = words[control.STATUS_KIND], self._others.overdue
+        if kind == control.STATUS_RAIL and overdue is not None:
+            missing = self._gone(overdue, None)
             self._describe(missing, words)
             return missing  # the peers have been told
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
-        has_said = False
-        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT and self._mates is not None:
-            has_said = self._mates.verdict_of(peer)
-        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT and not has_said:
+        if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
             first = self._waits.first_times.was_first(epoch, phase, peer)
             report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
-            timeout = self._gone(report, None, first)
+            timeout = self._gone(report, None)
             self._describe(timeout, words)  # before this rank overwrites the words of its peers
-            self.give_up(replace(report, reason=str(timeout)))
+            self._give_up(replace(report, reason=str(timeout)))
             return timeout
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
                 report = read_report(self._peers, peer)
         sender = report.sender if report.sender >= 0 else self._peers.in_group(peer)
-        error = self._gone(report, sender, bool(report.first))
+        error = self._gone(report, sender)
         self._describe(error, words)
-        if self._mates is not None:
-            self._mates.give_up(sender, report)
-            self._mates.leave()
+        self._others.give_up(sender, report)
+        self._others.leave()
         return error
 
     # -- told -----------------------------------------------------------------------------------------------------
@@ -326,8 +345,7 @@ class Faults:
             return error
         with self._one_call:
             fault = Fault(self._rank, encode(error))
-            if self._mates is not None:  # now: peers may wait for ranks whose mates wait for this one
-                self._mates.say(fault)
+            self._others.say(fault)  # now: peers may wait for ranks whose rail peers wait for this one
             self._enter_with(fault, control.pack_call(phase=phase))
             return self.take(error)
 
@@ -353,31 +371,44 @@ class Faults:
         self.poison = f"this rank gave up: {reason}"
         record = SymmoeError(self.poison)
         self._describe(record, [0] * control.STATUS_WORDS)
-        self.give_up(Report(reason))
+        self._give_up(Report(reason))
         self._write_down(record)
 
-    def give_up(self, report: Report) -> None:
+    def _give_up(self, report: Report) -> None:
         """Tells the peers; with a broken GPU, or in a capture, they wait until their bounds."""
         self._num_messages += 1
         if self._is_captured:
             return
-        if self._mates is not None:
-            self._mates.give_up(report.sender if report.sender >= 0 else self._rank, report)
+        self._others.give_up(report.sender if report.sender >= 0 else self._rank, report)
         kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
-        with nullcontext() if self._mates is None else self._mates.leaving():
+        with self._others.leaving():
             try:
                 with self._streams.at_once():
                     end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
             except RuntimeError as problem:
                 logger.warning("rank %d cannot tell its peers that it gives up: %s", self._rank, problem)
 
-    # -- written down ---------------------------------------------------------------------------------------------
+    def meet_to_close(self) -> tuple[SymmoeError | None, bool]:
+        """What :meth:`SymmetricHeap.close` raises, and whether all ranks have come to close."""
+        error, together, call = None, False, control.pack_call(phase=control.PHASE_CLOSE)
+        try:
+            self._streams.synchronize()
+            if self.poison is None and self._words[control.STATUS_KIND] != control.STATUS_OK:
+                error = self.take()  # no rank has raised it yet; unless it is a timeout, the peers are there
+            if self.poison is None:
+                self._waits.barrier(call)
+                self._streams.synchronize()
+                together = self._words[control.STATUS_KIND] == control.STATUS_OK
+                error = self.after_meeting(self._others.meet(call), call) if together else self.take()
+                together = error is None
+        except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
+            self.abort(f"{type(problem).__name__}: {problem}")
+            raise
+        if not together and self.poison is None:
+            self._give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
+        return error, together
 
-    def _written_down(self, error: SymmoeError, status: list[int]) -> SymmoeError:
-        self.num_errors += 1
-        self._describe(error, status)
-        self._write_down(error)
-        return error
+    # -- written down ---------------------------------------------------------------------------------------------
 
     def _describe(self, error: SymmoeError, status: list[int]) -> None:
         """Gives the error its flight record."""
@@ -386,13 +417,13 @@ class Faults:
         facts = {"backend": self._backend, "timeout_s": self._waits.timeout_s}
         try:
             with self._streams.at_once():
-                error.flight = self._flight.describe(error, status, self._peers, facts)
+                error.flight = flight_record.describe(self._flight, error, status, self._peers, facts)
         except RuntimeError as problem:
             logger.warning("rank %d cannot make a flight record: %s", self._rank, problem)
 
     def _write_down(self, error: SymmoeError) -> None:
         """Writes the error's flight record to its folder, and says so in the error's text."""
-        if error.flight is not None and (where := self._flight.write(error.flight)):
+        if error.flight is not None and (where := flight_record.write(error.flight, self._folder)):
             error.args = (f"{error}{where}",)
 
     @property

@@ -1,8 +1,7 @@
 """The flight record: this rank's last collective calls, to find out why ranks hang.
 
-The host notes each call when it launches it, which costs a clock and an append; nothing is read from a device until an
-error is raised. A record holds counts, indices, times and the text of the error, and never a value of a token.
-`symmoe doctor --read` explains the records of several ranks in a sentence.
+A record holds counts, indices, times and the text of the error, and never a value of a token. `symmoe doctor --read`
+explains the records of several ranks in a sentence.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,96 +17,59 @@ import torch
 from symmoe.errors import PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.status_errors import CHOICES
+from symmoe.symm_mem.reports import CHOICES
+from symmoe.symm_mem.waits import FlightRing
 
 FORMAT = "symmoe flight record 1"
-NUM_CALLS = 64
 MAX_FILES = 100  # of one rank and process in one folder
 _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort", "rail")
 _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
 
-class FlightRecorder:
-    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched.
+def describe(
+    flight: FlightRing, error: SymmoeError, status: list[int], peers: Peers, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """The record as a dict for JSON. Reads the control block, on the current stream.
 
-    Attributes:
-        epoch: epoch of the last barrier that the host has launched. Barriers of a graph count when they are captured,
-            not when they are replayed; otherwise it is the epoch of the device.
+    Args:
+        flight: the last calls.
+        error: the error that is about to be raised.
+        status: the words of the status record.
+        facts: facts of the heap, for the top of the record.
     """
+    now_ns, wall_s, calls = time.monotonic_ns(), time.time(), flight.calls
+    plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
+    return {
+        "format": FORMAT,
+        "rank": peers.in_group(peers.rank),
+        "num_ranks": peers.layout.num_rows,
+        "pid": os.getpid(),
+        **facts,
+        "written_unix_s": wall_s,
+        "error": _describe_error(error),
+        "status": _describe_status(status),
+        **_describe_control_block(peers, plan_epoch),
+        "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in calls],
+    }
 
-    def __init__(self) -> None:
-        self._folder = os.environ.get("SYMMOE_FLIGHT_DIR")  # where records are written; None or "": nowhere
-        self._calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
-        self._num_launched = 0
-        self.epoch = 0
 
-    def barrier_launched(self, call: int) -> None:
-        """Notes a barrier; `call` as in control.pack_call."""
-        self.epoch += 1
-        self.wait_launched(call, -1)
+def find_folder() -> str:
+    """Where records are written, by SYMMOE_FLIGHT_DIR in the environment; "": nowhere."""
+    return os.environ.get("SYMMOE_FLIGHT_DIR", "")
 
-    def wait_launched(self, phase: int, rank: int) -> None:
-        """Notes a wait for the signal of `rank`; -1: a barrier."""
-        self._num_launched += 1
-        self._calls.append([self._num_launched, self.epoch, phase, rank, time.monotonic_ns(), None])
 
-    def note(self, epoch: int, **counts: int) -> None:
-        """Adds counts to the barrier of that epoch: numbers that the host knows anyway."""
-        for call in reversed(self._calls):
-            if call[1] == epoch and call[3] < 0:
-                call[-1] = {**(call[-1] or {}), **counts}
-                return
-
-    @property
-    def is_in_dispatch(self) -> bool:
-        """Whether the last call was a dispatch whose rows have not been combined."""
-        trip = control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
-        return bool(self._calls) and self._calls[-1][2] & 0xFF in trip
-
-    def phases_since(self, epoch: int) -> list[int]:
-        """Phases launched after the barrier of `epoch`; none if that barrier is no longer in the record."""
-        phases: list[int] = []
-        for _, other_epoch, call, peer, *_ in reversed(self._calls):
-            if other_epoch == epoch and peer < 0:
-                return phases[::-1]
-            phases.append(call & 0xFF)
-        return []
-
-    def describe(self, error: SymmoeError, status: list[int], peers: Peers, facts: dict[str, Any]) -> dict[str, Any]:
-        """The record as a dict for JSON. Reads the control block, on the current stream.
-
-        Args:
-            error: the error that is about to be raised.
-            status: the words of the status record.
-            facts: facts of the heap, for the top of the record.
-        """
-        now_ns, wall_s = time.monotonic_ns(), time.time()
-        plan_epoch = next((call[1] for call in reversed(self._calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
-        return {
-            "format": FORMAT,
-            "rank": peers.in_group(peers.rank),
-            "num_ranks": peers.layout.num_rows,
-            "pid": os.getpid(),
-            **facts,
-            "written_unix_s": wall_s,
-            "error": _describe_error(error),
-            "status": _describe_status(status),
-            **_describe_control_block(peers, plan_epoch),
-            "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in self._calls],
-        }
-
-    def write(self, record: dict[str, Any]) -> str:
-        """Writes a record that only this user can read; returns what to add to the error's text, or ""."""
-        if not self._folder:
-            return ""
-        try:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            path, file = _create(Path(self._folder), f"symmoe-flight-rank{record['rank']}-pid{record['pid']}")
-            with os.fdopen(file, "w") as stream:
-                json.dump(record, stream, indent=1)
-        except OSError as problem:
-            return f" (no flight record in {self._folder}: {problem.strerror})"
-        return f" (flight record: {path})"
+def write(record: dict[str, Any], folder: str) -> str:
+    """Writes a record that only this user can read; returns what to add to the error's text, or ""."""
+    if not folder:
+        return ""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        path, file = _create(Path(folder), f"symmoe-flight-rank{record['rank']}-pid{record['pid']}")
+        with os.fdopen(file, "w") as stream:
+            json.dump(record, stream, indent=1)
+    except OSError as problem:
+        return f" (no flight record in {folder}: {problem.strerror})"
+    return f" (flight record: {path})"
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import struct
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from symmoe.errors import BackendUnavailable
 from symmoe.symm_mem.bootstrap import Bootstrap
 
-_TICKET = struct.Struct("<qqqqq")  # pid, file descriptor, inode, pid namespace, user
+_Ticket = Sequence[int]  # pid, file descriptor, inode, pid namespace, user
 
 
 def preflight() -> str:
@@ -33,24 +33,27 @@ def preflight() -> str:
 
 
 class HostBackend:
-    """Arenas in shared memory. The constructor is collective over the group."""
+    """Arenas in shared memory. The constructor is collective over the group.
+
+    Attributes:
+        device: of the arenas.
+        arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
+        bases: by rank, the address of its arena in this process.
+    """
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device, self._rank = torch.device("cpu"), bootstrap.rank
         files: list[int] = []
         try:
             namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files))
-            tickets = [_TICKET.unpack(t) for t in bootstrap.all_gather_bytes(ticket, num_bytes=_TICKET.size)]
+            tickets = bootstrap.gather(ticket)
             # No rank closes its descriptor before every peer has opened it, and all fail together.
             self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, tickets, bootstrap.rank, namespace))
         finally:
             for file in files:
                 os.close(file)
-        self.bases = [self.arena_tensor(rank).data_ptr() for rank in range(bootstrap.num_ranks)]
-
-    def arena_tensor(self, rank: int) -> torch.Tensor:
-        """A new uint8 tensor over rank `rank`'s arena, with a separate version counter."""
-        return torch.frombuffer(self._maps[rank], dtype=torch.uint8)
+        self.arenas = [partial(torch.frombuffer, mapped, dtype=torch.uint8) for mapped in self._maps]
+        self.bases = [make().data_ptr() for make in self.arenas]
 
     def close(self) -> None:
         """Frees this rank's arena, which reads as zeros from now on wherever it is mapped: no tokens are left, and a
@@ -58,13 +61,14 @@ class HostBackend:
         if self._maps:
             self._maps[self._rank].madvise(mmap.MADV_REMOVE)
         self._maps = []
+        self.arenas.clear()
 
     def abandon(self) -> None:
         """Same as :meth:`close`, which needs no peers."""
         self.close()
 
 
-def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
+def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, _Ticket]:
     """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -73,11 +77,11 @@ def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
         os.ftruncate(files[0], num_bytes)
     except OSError as error:
         raise BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}") from error
-    return namespace, _TICKET.pack(os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
+    return namespace, (os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
 
 
 def _map_arenas(
-    num_bytes: int, files: list[int], tickets: list[tuple[int, ...]], own: int, namespace: int
+    num_bytes: int, files: list[int], tickets: Sequence[_Ticket], own: int, namespace: int
 ) -> list[mmap.mmap]:
     """Every rank's arena in rank order. The peers' files are added to `files`."""
     for rank, peer in enumerate(tickets):
@@ -90,7 +94,7 @@ def _map_arenas(
         raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
 
 
-def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:
+def _open_peer(rank: int, ticket: _Ticket, namespace: int) -> int:
     pid, fd, inode, peer_namespace, user = ticket
     if peer_namespace != namespace or user != os.geteuid():
         raise BackendUnavailable(
@@ -115,7 +119,7 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
         warnings.warn(
             f"num_bytes ({num_bytes}) times {num_ranks} ranks on this machine is more than the memory that is free for "
             f"them ({free_bytes} bytes): a rank that fills its arena may be killed",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

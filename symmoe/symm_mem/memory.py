@@ -1,24 +1,121 @@
-"""This rank's memory of a heap: which lease holds which part of the arena, and when a part may be leased again."""
+"""This rank's memory of a heap: a first-fit arena, the leases of its parts, and when a part may be leased again.
+
+Memory of a lease lies in the arena of one of this process's heaps, and nowhere else. So a look at addresses tells which
+of many tensors need a look at their leases. Ranges of closed heaps stay: tensors over them may be alive. Where other
+memory lies there by now, a look at its leases finds none.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
+from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from symmoe.autograd import wrote_into
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena, add_range
-from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
-from symmoe.symm_mem.thread_access import Access
+from symmoe.symm_mem.streams import Access, NoStreams, StreamOrder, capture_id
+from symmoe.tape.recorder import recorded
+
+ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
+_SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
+
+_lock = threading.Lock()
+_bounds: npt.NDArray[np.int64] = np.empty(0, np.int64)  # begin, end, begin, end, ... of ranges that do not touch
+
+
+class Arena:
+    """Hands out byte ranges of [start, end). Lowest address first, so equal call sequences give equal offsets."""
+
+    def __init__(self, start: int, end: int) -> None:
+        start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self.capacity_bytes = end - start
+        self.used_bytes = 0
+        self.high_water_bytes = 0
+        self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
+
+    def take(self, num_bytes: int) -> tuple[int, int] | None:
+        """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
+        size = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                if end - start == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + size, end)
+                self.used_bytes += size
+                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
+                return start, size
+        return None
+
+    def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:
+        """Same as :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
+        span = self.take(num_bytes)
+        if span is None and (more := source.take(num_bytes)) is not None:
+            self.capacity_bytes += more[1]
+            self._insert(*more)
+            span = self.take(num_bytes)
+        return span
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Returns a range from :meth:`take`; neighbours merge."""
+        self.used_bytes -= size
+        self._insert(offset, size)
+
+    def clear(self) -> list[tuple[int, int]]:
+        """Removes all free ranges from the arena; returns them as (offset, size)."""
+        spans = [(start, end - start) for start, end in self._free]
+        self.capacity_bytes -= sum(size for _, size in spans)
+        self._free = []
+        return spans
+
+    def _insert(self, offset: int, size: int) -> None:
+        insort(self._free, (offset, offset + size))
+        merged = [self._free[0]]
+        for start, end in self._free[1:]:
+            if start == merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Size of the largest lease that would fit now."""
+        return max((end - start for start, end in self._free), default=0)
+
+
+def add_range(start: int, num_bytes: int) -> None:
+    """Notes an arena; ranges that meet become one."""
+    global _bounds
+    with _lock:
+        end = start + num_bytes
+        first, last = _bounds.searchsorted(start, "left"), _bounds.searchsorted(end, "right")
+        # An odd position lies in a range, which then begins or ends this one.
+        new = [bound for bound, position in ((start, first), (end, last)) if position % 2 == 0]
+        _bounds = np.concatenate([_bounds[:first], np.array(new, np.int64), _bounds[last:]])
+
+
+def positions_inside(addresses: bytes) -> list[int]:
+    """Which of the addresses, native int64, lie in a range."""
+    if not _bounds.size:
+        return []
+    places = _bounds.searchsorted(np.frombuffer(addresses, np.int64), "right")
+    inside: list[int] = np.flatnonzero(places & 1).tolist()
+    return inside
+
 
 _Place = tuple[Arena, tuple[int, int]]  # the arena that gets a span back, and its (offset, size) there
-
-_SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
 
 
 @dataclass
@@ -83,10 +180,10 @@ class Memory:
     """Hands out spans of this rank's arena, and takes them back. Local, in any thread; never synchronises.
 
     Args:
-        arena_tensor: function of a rank; a new uint8 tensor over its arena, with a separate version counter.
+        arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
 
     Attributes:
-        peers, arena_tensor: what leases make tensors with.
+        peers, arenas: what leases make tensors with.
         arena: free ranges behind the control block.
         lock: guards the arenas and the order of streams.
         dropped: spans that were dropped without release. Used without the lock, because Python's collector may
@@ -99,12 +196,12 @@ class Memory:
     def __init__(
         self,
         peers: Peers,
-        arena_tensor: Callable[[int], torch.Tensor],
+        arenas: Sequence[Callable[[], torch.Tensor]],
         access: Access,
         streams: StreamOrder | NoStreams,
     ) -> None:
         own = peers.views[peers.rank]
-        self.peers, self.arena_tensor = peers, arena_tensor
+        self.peers, self.arenas = peers, arenas
         self.arena = Arena(peers.layout.num_bytes, own.numel())
         self.lock = threading.RLock()
         self.dropped: deque[_Place] = deque()
@@ -189,8 +286,8 @@ class Memory:
             self._return(*self.dropped.popleft(), self._streams.dropped)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the arena, behind the control block."""
-        if tensor.device != self._device:
+        """Whether `tensor` lies in the open arena, behind the control block."""
+        if self.is_closed or tensor.device != self._device:
             return False
         if tensor.numel() == 0:  # torch gives an empty tensor no address
             return True
@@ -234,3 +331,100 @@ class Memory:
     def graph_bytes(self) -> int:
         """Bytes that captured CUDA graphs hold, leased in them or not."""
         return sum(arena.capacity_bytes for arena in self._graph_arenas.values())
+
+
+def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
+    """What is wrong with the arguments of :meth:`SymmetricHeap.lease`, or None."""
+    if not isinstance(dtype, torch.dtype):
+        return ArgumentError(f"dtype ({dtype!r}) must be a torch.dtype")
+    if not isinstance(shape, (tuple, list)):
+        return ArgumentError(f"shape ({shape!r}) must be a tuple of ints")
+    if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
+        return ArgumentError(f"shape ({shape!r}) must be of ints of at least 0")
+    return None
+
+
+def ended_lease(tensor: torch.Tensor) -> Span | None:
+    """The span of the lease that `tensor` is memory of, if it was released or its heap closed; else None."""
+    if tensor.layout != torch.strided:  # such a tensor has no storage
+        return None
+    span = getattr(tensor.untyped_storage(), "_lease_span", None)
+    return span if span is not None and span.end else None
+
+
+class Lease:
+    """Memory of the symmetric heap, made by :meth:`SymmetricHeap.lease`. Contents are undefined at first.
+
+    Attributes:
+        name: purpose of the lease, shown in error texts.
+        shape, dtype: shape and dtype of the tensor.
+        offset: byte offset in the arena.
+        num_bytes: size of the tensor.
+        generation: how many leases the heap had made before this one.
+
+    The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
+    autograd may save the tensor, checkpointing may drop it, and a graph that is dropped leaks nothing.
+    Releasing is local and does not synchronise: later kernels on the same stream may reuse the memory, and peers write
+    into it only after a barrier that this rank's stream reaches.
+    """
+
+    def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name, self.offset, self.generation = span.name, span.offset, span.generation
+        self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
+        self._bytes = slice(self.offset, self.offset + self.num_bytes)
+        self._memory: Memory | None = memory
+        self._span = span
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
+        if self._memory is None:
+            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+        if self._tensor is None:  # leases whose memory only peers and kernels look at need none
+            arena = self._memory.arenas[self._memory.peers.rank]()
+            # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
+            self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
+            self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
+        return self._tensor
+
+    @property
+    def address(self) -> int:
+        """Where this rank's memory begins."""
+        return self._span.address
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The same byte range of rank `rank`'s arena as a tensor.
+
+        It is that rank's lease of the same name if all ranks lease and release in the same order.
+
+        Raises:
+            ArgumentError: the group has no such rank; raised only on this rank, as every error of a lease.
+        """
+        if self._memory is None:
+            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+        num_ranks = self._memory.peers.num_ranks
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
+            raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
+        return self._memory.arenas[rank]()[self._bytes].view(self.dtype).view(self.shape).detach()
+
+    @recorded
+    def release(self) -> None:
+        """Gives the memory back. A second call raises StaleLease. Local."""
+        if self._memory is None:
+            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
+        if self._tensor is not None:
+            wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
+        self._memory, self._tensor = None, None
+        self._span.release()
+
+    def shrink(self, num_bytes: int) -> None:
+        """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""
+        self._span.shrink(num_bytes)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._memory is not None:
+            self.release()

@@ -18,10 +18,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.place import find_place
+from symmoe.nodes.topology import find_place
 from symmoe.symm_mem.bootstrap import Bootstrap
 
-_UNIQUE_ID_BYTES, _UUID_BYTES = 128, 60
+_UNIQUE_ID_BYTES = 128
 _DL_CUDA, _DL_UINT = 2, 1
 _CAPSULE_NAME = b"dltensor"
 
@@ -61,7 +61,7 @@ def preflight(num_bytes: int) -> str:
 
 
 class NvshmemBackend:
-    """Arenas in GPU memory. The constructor is collective over the group and synchronises the device."""
+    """Arenas in GPU memory, see HostBackend. The constructor is collective and synchronises the device."""
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         import nvshmem.bindings as bindings
@@ -103,16 +103,12 @@ class NvshmemBackend:
                 text += f", here between {num_machines} machines of one NVLink domain; ranks_per_node can part them"
             problem = BackendUnavailable(text)
         bootstrap.agree(problem)
-        self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
-
-    def arena_tensor(self, rank: int) -> torch.Tensor:
-        """A new uint8 tensor over rank `rank`'s arena, with a separate version counter."""
-        return self._ranges[rank].tensor()
+        self.arenas = [AddressRange(base, num_bytes, self.device).tensor for base in self.bases]
 
     def close(self) -> None:
         """Zeroes and frees the arena, and ends NVSHMEM in this process. Collective; tensors over the arena dangle
         afterwards."""
-        self.arena_tensor(self._rank).zero_()
+        self.arenas[self._rank]().zero_()
         torch.cuda.synchronize(self.device)
         self._bindings.free(self._address)
         self._core.finalize()
@@ -125,27 +121,22 @@ class NvshmemBackend:
         """The number of machines of a node. Raises on all ranks unless its ranks are on different GPUs that can address
         each other. Collective."""
         index = self.device.index
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()[:_UUID_BYTES].ljust(_UUID_BYTES)
-        place = bootstrap.attempt(partial(find_place, None)).pack()
-        sent = uuid + index.to_bytes(2, "little") + place
-        peers = bootstrap.all_gather_bytes(sent, num_bytes=len(sent))
-        uuids, machines = {peer[:_UUID_BYTES] for peer in peers}, {peer[-len(place) :] for peer in peers}
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        machine = bootstrap.attempt(partial(find_place, None)).machine
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
+        uuids, indices, machines, views = zip(*bootstrap.gather([uuid, index, machine, visible]), strict=True)
         problem = None
-        if len(uuids) < len(peers):
+        if len(set(uuids)) < len(uuids):
             problem = BackendUnavailable(
                 "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
             )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
-        # Whether all ranks number the GPUs equally, so that a peer's index means something here.
-        has_same_view = len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
-        if has_same_view and problem is None:
-            here = [peer for peer in peers if peer.endswith(place)]
-            indices = [int.from_bytes(peer[_UUID_BYTES : _UUID_BYTES + 2], "little") for peer in here]
-            blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
+        if len(set(views)) == 1 and problem is None:  # all number the GPUs equally: a peer's index means something here
+            others = {i for i, of in zip(indices, machines, strict=True) if of == machine and i != index}
+            blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")
         bootstrap.agree(problem)
-        return len(machines)
+        return len(set(machines))
 
 
 @contextmanager

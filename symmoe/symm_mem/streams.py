@@ -1,4 +1,4 @@
-"""What a heap must know of CUDA streams and graphs: the order of its calls, and when a lease's memory may be reused.
+"""The order of a heap's calls: on CUDA streams and in graphs, and of the threads and processes that make them.
 
 Collective calls on one heap must run in the order in which the host makes them, on whatever streams; and memory that
 one stream has released may only be taken on another once the first is done with it. One stream pays nothing for this.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from symmoe.errors import ConcurrentUse, HeapClosed
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_stream
 
@@ -94,16 +99,22 @@ class StreamOrder:
     """Orders a CUDA heap's calls and the reuse of its memory over streams.
 
     Calls in a capture are ordered apart: it begins after all before it, and who replays it orders that and other calls.
+
+    Attributes:
+        raises_at_once: whether the host knows at the end of a barrier how it went; else it does when it next looks.
     """
+
+    raises_at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._eager = _Order()
         self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
+        self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
-        """One more stream of the device."""
+        """A stream for callers' work at the same time as the heap's calls, always the same; None on CPUs."""
         return torch.cuda.Stream(self._device)
 
     @functools.cached_property
@@ -115,6 +126,15 @@ class StreamOrder:
     def rail_stream(self) -> torch.cuda.Stream:
         """A stream of high priority: what travels between nodes."""
         return torch.cuda.Stream(self._device, priority=-1)
+
+    def branch(self) -> Branch:
+        """Where a collective call moves rows while GEMMs run on the current stream. Joined before the call ends."""
+        return Branch(self.wire_stream)
+
+    @property
+    def capture(self) -> int:
+        """The number of the graph that the current stream is capturing, for Memory.release_graph; 0: none."""
+        return capture_id(self._device)
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
@@ -129,6 +149,27 @@ class StreamOrder:
         order = self._order()
         if order.has_several:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
+
+    def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+        """Starts a copy of a small device tensor to the CPU; the result waits for it (only for the current stream up to
+        here) and returns the numbers."""
+        spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
+        if spare:
+            copy, event = spare.pop()
+        else:
+            with torch.inference_mode(False):  # a later call may be outside of it
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            event = torch.cuda.Event()
+        copy.copy_(tensor, non_blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+
+        def wait() -> list[Any]:
+            event.synchronize()
+            numbers: list[Any] = copy.tolist()
+            spare.append((copy, event))
+            return numbers
+
+        return wait
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -197,8 +238,13 @@ class StreamOrder:
 class NoStreams:
     """Same methods as StreamOrder, for memory that only the host touches, in order and at once."""
 
-    side_stream = wire_stream = rail_stream = None
+    side_stream = rail_stream = None
+    capture, raises_at_once = 0, True
     at_once = nullcontext
+    branch = functools.partial(Branch, None)
+
+    def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+        return tensor.tolist
 
     def _nothing(self, span: tuple[int, int] = (0, 0)) -> None:
         """Does nothing: there is nothing to order or to wait for."""
@@ -226,3 +272,79 @@ def capture_id(device: torch.device) -> int:
 
 def _raw_stream(device: torch.device) -> int:
     return current_stream(device.index)
+
+
+class Access:
+    """The right to use one heap. As a context it is a turn of one thread, which may enter it again.
+
+    Another thread that comes meanwhile raises and does not wait: all ranks make their calls in one order, and the order
+    of two threads would differ from rank to rank.
+
+    Attributes:
+        is_given: whether this process has made the heap. A process forked from it maps the same arenas, and must
+            not touch them.
+    """
+
+    def __init__(self) -> None:
+        self.is_given = True
+        self._pid = os.getpid()
+        self._turn = threading.RLock()
+        self._thread: int | None = None  # the thread of the last turn
+        # To ask for the process id in every call would cost a system call.
+        os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
+
+    def check(self) -> None:
+        """Raises HeapClosed if this process has not made the heap."""
+        if not self.is_given:
+            raise HeapClosed(
+                f"the symmetric heap is that of process {self._pid}, of which this process ({os.getpid()}) is a fork: "
+                "it has no rank of its own"
+            )
+
+    def __enter__(self) -> None:
+        if not self.is_given:
+            self.check()
+        if not self._turn.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            other = names.get(self._thread, self._thread)
+            raise ConcurrentUse(
+                f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
+                "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"
+            )
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *exc: object) -> None:
+        self._turn.release()
+
+
+class OneCall:
+    """The context of a collective call's kernels: a thread's turn, and in it their place in the order of streams.
+
+    Args:
+        memory: lock of `streams`.
+    """
+
+    def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder | NoStreams) -> None:
+        self._access, self._memory, self._streams = access, memory, streams
+
+    def __enter__(self) -> None:
+        self._access.__enter__()
+        try:
+            with self._memory:
+                self._streams.begin_call()
+        except BaseException:
+            self._access.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            with self._memory:
+                self._streams.end_call()
+        finally:
+            self._access.__exit__()
+
+
+def _take_away(reference: weakref.ref[Access]) -> None:
+    access = reference()
+    if access is not None:
+        access.is_given = False

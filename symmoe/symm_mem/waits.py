@@ -1,18 +1,20 @@
-"""The waits for peers, at barriers and for signals: how they are launched, and how long they may take."""
+"""Waits for peers, at barriers and for signals: how they are launched, how long they may take, and the last ones."""
 
 from __future__ import annotations
 
 import math
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.configurations import Configurations
-from symmoe.symm_mem.flight_record import FlightRecorder
+from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import recorder
 from symmoe.tape.tape import CallInteger
@@ -20,7 +22,8 @@ from symmoe.tape.tape import CallInteger
 ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 _PLAN = control.pack_call(plan=-1)
-_BARRIER = -1  # stands for all peers
+BARRIER = -1  # stands for all peers
+NUM_CALLS = 64
 Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
 
 
@@ -38,9 +41,9 @@ class FirstTimes:
     def __init__(self, num_compiled: Callable[[], int]) -> None:
         self._num_compiled = num_compiled
         self._num_ready = 0
-        self._last: Kind = (0, _BARRIER)
+        self._last: Kind = (0, BARRIER)
         self._stretches: set[tuple[Kind, Kind]] = set()  # (a wait, the next wait)
-        self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or _BARRIER)
+        self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or BARRIER)
 
     def is_first_barrier(self, call: int, *, epoch: int, fault: bool) -> bool:
         """Notes a barrier that is about to be entered, and says whether it is a first wait.
@@ -54,9 +57,9 @@ class FirstTimes:
         if fault:
             first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
         elif phase != control.PHASE_CLOSE:  # ranks close after any call
-            first |= self._goes_on_to((call & ALL_BUT_PLAN, _BARRIER))
+            first |= self._goes_on_to((call & ALL_BUT_PLAN, BARRIER))
         if first:
-            self._waits.add((epoch, phase, _BARRIER))
+            self._waits.add((epoch, phase, BARRIER))
         return first
 
     def is_first_signal(self, phase: int, peer: int, *, epoch: int) -> bool:
@@ -68,7 +71,7 @@ class FirstTimes:
 
     def was_first(self, epoch: int, phase: int, peer: int) -> bool:
         """Whether the wait of this epoch and phase in which this peer was missing was a first one."""
-        return not self._waits.isdisjoint({(epoch, phase, _BARRIER), (epoch, phase, peer)})
+        return not self._waits.isdisjoint({(epoch, phase, BARRIER), (epoch, phase, peer)})
 
     def _has_made_ready(self) -> bool:
         """Whether something was compiled or imported since the last wait."""
@@ -84,12 +87,59 @@ class FirstTimes:
         return True
 
 
+class FlightRing:
+    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched.
+
+    The host notes each when it launches it, which costs a clock and an append; nothing is read from a device until an
+    error is raised, see flight_record.py.
+
+    Attributes:
+        calls: [launch, epoch, call, peer or -1, ns, counts or None] of each.
+        epoch: epoch of the last barrier that the host has launched. Barriers of a graph count when they are captured,
+            not when they are replayed; otherwise it is the epoch of the device.
+    """
+
+    def __init__(self) -> None:
+        self.calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
+        self._num_launched = 0
+        self.epoch = 0
+
+    def launched(self, call: int, peer: int = BARRIER) -> None:
+        """Notes a wait for the signal of `peer`, or a barrier; `call` as in control.pack_call."""
+        self.epoch += peer == BARRIER
+        self._num_launched += 1
+        self.calls.append([self._num_launched, self.epoch, call, peer, time.monotonic_ns(), None])
+
+    def note(self, epoch: int, **counts: int) -> None:
+        """Adds counts to the barrier of that epoch: numbers that the host knows anyway."""
+        for call in reversed(self.calls):
+            if call[1] == epoch and call[3] < 0:
+                call[-1] = {**(call[-1] or {}), **counts}
+                return
+
+    @property
+    def is_in_dispatch(self) -> bool:
+        """Whether the last call was a dispatch whose rows have not been combined."""
+        trip = control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
+        return bool(self.calls) and self.calls[-1][2] & 0xFF in trip
+
+    def phases_since(self, epoch: int) -> list[int]:
+        """Phases launched after the barrier of `epoch`; none if that barrier is no longer in the record."""
+        phases: list[int] = []
+        for _, other_epoch, call, peer, *_ in reversed(self.calls):
+            if other_epoch == epoch and peer < 0:
+                return phases[::-1]
+            phases.append(call & 0xFF)
+        return []
+
+
 class Waits:
     """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
 
     Attributes:
         timeout_s, start_timeout_s: bounds, as in SymmetricHeap.
-        kernels: returns the kernels for the heap's device.
+        device: of the heap.
+        kernels: returns the kernels for it.
         peers, status: arguments of the kernels.
         configurations: of the layers whose plans the barriers compare.
         flight: the record of launched waits.
@@ -99,26 +149,31 @@ class Waits:
 
     def __init__(self, peers: Peers, configurations: Configurations, timeout_s: float, start_timeout_s: float) -> None:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self.peers, self.configurations, self._device = peers, configurations, peers.bases.device
+        self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
+        self.kernels = kernels.looked_up(self.device)
         self.status = torch.zeros(
-            control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
+            control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
         )
-        self.kernels = kernels.looked_up(self._device)
-        self.flight = FlightRecorder()
-        self.first_times = FirstTimes(kernels.compiled_counter(self._device))
+        self.flight = FlightRing()
+        self.first_times = FirstTimes(kernels.compiled_counter(self.device))
         self.is_inside = False
 
     def barrier(
-        self, call: int, publish: tuple[int, ...] = (), *, fault: bool = False, spoils: torch.Tensor | None = None
+        self,
+        call: int,
+        publish: tuple[int, ...] = (),
+        *,
+        fault: bool = False,
+        nan_on_failure: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Waits for every rank. Collective.
 
         Args:
             call: control.pack_call of what the ranks must agree on.
             fault: whether this rank fails the call.
-            publish, spoils: as in SymmetricHeap.barrier, whose result this returns.
+            publish, nan_on_failure: as in SymmetricHeap.barrier, whose result this returns.
         """
-        received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self._device)
+        received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         recording = recorder()
         if recording is None:
@@ -132,26 +187,35 @@ class Waits:
                 (call - plan, CallInteger("plan") if plan else 0, fault),
                 {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
                 ("timeout_ns", "call"),
-                spoils,
+                nan_on_failure,
             )
         self.is_inside = True
         self.kernels().barrier(
-            self.peers, words, received, self.status, call=call, fault=fault, timeout_ns=timeout_ns, spoils=spoils
+            self.peers,
+            words,
+            received,
+            self.status,
+            call=call,
+            fault=fault,
+            timeout_ns=timeout_ns,
+            spoils=nan_on_failure,
         )
         self.is_inside = False
         return received
 
-    def signal(self, rank: int, phase: int, spoils: torch.Tensor | None) -> torch.Tensor:
+    def signal(self, rank: int, phase: int, nan_on_failure: torch.Tensor | None) -> torch.Tensor:
         """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
-        arrived = torch.empty(1, dtype=torch.int64, device=self._device)
+        arrived = torch.empty(1, dtype=torch.int64, device=self.device)
         recording = recorder()
         if recording is None:
             (timeout_ns,) = self._note_signal(phase, rank)
         else:
-            (timeout_ns,) = recording.launches_with(self._note_signal, (phase, rank), {}, ("timeout_ns",), spoils)
+            (timeout_ns,) = recording.launches_with(
+                self._note_signal, (phase, rank), {}, ("timeout_ns",), nan_on_failure
+            )
         self.is_inside = True
         self.kernels().wait_for_signal(
-            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=spoils
+            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=nan_on_failure
         )
         self.is_inside = False
         return arrived
@@ -159,12 +223,12 @@ class Waits:
     def _note_barrier(self, call: int, generation: int, fault: bool) -> tuple[int | None, int]:
         """Notes a barrier that is about to be launched; its bound, and the call with the plan's generation."""
         call |= control.pack_call(plan=generation)
-        self.flight.barrier_launched(call)
+        self.flight.launched(call)
         return self._timeout_ns(self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)), call
 
     def _note_signal(self, phase: int, rank: int) -> tuple[int | None]:
         """Notes a wait for a signal that is about to be launched; its bound."""
-        self.flight.wait_launched(phase, rank)
+        self.flight.launched(phase, rank)
         return (self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)),)
 
     @property
@@ -180,5 +244,5 @@ class Waits:
 
     def _timeout_ns(self, first: bool) -> int | None:
         """The bound for the kernel; never the longer one in a graph, where every replay would have it."""
-        _, bound_s = self.bound(first and not capture_id(self._device))
+        _, bound_s = self.bound(first and not capture_id(self.device))
         return None if bound_s == math.inf else int(bound_s * 1e9)

@@ -96,7 +96,7 @@ def record_as(path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline]
     heap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
     payload = json.dumps([astuple(event) for event in _events(profiler, on_gpu)]).encode()
     ranks = [[Event(**dict(zip(Event.__slots__, values, strict=True))) for values in json.loads(data)]
-             for data in heap.gather_bytes(payload)]  # fmt: skip
+             for data in heap.bootstrap.gather_bytes(payload)]  # fmt: skip
     device = torch.cuda.get_device_name(heap.device) if on_gpu else "cpu"
     recording.timeline = finish(timeline_of(ranks, device, _ALIGNING_BARRIERS))
     heap.agree(_write(recording.timeline, path) if heap.rank == 0 else None)
@@ -144,7 +144,7 @@ def _meet(heap: SymmetricHeap) -> None:
 
 
 def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
-    with heap.one_call():
+    with heap.one_call:
         for _ in range(number):
             heap.barrier(control.PHASE_START)
 

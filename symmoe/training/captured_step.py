@@ -13,7 +13,7 @@ from torch import nn
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
-from symmoe.symm_mem.heap import SymmetricHeap, told
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
 from symmoe.training.step_kind import Modules, Tree, modes
 
 R = TypeVar("R")
@@ -106,7 +106,7 @@ class CudaGraph:
         self._captures: list[int] = []
         try:
             with torch.cuda.graph(self._graph):
-                self._captures += [heap.capture for heap in heaps]
+                self._captures += [heap.streams.capture for heap in heaps]
                 function()
         except BaseException:
             self._release()
@@ -123,7 +123,7 @@ class CudaGraph:
 
     def _release(self) -> None:
         for heap, capture in zip(self._heaps, self._captures, strict=False):
-            heap.release_graph(capture)
+            heap.memory.release_graph(capture)
 
 
 class _Replay:
@@ -224,7 +224,7 @@ class CapturedStep(Generic[R]):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         with ExitStack() as stack:
             for heap in self.heaps:
-                stack.enter_context(told(heap, control.PHASE_PLAN))
+                stack.enter_context(FailPeersOnError(heap, control.PHASE_PLAN))
             given = Tree(self._signature.bind(*args, **kwargs).arguments, self.device)
             kind = self._kind(given)
             if self._num_calls.get(kind, 0) >= self._num_eager and kind not in self._replays:
@@ -290,7 +290,7 @@ class CapturedStep(Generic[R]):
         reports: list[torch.Tensor] = []
         with ExitStack() as stack:
             for heap in self.heaps:
-                stack.enter_context(heap.fixed_room(self._room, reports))
+                stack.enter_context(fixed_rows(heap, self._room, reports))
             yield reports
 
     def run(self, given: Tree) -> Tree:

@@ -60,7 +60,7 @@ def reduce_gradients(
         )
     dense, experts = trainable(model)
     num_ranks = group_size(group)
-    if num_ranks > 1 and _are_reduced(dense + experts) and not any(layer.heap.graph_bytes for layer in layers):
+    if num_ranks > 1 and _are_reduced(dense + experts) and not any(layer.heap.memory.graph_bytes for layer in layers):
         raise ArgumentError(
             "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
             f"would divide those of experts by the number of ranks ({num_ranks}) once more"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import size_problem
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import Plan, plan_call
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP, kind_of
@@ -23,9 +23,9 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.torch_internals import storage_of
 
 _ENDLESS_BYTES = 1 << 62
@@ -150,7 +150,8 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
         room = history.room(num_tokens, config.max_room)
-        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, lambda: room)
+        topk_idx = of_tokens(config.top_k, torch.int32)
+        plan = plan_call(topk_idx, heap, routed.plan_options(dtype), lambda: room)
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
         y = expert_parallel_mlp(x, probs, experts, plan, out_shape=None, **routed.words)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from test_heap import outcome, round_trip
+from heap_calls import outcome, round_trip
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
@@ -209,7 +209,7 @@ def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
     inside, over = threading.Event(), threading.Event()
 
     def call() -> None:
-        with heap.one_call():
+        with heap.one_call:
             inside.set()
             over.wait()
 

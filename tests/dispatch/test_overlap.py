@@ -17,10 +17,12 @@ from symmoe import GroupedMLP, make_plan
 from symmoe.dispatch import nodes
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
-from symmoe.moe import ep_step
+from symmoe.moe import overlap as formulas
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import (
     H100,
     H200,
+    SERIAL,
     Overlap,
     Rates,
     Sizes,
@@ -155,20 +157,27 @@ def test_layout_by_width():
     assert layout_for(768, rates=replace(H200, gathered_share=0.0)) == "packed"
 
 
-def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[float, list[float]]]:
-    """(seconds by itself, seconds with 1, 2, ... SMs) of every trip and what it may run beside, by plain arithmetic
-    from the documented formulas: nothing of `sizes` is used but what it was made of."""
-    counts, ranks, row_bytes = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.hidden * sizes.item_bytes
-    experts, local = sizes.num_experts, sizes.num_experts // ranks
-    missed = math.prod(Fraction(experts - local - i, experts - i) for i in range(sizes.top_k))  # a given rank
-    num_pushed = (ranks - 1) * sizes.num_rows / sizes.top_k * float(1 - missed)
+Times = dict[str, tuple[float, list[float]]]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs
+
+
+def chance(num_experts: int, num_parts: int, top_k: int) -> float:
+    """That a token has an expert in a given part."""
+    missed = (Fraction(num_experts - num_experts // num_parts - i, num_experts - i) for i in range(top_k))
+    return 1 - float(math.prod(missed))
+
+
+def gemm_s(flops: float, n: int, per_s: float) -> float:
+    return flops / (per_s * (132 - n) / 132)
+
+
+def brute_force(sizes: Sizes, rates: Rates) -> Times:
+    """By plain arithmetic from the documented formulas: nothing of `sizes` is used but what it was made of."""
+    counts, ranks, row_bytes = range(1, 67), sizes.num_ranks, sizes.hidden * sizes.item_bytes
+    num_pushed = (ranks - 1) * sizes.num_rows / sizes.top_k * chance(sizes.num_experts, ranks, sizes.top_k)
     num_foreign = sizes.num_rows * (ranks - 1) / ranks
     fc2_flops = 2 * sizes.num_rows * sizes.hidden * sizes.ffn
     fc1_flops = 2 * fc2_flops  # gate and up
     found = {}
-
-    def g(flops: float, n: int = 0, per_s: float = rates.flops) -> float:
-        return flops / (per_s * (num_sms - n) / num_sms)
 
     def link(num_bytes: float, n: int) -> float:
         return num_bytes / min(n * rates.program_push_bytes, rates.link_bytes)
@@ -179,22 +188,63 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
     ):
         pushed = num_pushed * (sent_bytes or row_bytes)
         copied = (num_foreign - num_pushed) * (sent_bytes or row_bytes) if sizes.is_expert_major else 0.0
-        copies = {n: copied / rates.program_copy_bytes / n for n in counts}
-        others = g(flops) / ranks + (ranks - 1) * rates.part_s
-        times = [max(g(flops, n) * (1 - 1 / ranks), link(pushed, n) + copies[n]) + others for n in counts]
-        found[name] = pushed / rates.link_bytes + copied / rates.memory_bytes + g(flops), times
+        copies, whole = {n: copied / rates.program_copy_bytes / n for n in counts}, gemm_s(flops, 0, rates.flops)
+        others = whole / ranks + (ranks - 1) * rates.part_s
+        gemms = {n: gemm_s(flops, n, rates.flops) * (1 - 1 / ranks) for n in counts}
+        times = [max(gemms[n], link(pushed, n) + copies[n]) + others for n in counts]
+        found[name] = pushed / rates.link_bytes + copied / rates.memory_bytes + whole, times
     pushed, summed = num_pushed * row_bytes, num_foreign * row_bytes
     at_home = sizes.num_rows / ranks * row_bytes + pushed
     sending = {n: max(link(pushed, n), summed / rates.program_sum_bytes / n) for n in counts}
     serial = max(pushed / rates.link_bytes, summed / rates.memory_bytes) + at_home / rates.memory_bytes
     # R parts: sums of the first R - 1 travel under the last R - 1; nothing runs with the first, nor with sums at home.
-    others = g(fc2_flops / ranks) + at_home / rates.memory_bytes + (ranks - 1) * rates.launch_s
-    times = [max((ranks - 1) * g(fc2_flops / ranks, n), sending[n]) + others for n in counts]
-    found["combine"] = serial + g(fc2_flops), times
-    weights = {n: g(fc1_flops + fc2_flops, n, rates.wgrad_flops) for n in (0, *counts)}
+    part, later = fc2_flops / ranks, (ranks - 1) * fc2_flops / ranks
+    others = gemm_s(part, 0, rates.flops) + at_home / rates.memory_bytes + (ranks - 1) * rates.launch_s
+    times = [max(gemm_s(later, n, rates.flops), sending[n]) + others for n in counts]
+    found["combine"] = serial + gemm_s(fc2_flops, 0, rates.flops), times
+    weights = {n: gemm_s(fc1_flops + fc2_flops, n, rates.wgrad_flops) for n in (0, *counts)}
     times = [max(weights[n], sending[n] + at_home / rates.program_sum_bytes / n) for n in counts]
     found["gradient_combine"] = serial + weights[0], times
     return found
+
+
+def brute_force_between_nodes(sizes: Sizes, rates: Rates) -> Times:
+    """The same where rails have NVLink's rate."""
+    ranks, nodes, counts = sizes.num_ranks, sizes.num_nodes, range(1, 67)
+    token_bytes, own = sizes.num_rows / sizes.top_k * 2 * sizes.hidden, 1 / nodes
+    pushed = token_bytes * (ranks - nodes) * chance(sizes.num_experts, ranks, sizes.top_k)
+    rail_s = token_bytes * (nodes - 1) * chance(sizes.num_experts, nodes, sizes.top_k) / rates.link_bytes
+    ends, product = 1 if nodes == 2 else 2, 2 * sizes.num_rows * sizes.hidden * sizes.ffn
+
+    def dispatch(flops: int) -> tuple[float, list[float]]:
+        times, parts = [], ranks // nodes - 1 + ends
+        for n in counts:
+            push_s = pushed / min(n * rates.program_push_bytes, rates.link_bytes)
+            first_s = max(rail_s, own * push_s, gemm_s(own * flops, n, rates.flops))
+            last_s = (1 - own) * push_s + gemm_s((1 - own) * flops, 0, rates.flops)
+            times.append(first_s + last_s + parts * rates.part_s)
+        return rail_s + pushed / rates.link_bytes + gemm_s(flops, 0, rates.flops), times
+
+    first_s = gemm_s((1 - own) * product, 0, rates.flops) + ends * rates.launch_s
+    fc2 = [first_s + max(rail_s, gemm_s(own * product, n, rates.flops)) for n in counts]
+    wgrads = [max(rail_s, gemm_s(3 * product, n, rates.wgrad_flops)) for n in counts]
+    return {
+        "dispatch": dispatch(2 * product),
+        "gradient_dispatch": dispatch(product),
+        "combine": (rail_s + gemm_s(product, 0, rates.flops), fc2),
+        "gradient_combine": (rail_s + gemm_s(3 * product, 0, rates.wgrad_flops), wgrads),
+    }
+
+
+def check_choice(sizes: Sizes, rates: Rates, times_of: Times) -> None:
+    """What pays is overlapped, with the best division."""
+    chosen = overlap(sizes, 132, rates)
+    for name, (exclusive_s, times) in times_of.items():
+        division = getattr(chosen, name)
+        assert (division is not None) == (min(times) <= (1 - rates.least_gain) * exclusive_s), name
+        if division is not None:
+            assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-9), name
+            assert division.num_ctas + division.num_sms == 132
 
 
 @pytest.mark.parametrize(
@@ -208,51 +258,7 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
 def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: Rates, sent: dict[str, int]):
     for num_rows in (512, 65536):
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
-        chosen = overlap(sizes, 132, rates)
-        for name, (alone_s, times) in brute_force(sizes, 132, rates).items():
-            division = getattr(chosen, name)
-            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * alone_s), name
-            if division is not None:
-                assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-12)
-                assert division.num_ctas + division.num_sms == 132
-
-
-def brute_force_between_nodes(
-    layer: tuple[int, ...], num_ranks: int, num_nodes: int, num_rows: int, rates: Rates
-) -> dict[str, tuple[float, list[float]]]:
-    """Of each trip, the seconds one after the other, and with 1 to 66 programs, where rails have NVLink's rate."""
-    hidden, ffn, num_experts, top_k = layer
-    tokens, own, counts = num_rows / top_k, 1 / num_nodes, range(1, 67)
-    goes_to = [
-        1 - math.comb(num_experts - num_experts // n, top_k) / math.comb(num_experts, top_k)
-        for n in (num_ranks, num_nodes)
-    ]
-    pushed = tokens * (num_ranks - num_nodes) * goes_to[0] * 2 * hidden
-    rail_s = tokens * (num_nodes - 1) * goes_to[1] * 2 * hidden / rates.link_bytes
-    ends = 1 if num_nodes == 2 else 2
-
-    def gemm_s(products: float, n: int, per_s: float) -> float:
-        return products * 2 * num_rows * hidden * ffn / per_s * 132 / (132 - n)
-
-    def dispatch(products: int) -> tuple[float, list[float]]:
-        times, parts = [], num_ranks // num_nodes - 1 + ends
-        for n in counts:
-            push_s = pushed / min(n * rates.program_push_bytes, rates.link_bytes)
-            first_s = max(rail_s, own * push_s, gemm_s(own * products, n, rates.flops))
-            last_s = (1 - own) * push_s + gemm_s((1 - own) * products, 0, rates.flops)
-            times.append(first_s + last_s + parts * rates.part_s)
-        alone_s = rail_s + pushed / rates.link_bytes + gemm_s(products, 0, rates.flops)
-        return alone_s, times
-
-    first_s = gemm_s(1 - own, 0, rates.flops) + ends * rates.launch_s
-    fc2 = [first_s + max(rail_s, gemm_s(own, n, rates.flops)) for n in counts]
-    wgrads = [max(rail_s, gemm_s(3, n, rates.wgrad_flops)) for n in counts]
-    return {
-        "dispatch": dispatch(2),
-        "gradient_dispatch": dispatch(1),
-        "combine": (rail_s + gemm_s(1, 0, rates.flops), fc2),
-        "gradient_combine": (rail_s + gemm_s(3, 0, rates.wgrad_flops), wgrads),
-    }
+        check_choice(sizes, rates, brute_force(sizes, rates))
 
 
 @pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
@@ -264,22 +270,14 @@ def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], ra
         layer = (*layer[:2], 96, layer[3])
     for num_rows in [int(100 * 1.1**step) for step in range(70)]:
         sizes = sizes_of(layer, num_ranks, num_rows=num_rows, num_nodes=num_nodes, sums_travel=False)
-        chosen = overlap(sizes, 132, rates)
-        found = brute_force_between_nodes(layer, num_ranks, num_nodes, num_rows, rates)
-        for name, (alone_s, times) in found.items():
-            division = getattr(chosen, name)
-            assert (division is not None) == (min(times) <= (1 - rates.least_gain) * alone_s), name
-            if division is not None:
-                assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-9), name
-                assert division.num_ctas + division.num_sms == 132
+        check_choice(sizes, rates, brute_force_between_nodes(sizes, rates))
     everything = overlap_everything(sizes, 132)
     assert None not in (everything.dispatch, everything.gradient_dispatch, everything.combine)
     assert everything.gradient_combine == everything.combine
 
 
 def test_small_calls_and_single_sms_are_not_overlapped():
-    nothing = Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None)
-    assert overlap(sizes_of(LAYERS[0], 2), 1) == nothing
+    assert overlap(sizes_of(LAYERS[0], 2), 1) == SERIAL
     assert overlap(sizes_of(LAYERS[0], 2, num_rows=64), 132).dispatch is None
 
 
@@ -293,14 +291,6 @@ def test_rows_that_peers_read_go_home_when_all_are_complete():
     ):
         assert None not in (one.combine, one.gradient_combine)
         assert other == replace(one, combine=None, gradient_combine=None)
-
-
-def test_wire_bytes_are_those_of_uniform_routing():
-    sizes = Sizes(num_rows=12000, hidden=1, ffn=1, top_k=3, num_experts=12, num_ranks=4, item_bytes=1)
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.rand((4000, 12), generator=generator).topk(3).indices // 3
-    remote = sum(int((chosen == rank).any(1).sum()) for rank in (1, 2, 3))
-    assert abs(sizes.wire_bytes - remote) < 0.02 * remote
 
 
 FEWER = {"capacity": 64, "max_tokens": 40}
@@ -320,20 +310,20 @@ FORMULAS_GET = [
 def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int | None, int | None]]:
     """Of a call for each of FORMULAS_GET."""
     found = []
-    chosen = ep_step.overlap
+    chosen = formulas.overlap
 
     def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
         found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
         return chosen(sizes, num_sms, rates)
 
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ep_step, "overlap", noting)
+        patch.setattr(formulas, "overlap", noting)
         for precision, wire, limits, _ in FORMULAS_GET:
-            ep_step._overlap_of.cache_clear()
+            formulas.overlap_of.cache_clear()
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
             x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
-            ep_step.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
+            expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
     return found
 
 
@@ -369,7 +359,7 @@ def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])
 def test_numbers_near_each_other_are_cut_alike(number: int):
-    rounded = ep_step._rounded_up(number)
+    rounded = formulas.rounded_up(number)
     assert number <= rounded <= 1.125 * number
-    assert rounded == ep_step._rounded_up(rounded)
-    assert len({ep_step._rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
+    assert rounded == formulas.rounded_up(rounded)
+    assert len({formulas.rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2

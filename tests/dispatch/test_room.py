@@ -15,7 +15,7 @@ from worker import Findings, free_bytes, open_heap
 from symmoe import MoEConfig, MoELayer
 from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.moe import routed_experts
-from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
 H, I, E, K, CALLS = 16, 24, 8, 3, 30
 
@@ -58,7 +58,7 @@ def test_no_more_than_the_user_allows():
     history = RowHistory()
     history.note(8, 1_000, 500)
     assert history.room(8, 1_010).rows == 1_010
-    assert history.room(8, 999) == Room(-1, -1, 1_000)
+    assert history.room(8, 999) == RowBudget(-1, -1, 1_000)
     history.forget()
     assert history.room(8, None) is None
 
@@ -66,7 +66,7 @@ def test_no_more_than_the_user_allows():
 def test_a_small_call_gets_little_room_after_a_large_one():
     history = RowHistory()
     history.note(4096, 10_000, 5_000)
-    assert history.room(8, None) == Room(-1, -1, 10_000)
+    assert history.room(8, None) == RowBudget(-1, -1, 10_000)
     history.note(8, 30, 20)
     assert history.room(8, None).rows < 80
     assert history.room(4096, None).rows > 10_000
@@ -225,7 +225,7 @@ def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[
             y = checkpoint(
                 lambda x, ids=ids, probs=probs: layer(x, topk_idx=ids, probs=probs)[0], x, use_reentrant=False
             )
-            history = heap.row_history((E, K))
+            history = heap.row_histories[E, K]
             history.forget()
             history.note(len(x), 1, 1)
             got = torch.autograd.grad(y, (x, *layer.parameters()), dy)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster
 from culprits import TRANSFORMS, sets_of_culprits
+from heap_calls import outcome
 from layers import config_for, make_layer
 from limits import PROMPT_S
-from test_heap import outcome
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -12,13 +12,9 @@ import pytest
 import routings
 import torch
 from cluster import Cluster
-from limits import PROMPT_S
+from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, Ready, check_survivors, drop_on_rails, lose, train, wrong_calls
 from test_captured_step import check_exact
-from test_combine_oracle import check_combine
-from test_dispatch_oracle import check_dispatch
-from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
-from test_nodes_devices import lose
-from test_nodes_faults import BOUND_S, Ready, wrong_calls
+from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, combine_tokens, dispatch_tokens, make_plan
@@ -30,16 +26,11 @@ layouts = pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
 STEP = 3 * (len(routings.STRATA) + 1)
 
 
+@pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
 @layouts
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(0, len(routings.CASES), STEP))
-    assert cluster(num_ranks, "cuda").findings(check_dispatch, numbers, "cuda", ranks_per_node) == []
-
-
-@layouts
-def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(3, len(routings.CASES), STEP))
-    assert cluster(num_ranks, "cuda").findings(check_combine, numbers, "cuda", ranks_per_node) == []
+def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
+    numbers = list(range(first, len(routings.CASES), STEP))
+    assert cluster(num_ranks, "cuda").findings(check_cases, numbers, "cuda", check, ranks_per_node) == []
 
 
 @layouts
@@ -154,8 +145,7 @@ def test_capture_step_is_exact(cluster, num_ranks: int, ranks_per_node: int):
 def test_a_lost_rank_is_named_within_the_bound(how: str):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
-    survivors = Cluster(2, "cuda").run_without((1,), lose, (1,), how, Ready, "cuda", timeout_s=120.0)
-    name, missing, node, raised_s, closed_s = survivors[0]
-    assert (name, missing, node) == ("PeerTimeout", 1, 1), survivors
-    assert raised_s < BOUND_S, survivors
-    assert closed_s < PROMPT_S, survivors
+    survivors = Cluster(2, "cuda").run_without(
+        (1,), lose, 1, (1,), how, (Ready, "begin", None), "cuda", timeout_s=120.0
+    )
+    check_survivors(survivors, (1,), 1)

@@ -60,7 +60,7 @@ def check_graphed_callables(rank: int, num_ranks: int) -> list[str]:
         compare(heap, plain, graphed, findings, torch.equal)
         del graphed
         heap.release_graphs()
-        findings.check(heap.graph_bytes == 0, f"graphs hold {heap.graph_bytes} bytes")
+        findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
     return findings.texts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_heap import outcome, round_trip
+from heap_calls import outcome, round_trip
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -18,7 +18,7 @@ from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device,
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import twin
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.symm_mem import arena
+from symmoe.symm_mem import memory
 
 UNTOUCHED = 0x5A
 
@@ -157,16 +157,16 @@ def test_memory_of_a_closed_heap_is_not_given_out():
 def test_ranges_of_arenas(arenas):
     """Against sets of addresses; ranges that meet are kept as one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "_bounds", np.empty(0, np.int64))
+        patch.setattr(memory, "_bounds", np.empty(0, np.int64))
         covered = set()
         for start, size in arenas:
-            arena.add_range(start, size)
+            memory.add_range(start, size)
             covered |= {*range(start, start + size)}
         addresses = [*range(60), 5]
-        inside = arena.positions_inside(np.array(addresses).tobytes())
+        inside = memory.positions_inside(np.array(addresses).tobytes())
         assert inside == [i for i, address in enumerate(addresses) if address in covered]
-        assert len(arena._bounds) == 2 * sum(address - 1 not in covered for address in covered)
-        assert arena.positions_inside(b"") == []
+        assert len(memory._bounds) == 2 * sum(address - 1 not in covered for address in covered)
+        assert memory.positions_inside(b"") == []
 
 
 def test_nothing_to_copy_needs_no_memory():

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, atomics, catch_launches, meta
 from quantized_gemm_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
-from test_hopper_compile import compiled
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.hopper import launchers
@@ -74,7 +73,7 @@ def check_column_scales(ptx):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(launches, shape):
     launchers.launch_fp8_gemm(*gemm_arguments(SHAPES[shape]), zero_tail=True, num_sms=132)
-    code = compiled(launches)
+    code = launches.compile_roles(None)
     ptx = code.ptx
     assert code.spilled <= GEMM_SPILLED
     stages = code.loops_of("QGMMA")
@@ -96,7 +95,7 @@ def test_biases(launches, shape, is_scaled, is_table):
         weight = [TensorTable(meta(G, dtype=torch.int64), tuple(each.shape), each.dtype) for each in weight]
     options = {"bias": meta(G, O, dtype=BF16), "bias_scale": meta(N, dtype=FP32) if is_scaled else None}
     launchers.launch_fp8_gemm(rows, row_scale, *weight, row_range, out, zero_tail=True, num_sms=132, **options)
-    code = compiled(launches)
+    code = launches.compile_roles(None)
     assert code.spilled <= BIAS_SPILLED
     spills = [name for stage in code.loops_of("QGMMA") for name in stage if name.startswith(("LDL", "STL"))]
     assert len(spills) <= BIAS_STAGE_SPILLS
@@ -107,7 +106,7 @@ def test_biases(launches, shape, is_scaled, is_table):
 @pytest.mark.parametrize(("zero_tail", "dtype"), [(True, FP16), (False, BF16)])
 def test_other_products(launches, zero_tail, dtype):
     launchers.launch_fp8_gemm(*gemm_arguments(SHAPES["odd"], dtype), zero_tail=zero_tail, num_sms=132)
-    code = compiled(launches)
+    code = launches.compile_roles(None)
     assert code.spilled <= GEMM_SPILLED
     check_products(code.ptx)
 
@@ -122,7 +121,7 @@ def test_other_products(launches, zero_tail, dtype):
 )
 def test_weight_gradients(launches, shape, dtype, accumulate):
     launchers.launch_fp8_wgrad(*wgrad_arguments(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
-    code = compiled(launches)
+    code = launches.compile_roles(None)
     ptx = code.ptx
     assert code.spilled <= (ADDED_SPILLED if accumulate and dtype == FP32 else MAX_SPILLED)
     check_products(ptx)
@@ -139,7 +138,7 @@ def test_weight_gradients_of_scattered_matrices(launches, accumulate):
     *operands, out = wgrad_arguments(SHAPES["deepseek-like FC1"], FP32)
     table = TensorTable(meta(len(out), dtype=torch.int64), tuple(out.shape), FP32)
     launchers.launch_fp8_wgrad(*operands, table, accumulate=accumulate, num_sms=132)
-    code = compiled(launches)
+    code = launches.compile_roles(None)
     assert code.spilled <= (ADDED_SPILLED if accumulate else since(("3.6", 20), ("3.7", 8), ("3.9", 20)))
     check_products(code.ptx)
     check_column_scales(code.ptx)
@@ -149,7 +148,7 @@ def test_weight_gradients_of_scattered_matrices(launches, accumulate):
 
 def test_weight_gradients_wait_once_for_a_stage(launches):
     launchers.launch_fp8_wgrad(*wgrad_arguments(SHAPES["deepseek-like FC1"]), num_sms=132)
-    ptx = compiled(launches).ptx
+    ptx = launches.compile_roles(None).ptx
     assert len(re.findall(r"mbarrier\.arrive\.shared", ptx)) == 2  # besides the load's, with bytes
     assert ptx.count("mbarrier.try_wait") == 5  # load's; of either role the first stage's, and the next one's
     assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part

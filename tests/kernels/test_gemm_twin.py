@@ -1,24 +1,47 @@
-"""The twins of the grouped GEMMs, of the biases' gradients and of the splits against float64."""
+"""The twins of grouped GEMMs, activations and gradients of biases against float64; ranges of rows against the whole."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
-from gemm_problem import BIASES, BOTH, DTYPES, Problem, check_biases, check_dgrad, check_gemm, check_splits, check_wgrad
-from row_ranges import whole_groups
+from gemm_problem import (
+    BIASES,
+    BOTH,
+    DTYPES,
+    ActProblem,
+    Problem,
+    check_a_forgotten_range,
+    check_act,
+    check_act_ranges,
+    check_activation,
+    check_biases,
+    check_dgrad,
+    check_fused,
+    check_gemm,
+    check_nan_goes_through,
+    check_ranges,
+    check_splits,
+    check_wgrad,
+    formula,
+    part_calls,
+)
+from row_ranges import random_ranges, whole_groups
 
+from symmoe.errors import ArgumentError
 from symmoe.kernels import twin
+from symmoe.kernels.activation import Activation
 
 WIDTHS, CAPACITY = (24, 40), 40
 SPLITS = [(5, 0, 1, 13, 0, 7), (0, 0, 0), (0, 40), (40,), (1, 0) * 18]
 
-of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 of_all_splits = pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups, {sum(splits)}")
 
 
 @of_all_splits
-@of_every_dtype
+@dtypes
 def test_products(splits, dtype):
     p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
     for gather, biased, zero_tail in itertools.product(BOTH, BIASES, BOTH):
@@ -28,7 +51,7 @@ def test_products(splits, dtype):
 
 
 @of_all_splits
-@of_every_dtype
+@dtypes
 def test_results_are_added(splits, dtype):
     """To what out holds; the tail stays as it is."""
     p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
@@ -39,7 +62,7 @@ def test_results_are_added(splits, dtype):
 
 
 @of_all_splits
-@of_every_dtype
+@dtypes
 def test_gradients_of_weights_and_biases(splits, dtype):
     p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
     for gather_dout, gather_rows, accumulate in itertools.product(BOTH, BOTH, BOTH):
@@ -90,7 +113,7 @@ def test_a_sum_is_rounded_once():
         assert torch.equal(out, torch.full_like(out, 258.0))
 
 
-@of_every_dtype
+@dtypes
 def test_accumulating_leaves_groups_without_rows_alone(dtype):
     """Not even -0 or the payload of a NaN may change."""
     p = Problem((0, 3, 0), WIDTHS, dtype)
@@ -108,7 +131,7 @@ def test_splits():
     check_splits(twin)
 
 
-@of_every_dtype
+@dtypes
 @pytest.mark.parametrize("width_bytes", [16, 48, 64, 144, 400])
 def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
     """The same 13 rows behind 0 to 16 rows of another group, so that they start at every 16-byte alignment."""
@@ -138,3 +161,140 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
     for shift in range(1, 17):
         for got, want in zip(run(shift), expected, strict=True):
             assert torch.equal(got, want)
+
+
+# -- activations, by themselves and fused with GEMMs -------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "swiglu": Activation(),
+    "limits": Activation(alpha=1.702, limit=0.75, offset=1.0),
+    "interleave": Activation(interleave=4),
+    "interleaved limits": Activation(alpha=1.702, limit=0.75, offset=1.0, interleave=1),
+    "srelu": Activation(function="relu2", is_gated=False),
+    "silu": Activation(is_gated=False),
+    "gelu": Activation(function="gelu", is_gated=False),
+    "interleaved geglu": Activation(function="gelu", interleave=4),
+    "tanh geglu, limits": Activation(function="gelu_tanh", limit=0.75, offset=1.0),
+}
+
+activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+
+
+@dtypes
+@activations
+def test_activation_and_its_gradient(activation, dtype):
+    check_activation(twin, ActProblem((CAPACITY,), WIDTHS, dtype, activation, capacity=CAPACITY))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_derivatives_at_the_limits_are_those_of_clamp(offset):
+    """Exactly at a limit the gradient goes through; beyond it stops, from below only for up."""
+    limit = 2.0
+    activation = Activation(limit=limit, offset=offset)
+    gate = torch.tensor([[limit, limit + 1, -limit - 1, 1.0, 1.0, 1.0, 1.0]])
+    up = torch.tensor([[1.0, 1.0, 1.0, limit, -limit, limit + 1, -limit - 1]])
+    h = torch.cat([gate, up], dim=1)
+    one, dh, dscale = torch.ones(1), torch.empty_like(h), torch.empty(1)
+    twin.scaled_activation_grad(torch.ones_like(gate), h, one, dh, dscale, activation)
+    h64 = h.double().requires_grad_()
+    formula(h64, activation).sum().backward()
+    torch.testing.assert_close(dh.double(), h64.grad, rtol=1e-5, atol=1e-6)
+    assert (dh != 0).tolist() == [[True, False, True, True, True, True, True] + [True] * 5 + [False] * 2]
+
+
+@activations
+def test_nan_goes_through(activation):
+    check_nan_goes_through(twin, activation)
+
+
+def test_infinite_features_do_not_become_nan():
+    """A gate of minus infinity closes; a large one does not overflow the sigmoid."""
+    h = torch.tensor([[-1e30, 100.0, 1.0, 1.0]])
+    out = torch.empty(1, 2)
+    twin.scaled_activation(h, torch.ones(1), out, Activation())
+    assert out.tolist() == [[0.0, 100.0]]
+    assert math.isinf(Activation().limit)
+
+
+@dtypes
+@activations
+@pytest.mark.parametrize("splits", SPLITS[:4])
+def test_both_passes_of_fused_gemms(splits, dtype, activation):
+    p = ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
+    check_act(twin, p, cases=[(gather, with_bias) for gather in BOTH for with_bias in BOTH])
+
+
+@dtypes
+@activations
+def test_fused_is_bitwise_the_three_modules(activation, dtype):
+    """The gradient in between is rounded to the dtype."""
+    check_fused(twin, ActProblem(SPLITS[0], WIDTHS, dtype, activation))
+
+
+def test_interleave_has_to_divide_the_width():
+    h = torch.zeros(1, 80)
+    with pytest.raises(ArgumentError, match=r"interleave \(16\) must divide the FFN width \(40\)"):
+        twin.scaled_activation(h, torch.ones(1), torch.empty(1, 40), Activation(interleave=16))
+
+
+# -- ranges of rows ----------------------------------------------------------------------------------------------------
+
+IN_PARTS = ("swiglu", "interleaved limits", "srelu")
+seeds = pytest.mark.parametrize("seed", range(6))
+
+
+def random_splits(seed):
+    """1 to 6 groups of up to 40 rows, about a third of them without rows."""
+    generator = torch.Generator().manual_seed(seed)
+    num_groups = int(torch.randint(1, 7, (1,), generator=generator))
+    sizes = torch.randint(0, 41, (num_groups,), generator=generator)
+    return (sizes * (torch.rand(num_groups, generator=generator) > 0.33)).tolist()
+
+
+@seeds
+@dtypes
+@pytest.mark.parametrize("name", ["plain", "biased", "gathered", "dgrad"])
+def test_ranges_of_rows(name, dtype, seed):
+    """Their bits are those of the whole."""
+    p = Problem(random_splits(seed), (24, 40), dtype, seed=seed)
+    check_ranges(p, *part_calls(twin, p)[name], random_ranges(p.splits, 4, seed=seed))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """That many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("widths", [(8, 16), (64, 256), (520, 24), (136, 300)], ids=str)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(widths):
+    """MKL alone would break this: its sums for few rows have another order."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(130, widths[0], generator=generator), torch.randn(1, *widths[::-1], generator=generator)
+    whole = torch.empty(130, widths[1])
+    twin.grouped_gemm(rows, weight, whole_groups([130]), whole)
+    for size, first in itertools.product((1, 2, 3, 4, 7, 12, 15, 16, 17, 33, 64), (0, 1, 5, 61)):
+        out = torch.empty_like(whole)
+        twin.grouped_gemm(rows, weight, torch.tensor([[first], [first + size]], dtype=torch.int32), out)
+        assert torch.equal(out[first : first + size], whole[first : first + size]), (size, first)
+
+
+@seeds
+@dtypes
+@pytest.mark.parametrize("activation", [ACTIVATIONS[name] for name in IN_PARTS], ids=IN_PARTS)
+def test_ranges_of_the_fused_functions(activation, dtype, seed):
+    p = ActProblem(random_splits(seed), (24, 40), dtype, activation, seed=seed)
+    for gather, bias in itertools.product(BOTH, (None, p.bias)):
+        check_act_ranges(twin, p, random_ranges(p.splits, 4, seed=seed), gather=gather, bias=bias)
+
+
+def test_a_forgotten_part_of_dact_is_seen():
+    p = ActProblem((13, 0, 9), (24, 40), torch.float32, ACTIVATIONS["swiglu"])
+    check_a_forgotten_range(twin, p, 0, 3)
+
+
+# ------------------------------------------------------------------------------------------------- both packages

@@ -7,7 +7,7 @@ overwritten while it is read. Wrong protocols are noticed.
 import random
 
 import pytest
-from test_hopper_protocol import Barrier, Roles
+from barrier_roles import Barrier, Roles
 
 COPIES = {"product": 2, "gradient": 4}  # of a stage: two operands, and the scales of either
 

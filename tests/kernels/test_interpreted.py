@@ -15,7 +15,6 @@ SUPPORT = Path(__file__).parents[1] / "support"
 SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
-    pytest.param("gemm_act", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
     "pointers",

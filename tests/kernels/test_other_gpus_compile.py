@@ -12,69 +12,59 @@ import torch
 pytest.importorskip("triton")
 
 import act_quantize_launches as act_quantize
+import kernel_launches as layer
 import quantize_launches as quantize
-import test_gemm_act_compile as gemm_act
-import test_gemm_compile as gemm
-import test_gpu_kernels_compile as rows
-import test_router_products_compile as router
 from compiled_launches import catch_launches, kernels_of, meta
+from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
 from quantized_gemm_launches import ELEMENTS, SHAPES, gemm_operands, wgrad_operands
-from simulated_ranks import Case
 
 from symmoe.kernels import architectures, gpu
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import scaled as gpu_scaled
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.triton import bias, route, splits
-from symmoe.kernels.triton import gemm as gpu_gemm
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OTHERS = [10 * major + minor for (major, minor), kind in architectures.ARCHITECTURES.items() if not kind.is_measured]
 MODULES = sorted({sys.modules[getattr(gpu, name).__module__] for name in gpu.__all__}, key=lambda each: each.__name__)
 KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*MODULES)}
 
 
 def launch_products():
-    for function, options in gemm.GEMMS:
-        gemm.launch(function, "qwen3-30b" if len(options) < 2 else "odd", BF16, **options)
-    for dtype in (FP16, FP32):
+    for function, options in GEMMS:
+        layer.launch_gemm(function, "qwen3-30b" if len(options) < 2 else "odd", BF16, **options)
+    for dtype, shape in ((FP16, "odd"), (FP32, "narrower")):
         for function in ("gemm", "dgrad", "wgrad"):
-            gemm.launch(function, "odd" if dtype == FP16 else "narrow", dtype)
-    row_range, scale = meta(2, 32), meta(999, dtype=FP32)
-    for dtype, index in ((BF16, None), (FP32, meta(999))):
-        dout, biases = meta(999, 1424, dtype=dtype), meta(32, 1424, dtype=dtype)
-        bias.grouped_bias_grad(dout, row_range, biases, dout_index=index, scale=scale)
-        bias.grouped_bias_dot(dout, biases, row_range, scale, dout_index=index, accumulate=True)
-        table = TensorTable(meta(32, dtype=torch.int64), (32, 1424, 1032), dtype)
-        gpu_gemm.grouped_gemm_wgrad(dout[:0], meta(0, 1032, dtype=dtype), row_range, table)
-    splits.splits_to_row_range(meta(32), row_range, 12345)
+            layer.launch_gemm(function, shape, dtype)
+    for dtype in (BF16, FP32):
+        layer.launch_bias_gradients(dtype, dtype == FP32, "odd")
+        layer.launch_zeros(dtype)
+    layer.launch_splits(32, torch.int32)
 
 
-def launch_activations():
-    swiglu, srelu, gelu = (gemm_act.ACTIVATIONS[name] for name in ("swiglu", "srelu", "gelu"))
-    for layout in gemm_act.LAYOUTS:
-        gemm_act.launch("qwen3-30b", swiglu, layout=layout)
-    gemm_act.launch("qwen3-30b", Activation(interleave=32), layout="contiguous")
-    gemm_act.launch("odd", Activation(interleave=4, limit=7.0), layout="biased")
-    gemm_act.launch("odd", srelu, layout="table")
-    gemm_act.launch("narrow", gelu, FP16, layout="contiguous")
-    gemm_act.launch("narrow", swiglu, FP32)
+def launch_fused_products():
+    for layout in LAYOUTS:
+        layer.launch_activations("qwen3-30b", Activation(), layout=layout)
+    layer.launch_activations("qwen3-30b", Activation(interleave=32), layout="contiguous")
+    layer.launch_activations("odd", Activation(interleave=4, limit=7.0), layout="biased")
+    layer.launch_activations("odd", ACTIVATIONS["srelu"], layout="table")
+    layer.launch_activations("narrow", ACTIVATIONS["gelu"], FP16, layout="contiguous")
+    layer.launch_activations("narrow", Activation(), FP32)
 
 
-def launch_router():
+def launch_routers():
     for shape in ("qwen3-30b", "odd"):
-        router.launch(shape)
-    for experts, top_k, rule in ((128, 8, RoutingRule()), (20, 3, RoutingRule(score="sigmoid"))):
-        logits, probs, topk_idx = meta(8192, experts, dtype=FP32), meta(8192, top_k, dtype=FP32), meta(8192, top_k)
-        route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule)
-        route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
+        layer.launch_router(shape)
+    layer.launch_choice(128, 8, RoutingRule())
+    layer.launch_choice(20, 3, RoutingRule(score="sigmoid"))
 
 
-def launch_rows():
-    rows.step(Case(tokens=(64, 32), num_experts=128, top_k=8, hidden=2048, dtype=BF16), 0)
-    rows.step(Case(tokens=(3, 70, 9), num_experts=12, top_k=3, hidden=1000, dtype=FP32), 1)
+def launch_trips():
+    for shape, dtype in (("qwen3-30b", BF16), ("odd", FP32)):
+        layer.launch_plan(shape)
+        layer.launch_rows(shape, dtype)
+        layer.launch_slots(shape, with_probs=True)
+    layer.launch_barrier(4)
+    layer.launch_signals()
 
 
 def launch_quantised_products():
@@ -109,9 +99,9 @@ def launch_quantisers():
 
 GROUPS = {
     "products": launch_products,
-    "activations": launch_activations,
-    "router": launch_router,
-    "rows": launch_rows,
+    "activations": launch_fused_products,
+    "router": launch_routers,
+    "rows": launch_trips,
     "quantised products": launch_quantised_products,
     "quantisers": launch_quantisers,
 }
@@ -177,16 +167,18 @@ def test_no_kernel_is_left_out(launches):
 def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     """Those for Hopper are those that were measured."""
     on(arch)
-    gemm.launch("gemm", "mixtral-8x7b", BF16)
-    gemm.launch("wgrad", "mixtral-8x7b", BF16)
-    gemm_act.launch("mixtral-8x7b", Activation())
-    gemm_act.launch("mixtral-8x7b", Activation(function="relu2", is_gated=False))
-    names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_stages", "num_warps", "FLATTEN", "PARTS"
-    chosen = [tuple(launch.kwargs.get(name) for name in names) for launch in launches if "BLOCK_M" in launch.kwargs]
+    layer.launch_gemm("gemm", "mixtral-8x7b", BF16)
+    layer.launch_gemm("wgrad", "mixtral-8x7b", BF16)
+    layer.launch_activations("mixtral-8x7b", Activation())
+    layer.launch_activations("mixtral-8x7b", ACTIVATIONS["srelu"])
+    wgrad = launches.of("grouped_gemm_wgrad_kernel").kwargs
+    assert (wgrad["BLOCK_M"], wgrad["BLOCK_N"]) == (128, columns)
+    chosen = [launch.kwargs["GEMM"].config for launch in launches if "GEMM" in launch.kwargs]
+    chosen = [(c.block_m, c.block_n, c.block_k, c.num_stages, c.num_warps, c.flatten, c.parts) for c in chosen]
     wide = columns == 256
     gemm_tile, ungated = (
         ((128, 256, 64, 3, 8), (128, 256, 64, 3, 8)) if wide else ((128, 128, 64, 4, 8), (128, 128, 64, 3, 8))
     )
     dact = (128, columns, 64, 3 if wide else 4, 8, wide, 8 if wide else 4)
     gated = (128, columns // 2, 64, 3, 8, False, 4)
-    assert chosen == [(*gemm_tile, True, None)] * 2 + [gated, dact, (*ungated, False, 4), dact]
+    assert chosen == [(*gemm_tile, True, 1), gated, dact, (*ungated, False, 4), dact]

@@ -1,4 +1,4 @@
-"""The expert bias over optimizer steps: each micro-batch counts once, whatever is computed again, over all replicas."""
+"""The expert bias over optimizer steps: each micro-batch counts once, whatever is computed again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.moe.balance import balance_after, balance_step
@@ -211,44 +209,3 @@ def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest
     for a, b in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
-
-
-def check_replicas(rank: int, num_ranks: int, ep_size: int) -> list[str]:
-    """EP groups of neighbours: the update is that of the load of all ranks, the same bits everywhere."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, EP groups of {ep_size}"
-    ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
-    replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
-    replicas = replica_groups[rank % ep_size]
-    with SymmetricHeap(ep_groups[rank // ep_size], num_bytes=4 << 20, backend="host") as heap:
-        model = Model(heap)
-        for number in range(2):
-            model(batch(rank, number)).sum().backward()
-        total = torch.tensor(counted(model))
-        dist.all_reduce(total)
-        total = total.numpy() // ep_size  # every rank of an EP group has its load
-        findings.equal("slots", int(total[0].sum()), num_ranks * (9 + 10) * TOP_K)
-        balance_step(model, expert_group=replicas)
-        findings.close("bias", torch.tensor(biases(model)), torch.tensor(expected_bias(total)), rtol=1e-6, atol=0)
-        # The loss of the global batch with replicas.
-        torch.manual_seed(5)
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=1.0, aux_loss="global")
-        layer = MoELayer(config, heap, expert_group=replicas)
-        x = batch(rank, 0)
-        _, metrics = layer(x)
-        routed = layer.router(x)
-        load = torch.bincount(routed.topk_idx.flatten(), minlength=EXPERTS)
-        dist.all_reduce(load)
-        want = EXPERTS * (load / load.sum() * routed.scores.mean(0)).sum()
-        findings.close("global loss", metrics.aux_loss, want, rtol=1e-6, atol=0)
-        ours = EXPERTS * (metrics.expert_load / metrics.expert_load.sum() * routed.scores.mean(0)).sum()
-        findings.check(abs(float(ours.detach() - want.detach())) > 1e-4, "the load of one EP group would have done")
-    for group in [*ep_groups, *replica_groups]:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    return findings.texts
-
-
-@pytest.mark.parametrize(("num_ranks", "ep_size"), [(4, 2), (2, 1)])
-def test_replicas_make_one_update(cluster, num_ranks: int, ep_size: int):
-    assert cluster(num_ranks).findings(check_replicas, ep_size) == []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from cluster import on_ranks
 from layers import WAYS
 from worker import experts_of, mlp_with_room, open_heap
 
@@ -159,41 +160,33 @@ def check(cluster, batch: Batch, num_ranks: int, dtype: torch.dtype, device: str
         assert_same_bits(got, want, f"{num_ranks} ranks with {cut} tokens")
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+CALLS = [pytest.param("cpu", batch, torch.float32, id=batch.name) for batch in BATCHES]
+CALLS += [
+    pytest.param("cuda", batch, dtype, id=f"{batch.name}, {dtype}, GPUs", marks=pytest.mark.gpu)
+    for batch in GPU_BATCHES
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+@pytest.mark.parametrize(("device", "batch", "dtype"), CALLS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_slot_order_does_not_depend_on_the_ranks(cluster, num_ranks: int, batch: Batch):
-    check(cluster, batch, num_ranks, torch.float32, "cpu")
+def test_slot_order_does_not_depend_on_the_ranks(
+    cluster, num_ranks: int, device: str, batch: Batch, dtype: torch.dtype
+):
+    check(cluster, batch, num_ranks, dtype, device)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("batch", GPU_BATCHES, ids=lambda batch: batch.name)
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_slot_order_does_not_depend_on_the_ranks_on_gpus(cluster, num_ranks: int, batch: Batch, dtype: torch.dtype):
-    check(cluster, batch, num_ranks, dtype, "cuda")
-
-
-def check_repeatable(cluster, batch: Batch, num_ranks: int, dtype: torch.dtype, device: str, order: str) -> None:
+@pytest.mark.parametrize("order", ["rank", "slot"])
+@on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
+def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, device: str, order: str):
     """The same call again, in the same heap, in another heap, and with ranks that lag behind one another."""
+    batch, dtype = (BATCHES[1], torch.float32) if device == "cpu" else (GPU_BATCHES[1], torch.bfloat16)
     cut = cuts_of(batch.num_tokens, num_ranks)[0]
     ranks = cluster(num_ranks, device)
     want, again = joined(ranks.run(run_layer, batch, [cut, cut], dtype, device, order, 0.0))
     assert_same_bits(again, want, "in the same heap")
     (lagging,) = joined(ranks.run(run_layer, batch, [cut], dtype, device, order, 0.01))
     assert_same_bits(lagging, want, "with ranks that lag")
-
-
-@pytest.mark.parametrize("order", ["rank", "slot"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, order: str):
-    check_repeatable(cluster, BATCHES[1], num_ranks, torch.float32, "cpu", order)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["rank", "slot"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_runs_repeat_bit_for_bit_on_gpus(cluster, num_ranks: int, order: str):
-    check_repeatable(cluster, GPU_BATCHES[1], num_ranks, torch.bfloat16, "cuda", order)
 
 
 def test_the_order_of_sums_matters_here(cluster):

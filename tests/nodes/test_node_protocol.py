@@ -39,13 +39,10 @@ def test_a_mutant_is_found(mutant: str):
 def test_what_the_parity_of_counts_is_for():
     """The barrier that ends a plan keeps the next plan's counts away as well."""
     plans = next(each for each in QUICK if each.name == "plans")
-    found = {
-        (ends, halves): NodeModel(plans, NodeProtocol(plan_ends_with_barrier=ends, table_halves=halves)).search()
-        for ends in (True, False)
-        for halves in (True, False)
-    }
-    assert [verdict.violation is None for verdict in found.values()] == [True, True, True, False]
-    assert "sends counts of plans" in found[False, False].violation
+    rules = "table_halves", "plan_ends_with_barrier"
+    found = [NodeModel(plans, NodeProtocol(*rules[a:b])).search() for a, b in ((0, 0), (0, 1), (1, 2), (0, 2))]
+    assert [verdict.violation is None for verdict in found] == [True, True, True, False]
+    assert "sends counts of plans" in found[-1].violation
 
 
 def test_an_error_after_the_last_meeting_puts_ranks_out_of_step():

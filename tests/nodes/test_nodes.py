@@ -17,12 +17,12 @@ import routings
 import torch
 import torch.distributed as dist
 from limits import HANG_S
-from test_combine_oracle import check_combine
-from test_dispatch_oracle import check_dispatch
-from test_schedules import EXACT as BIG_EXACT
-from test_schedules import MOST_TOKENS as MOST_BIG_TOKENS
-from test_schedules import STATIC as BIG_STATIC
-from test_schedules import check_ways
+from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
+from stacks import EXACT as BIG_EXACT
+from stacks import MOST_TOKENS as MOST_BIG_TOKENS
+from stacks import STATIC as BIG_STATIC
+from stacks import check_ways
+from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -31,11 +31,10 @@ from symmoe.combine import trip as combine_trip
 from symmoe.dispatch import trip
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.kernels.gemm_parts import Part
-from symmoe.nodes import place
-from symmoe.nodes.place import Place, find_place
-from symmoe.nodes.topology import find_topology
+from symmoe.nodes import topology as topology_module
+from symmoe.nodes.topology import Place, find_place, find_topology
 from symmoe.precision import Float8Block
-from symmoe.symm_mem import heap as heap_module
+from symmoe.symm_mem import start
 
 # (ranks, ranks per node)
 LAYOUTS = [
@@ -106,11 +105,9 @@ class FakeNvml:
 @pytest.mark.parametrize("prefix", ["", "GPU-"])
 def test_an_nvlink_domain_of_several_machines(monkeypatch: pytest.MonkeyPatch, prefix: str):
     nvml = FakeNvml(cluster=b"one cluster of 9")
-    monkeypatch.setattr(place.ctypes, "CDLL", lambda name: nvml)
+    monkeypatch.setattr(topology_module.ctypes, "CDLL", lambda name: nvml)
     found = find_place(prefix + "1a-2b")
-    assert found.domain == found.fabric == b"one cluster of 9" + bytes([7, 0, 0, 0])
-    assert Place.unpack(found.pack()) == found
-    assert len(found.pack()) == Place.NUM_BYTES
+    assert found.domain == found.fabric == b"one cluster of 9".hex() + " 7"
     assert nvml.num_open == 0
 
 
@@ -131,18 +128,18 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
             raise nvml
         return nvml
 
-    monkeypatch.setattr(place.ctypes, "CDLL", load)
+    monkeypatch.setattr(topology_module.ctypes, "CDLL", load)
     found = find_place("1a-2b")
-    assert found == find_place(None) == Place.unpack(found.pack())
-    assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    assert found == find_place(None)
+    assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def in_one_domain(rank: int, num_ranks: int) -> list[str]:
     """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
     findings = Findings()
-    found = Place(b"machine %d" % (rank // 2), b"one domain".ljust(20))
+    found = Place(f"machine {rank // 2}", "one domain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap_module, "find_place", lambda gpu: found)
+        patch.setattr(start, "find_place", lambda gpu: found)
         for ranks_per_node, want in ((None, ((0, 1, 2, 3),)), (2, ((0, 1), (2, 3)))):
             with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
                 findings.equal("nodes", heap.topology.nodes, want)
@@ -176,22 +173,17 @@ def test_wrong_numbers_of_ranks_per_node(cluster):
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("check", "first"), [(check_dispatch, 0), (check_combine, 3)], ids=["dispatch", "combine"])
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(0, len(routings.CASES), STEP))
-    assert cluster(num_ranks).findings(check_dispatch, numbers, "cpu", ranks_per_node) == []
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
-    numbers = list(range(3, len(routings.CASES) + 3, STEP))
-    assert cluster(num_ranks).findings(check_combine, numbers, "cpu", ranks_per_node) == []
+def test_trips_are_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int, check, first: int):
+    numbers = list(range(first, len(routings.CASES) + first, STEP))
+    assert cluster(num_ranks).findings(check_cases, numbers, "cpu", check, ranks_per_node) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [check_dispatch, check_combine])
 def test_all_cases(cluster, check):
-    assert cluster(4).findings(check, list(range(len(routings.CASES))), "cpu", 2) == []
+    assert cluster(4).findings(check_cases, list(range(len(routings.CASES))), "cpu", check, 2) == []
 
 
 BIG_LIMITS = {"capacity": 500, "max_tokens": MOST_BIG_TOKENS, "overflow": "drop", "rail_capacity": 350}
@@ -225,15 +217,15 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY)
         layer = MoELayer(config, heap)
-        faults, found = heap._faults, []
+        rail_peers, found = heap.nodes.rail_peers, []
         with pytest.MonkeyPatch.context() as patch:
             for module in (combine_trip, trip):
                 patch.setattr(module, "Part", noting_part)
             num_tokens, plan_exchanges = 150 * num_ranks, 2  # 300 rows from each rank to each: a whole tile and more
             x = torch.randn(num_tokens, 16, requires_grad=True)
             ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
-            patch.setattr(faults, "begin_to_move", noting("begin", faults.begin_to_move))
-            patch.setattr(faults, "end_to_move", noting("end", faults.end_to_move))
+            patch.setattr(rail_peers, "begin", noting("begin", rail_peers.begin))
+            patch.setattr(rail_peers, "end", noting("end", rail_peers.end))
             y, _ = layer(x, topk_idx=ids, probs=torch.full((num_tokens, 2), 0.5))
             found.append(events[2 * plan_exchanges :])
             events.clear()
@@ -253,47 +245,6 @@ def test_rails_are_under_way_while_own_rows_are_computed(cluster, num_ranks: int
         assert backward == [*dispatch, begin, end], backward
 
 
-NUM_EXPERTS, HIDDEN, FFN, TOP_K = 12, 16, 24, 3
-MOST_TOKENS = 40
-
-
-def train(
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int | None,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    device: str = "cpu",
-) -> list[torch.Tensor]:
-    """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
-        config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=NUM_EXPERTS, top_k=TOP_K, aux_loss_coef=0.01, **options)
-        layer = MoELayer(config, heap, dtype=dtype)
-        for name, parameter in layer.named_parameters():
-            shape = parameter.shape if "router" in name else (NUM_EXPERTS, *parameter.shape[1:])
-            whole = torch.randn(shape, generator=generator) * 0.3
-            first = 0 if "router" in name else rank * parameter.shape[0]
-            parameter.data.copy_(whole[first : first + parameter.shape[0]])
-        for step in range(2):
-            tokens = torch.randn((num_ranks, MOST_TOKENS, HIDDEN), generator=generator)
-            num_tokens = (37, 0, 40, 5)[(rank + step) % 4]
-            x = tokens[rank, :num_tokens].to(heap.device, dtype).requires_grad_()
-            y, metrics = layer(x)
-            (y.float().square().sum() + metrics.aux_loss).backward()
-            found += [y.detach(), x.grad, metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped]
-        found += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
-        del y, metrics
-        heap.synchronize()
-        found.append(torch.tensor(heap.leased_bytes))
-        return [tensor.cpu() for tensor in found]
-
-
-EAGERLY = {"schedule": "always-overlapped"}
-EXACT: dict[str, Any] = {}
-STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
-ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 KINDS = [
     pytest.param({**EXACT, **EAGERLY, "layout": "packed"}, torch.bfloat16, id="exact"),
     pytest.param({**STATIC, **EAGERLY, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"),
@@ -321,7 +272,7 @@ def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[s
     machine = Path(folder) / f"host {rank % 2}"
     machine.write_text(f"host {rank % 2}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "_BOOT_ID", machine)
+        patch.setattr(topology_module, "_BOOT_ID", machine)
         with open_heap("cpu") as heap:
             nodes = heap.topology.nodes
         return nodes, train(rank, num_ranks, None, options, torch.bfloat16)
@@ -342,14 +293,16 @@ def in_two_groups(rank: int, num_ranks: int) -> list[str]:
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
     group = groups[rank % 2]
     with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
-        findings.equal("ranks", (one.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
+        findings.equal("ranks", (one.bootstrap.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
         findings.equal("nodes of the other", other.topology.num_nodes, 1)
         x = torch.full((3, 8), float(rank))
         ids = torch.tensor([[0, 1], [1, 2], [3, -1]])
         for heap in (one, other, one):
             plan = make_plan(ids, num_experts=4, heap=heap)
             rows, _ = dispatch_tokens(x, plan)
-            findings.equal("sources of rows", sorted(set(rows[:, 0].tolist())), [float(r) for r in one.global_ranks])
+            findings.equal(
+                "sources of rows", sorted(set(rows[:, 0].tolist())), [float(r) for r in one.bootstrap.global_ranks]
+            )
             findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
     return findings.texts
 
@@ -417,35 +370,6 @@ def test_checkpoints_do_not_know_of_nodes(cluster, tmp_path: Path):
 
 
 # -- capacity of the rails --------------------------------------------------------------------------------------------
-
-
-def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
-    """Every token has an expert on every node, and the rails take the first ones of this rank's five."""
-    findings = Findings()
-    num_nodes = num_ranks // ranks_per_node
-    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
-        on = {"device": heap.device}
-        ids = torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
-        for capacity in (2, 3, 1):
-            findings.where = f"rank {rank}, rail_capacity {capacity}"
-            options = {"num_experts": num_ranks, "capacity": 100, "overflow": "drop", "rail_capacity": capacity}
-            x = torch.randn(5, 8, requires_grad=True, **on)
-            plan = make_plan(ids, heap=heap, **options)
-            probs = torch.ones(5, num_nodes, requires_grad=True, **on)
-            rows, row_probs = dispatch_tokens(x, plan, probs=probs)
-            y = combine_tokens(rows * row_probs[:, None], plan)
-            y.sum().backward()
-            kept = torch.full((5, num_nodes), True, **on)
-            kept[capacity:] = False
-            kept[:, rank // ranks_per_node] = True
-            findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
-            findings.equal("num_dropped", plan.num_dropped, [(5 - capacity) * (num_nodes - 1) * num_ranks])
-            findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
-            findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
-            findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
-            # As after the replay of a graph with an odd number of barriers, which hosts do not count.
-            heap._waits.flight.epoch += 1
-    return findings.texts
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)

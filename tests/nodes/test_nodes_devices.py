@@ -8,28 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from cluster import Cluster
-from limits import HANG_S, PROMPT_S
-from test_nodes import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
-from test_nodes_faults import BOUND_S, TIMEOUT_S, Overlapping, Ready, check_unforeseen, outcome, unforeseen, wrong_calls
+from limits import HANG_S
+from node_calls import (
+    EAGERLY,
+    EXACT,
+    ON_RAILS,
+    STATIC,
+    Overlapping,
+    Ready,
+    check_survivors,
+    check_unforeseen,
+    drop_on_rails,
+    give_up,
+    lose,
+    train,
+    unforeseen,
+    wrong_calls,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
-from symmoe.symm_mem import faults, mates, rail_start
-from symmoe.symm_mem.inbox import Report, end_waits, mailbox, read_report
+from symmoe.symm_mem import rail_peers, several_nodes
+from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
+from symmoe.symm_mem.streams import NoStreams
 
 
 class DeviceRail(GlooRail):
@@ -85,8 +97,8 @@ def as_on_gpus(seed: int) -> Iterator[None]:
         check(heap)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SymmetricHeap, "raises_at_once", False)
-        patch.setattr(rail_start, "_make_payload", make_payload)
+        patch.setattr(NoStreams, "raises_at_once", False)
+        patch.setattr(several_nodes, "_make_payload", make_payload)
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", look_now)
         yield
@@ -129,46 +141,23 @@ def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
     check_unforeseen(cluster(2 * ranks_per_node).run(on_gpus, seed, unforeseen, ranks_per_node), ranks_per_node)
 
 
-def lose(
-    rank: int,
-    num_ranks: int,
-    victims: tuple[int, ...],
-    how: str,
-    kind: type[Ready] = Ready,
-    device: str = "cpu",
-) -> tuple[Any, ...]:
-    """What a survivor raises when ranks end or stop after they have met the others, before anything travels.
+def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
+    """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
+    is_told: list[bool] = []
+    with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
+        rail = heap.nodes.rail_peers
+        hear = rail.lane.hear
+        patch.setattr(
+            rail.lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
+        )
+        for capture in (0, 1):
+            patch.setattr(rail_peers, "capture_id", lambda device, capture=capture: capture)
+            heap.nodes.meet(control.PHASE_START)
+    return is_told[:2]
 
-    how: "kill", "stop"; or "kill, deaf": survivors' GPUs take no copies before the exchange that waits has ended.
-    """
-    with as_on_gpus(rank) if device == "cpu" else contextlib.nullcontext():
-        backend = "host" if device == "cpu" else "nvshmem"
-        heap = SymmetricHeap(num_bytes=1 << 20, backend=backend, ranks_per_node=num_ranks // 2)
-        ready = kind(heap, rank)
-        for _ in range(2):
-            ready.step()
-        heap.synchronize()
-        heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 60.0
-        if how == "kill, deaf":
-            has_ended = heap._faults._mates._payload._ended
-            patch = pytest.MonkeyPatch()
-            patch.setattr(
-                faults, "end_waits", lambda *args, **options: has_ended.wait() and end_waits(*args, **options)
-            )
-        if rank in victims:
-            code = signal.SIGSTOP if how == "stop" else signal.SIGKILL
-            heap._faults.begin_to_move = lambda *arguments: os.kill(os.getpid(), code)  # type: ignore[method-assign]
-        start = time.monotonic()
-        try:
-            for _ in range(3):
-                ready.step()
-                heap.synchronize()
-            found: tuple[Any, ...] = ("nothing", -1, -1)
-        except Exception as error:  # noqa: BLE001
-            found = type(error).__name__, getattr(error, "rank", -1), getattr(error, "node", -1)
-        raised = time.monotonic()
-        heap.close()
-        return *found, raised - start, time.monotonic() - raised
+
+def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(cluster):
+    assert cluster(2).run(watch_meetings) == [[True, False]] * 2
 
 
 @pytest.mark.parametrize(
@@ -180,48 +169,20 @@ def lose(
     ],
 )
 def test_lost_while_payload_travels(victims: tuple[int, ...], how: str, kind: type[Ready]):
-    survivors = Cluster(4).run_without(victims, lose, victims, how, kind, timeout_s=HANG_S)
+    where = (kind, "begin", None)
+    survivors = Cluster(4).run_without(victims, on_gpus, 0, lose, 2, victims, how, where, timeout_s=HANG_S)
     assert len(survivors) == 4 - len(victims)
-    for name, missing, node, raised_s, closed_s in survivors.values():
-        assert (name, node) == ("PeerTimeout", victims[0] // 2), survivors
-        assert missing in victims, survivors
-        assert raised_s < BOUND_S, survivors
-        assert closed_s < PROMPT_S, survivors
-
-
-def give_up(rank: int, num_ranks: int) -> tuple[str, str]:
-    """What the others raise when one gives up."""
-    with as_on_gpus(rank), open_heap("cpu", ranks_per_node=2) as heap:
-        ready = Ready(heap, rank)
-        ready.step()
-        if rank == 1:
-            heap.abort("it has had enough")
-            return "", ""
-        return outcome(lambda: (ready.step(), heap.synchronize()))
+    check_survivors(survivors, victims, 2)
 
 
 def test_a_rank_that_gives_up(cluster):
-    found = cluster(4).run(give_up)
-    assert found[0] == found[2] == found[3] == ("PeerAborted", "rank 1 gave up: it has had enough")
-
-
-def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
-    """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
-    is_told: list[bool] = []
-    with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
-        rail = heap._faults._mates
-        hear = rail._lane.hear
-        patch.setattr(
-            rail._lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
-        )
-        for capture in (0, 1):
-            patch.setattr(mates, "capture_id", lambda device, capture=capture: capture)
-            heap.meet(control.PHASE_START)
-    return is_told[:2]
-
-
-def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(cluster):
-    assert cluster(2).run(watch_meetings) == [[True, False]] * 2
+    found = cluster(4).run(on_gpus, 0, give_up)
+    assert [each[:2] for each in found] == [
+        ("PeerAborted", 1),
+        ("KeyError", -1),
+        ("PeerAborted", 1),
+        ("PeerAborted", 1),
+    ]
 
 
 class OpNames(TorchDispatchMode):

@@ -6,17 +6,15 @@ of a rail that breaks name each other. Ranks that hear of it from them name one 
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_S, PROMPT_S
+from node_calls import Overlapping, Ready, connections
 from relay import Relay, relayed
-from test_nodes_faults import Overlapping, Ready
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
@@ -104,7 +102,7 @@ def broken(rank: int, num_ranks: int, how: str, where: tuple[Any, ...], relays: 
 
 def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: int, is_after: bool) -> None:
     """The network breaks at a meeting of a step."""
-    original, left = heap.meet, number
+    original, left = heap.nodes.meet, number
 
     def meet(its_phase: int, **agreed: int) -> None:
         nonlocal left
@@ -116,12 +114,7 @@ def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: i
         if not is_after:
             original(its_phase, **agreed)
 
-    heap.meet = meet  # type: ignore[method-assign]
-
-
-def connections() -> int:
-    """Sockets of this process."""
-    return sum(os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    heap.nodes.meet = meet  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -20,18 +20,16 @@ import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
+from node_calls import Ready, connections, refuses
 from relay import _ADDRESS, _Publishing
-from test_nodes_faults import Ready
-from test_nodes_network import connections
 
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
-from symmoe.nodes.nccl import NcclError
-from symmoe.nodes.nccl_rail import connect_together
+from symmoe.nodes.nccl import NcclError, connect_together
 from symmoe.nodes.rail import GlooRail
 from symmoe.nodes.reach import Endpoint
-from symmoe.symm_mem import rail_start
+from symmoe.symm_mem import several_nodes
 
 START_S = 20.0  # start_timeout_s where gloo waits for half of it
 
@@ -47,19 +45,6 @@ def what_is_there() -> Counter[str]:
 
 
 # -- what goes wrong on one rank --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def refuses() -> Iterator[None]:
-    """Nobody listens where this rank says that it does."""
-
-    def listen(self: reach.Listener) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.endpoint = Endpoint("lo", "127.0.0.1", listener.getsockname()[1])
-        self._socket = None
-
-    with patch.object(reach.Listener, "__init__", listen):
-        yield
 
 
 @contextlib.contextmanager
@@ -97,8 +82,11 @@ def refuses_gloo() -> Iterator[None]:
         stores.append(_Publishing(store, publish))
         return GlooRail(stores[-1], name, **options)
 
-    with patch.object(rail_start, "GlooRail", make):
+    with patch.object(several_nodes, "GlooRail", make):
         yield
+
+
+CONTEXTS = {each.__name__: each for each in (refuses, answers_not, has_no_such_device, refuses_gloo)}
 
 
 def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str, Any]:
@@ -106,10 +94,10 @@ def fail_to_start(rank: int, num_ranks: int, how: str, culprit: int) -> dict[str
     with open_nodes() as first:  # what torch keeps from then on is none of it
         Ready(first, rank).step()
     before = what_is_there()
-    trouble = globals()[how] if rank == culprit else contextlib.nullcontext
+    trouble = CONTEXTS[how] if rank == culprit else contextlib.nullcontext
     start_timeout_s = START_S if how == "refuses_gloo" else HANG_S / 2
     start, error = time.monotonic(), ""
-    with trouble(), patch.object(rail_start, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
+    with trouble(), patch.object(several_nodes, "_REACH_S", 1.0 if how == "answers_not" else PROMPT_S):
         try:
             open_nodes(start_timeout_s)
         except BackendUnavailable as raised:

@@ -7,8 +7,8 @@ import re
 from contextlib import nullcontext
 
 import pytest
-import test_nan_isolation
 import torch
+from bad_tokens import check_recipe
 from layers import tokens_of
 from low_precision_cases import RECIPES
 from row_ranges import whole_groups
@@ -38,7 +38,7 @@ def wires(recipe: Recipe) -> tuple[str, ...]:
 def test_bad_tokens_stay_alone(cluster, recipe, what):
     """As in test_nan_isolation.py, also where a token shares blocks of columns, and a group's scale, with others."""
     for wire in wires(recipe):
-        assert cluster(2).findings(test_nan_isolation.check_recipe, what, recipe, wire) == []
+        assert cluster(2).findings(check_recipe, what, recipe, wire) == []
 
 
 # -- padding, duplicates, drops ---------------------------------------------------------------------------------------

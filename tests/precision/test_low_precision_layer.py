@@ -22,7 +22,7 @@ from low_precision_checks import (
     run_cut,
 )
 from row_ranges import whole_groups
-from test_schedules import Stack, compare_bits, pipeline, run_schedule
+from stacks import Stack, compare_bits, pipeline, run_schedule
 from worker import Findings, open_heap
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
@@ -33,7 +33,7 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 # -- one step, in every way -------------------------------------------------------------------------------------------
 

@@ -150,8 +150,8 @@ def test_no_files_import_each_other_in_a_circle():
     """Imports inside functions, and of types only, count as well."""
     graph = {name: set(imports_of(path)) & NAMES.keys() - {name} for name, path in NAMES.items()}
     graphlib.TopologicalSorter(graph).prepare()
-    assert "symmoe.symm_mem.lease" in graph["symmoe.symm_mem.heap"]
-    graph["symmoe.symm_mem.lease"].add("symmoe.symm_mem.heap")  # negative control
+    assert "symmoe.symm_mem.memory" in graph["symmoe.symm_mem.heap"]
+    graph["symmoe.symm_mem.memory"].add("symmoe.symm_mem.heap")  # negative control
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
 
@@ -176,7 +176,7 @@ def test_only_the_backends_read_the_environment(path: Path):
 
 @pytest.mark.parametrize("module", ["twin", "gpu"])
 def test_every_kernel_has_the_signature_of_the_contract(module: str):
-    """Names, kinds and defaults of parameters; mypy compares types. A launcher may take a `config` in addition."""
+    """Names, kinds and defaults of parameters; types stand in the contract. A launcher may take a `config` as well."""
     if module == "gpu":
         pytest.importorskip("triton")
     from symmoe.kernels import Kernels

@@ -115,7 +115,7 @@ def test_a_mutant_of_the_model_is_found(mutant: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", mutations.OF_THE_MODEL)
 def test_a_mutant_of_the_model_is_met_on_eight_ranks(mutant: str):
-    model = Protocol(**mutations.OF_THE_MODEL[mutant])
+    model = Protocol(mutations.OF_THE_MODEL[mutant])
     assert any(Model(scenario, model).walk(seed).violation for seed in range(4) for scenario in scenarios(8))
 
 

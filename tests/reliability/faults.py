@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory, shared_memory
-from test_heap import round_trip
+from heap_calls import round_trip
 
 from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher
@@ -192,14 +192,14 @@ def take_part(
                 for turn in range(fault.steps + 1):
                     step.run(turn)
             if fault.phase == "in close" and is_victim:
-                closing = heap._waits.barrier
+                closing = heap.waits.barrier
 
                 def close_barrier(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
                     if control.unpack_call(call)["phase"] == control.PHASE_CLOSE:
                         mark_and(fault.kind)
                     return closing(call, *args, **kwargs)
 
-                heap._waits.barrier = close_barrier
+                heap.waits.barrier = close_barrier
     except errors.SymmoeError as error:
         raised = error
         yield {

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from test_heap import round_trip
+from heap_calls import round_trip
 
 from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
 from symmoe import Lease, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -392,8 +392,8 @@ def lease_twice(call: Call) -> None:
 def no_room(call: Call) -> None:
     call.random.choice([dispatch_call, combine_call, layer_call])(call)
     if call.is_culprit:
-        while call.heap._memory.arena.largest_free_bytes:
-            call.lease(call.heap._memory.arena.largest_free_bytes, dtype=torch.uint8)
+        while call.heap.memory.arena.largest_free_bytes:
+            call.lease(call.heap.memory.arena.largest_free_bytes, dtype=torch.uint8)
     call.wants("HeapExhausted", "lease '", "high-water mark")
 
 

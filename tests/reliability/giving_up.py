@@ -39,7 +39,7 @@ def rows_of_a_failed_call(rank: int, num_ranks: int) -> list[str]:
         heap.abort("on purpose")
     else:
         try:
-            heap.barrier(_PHASE, spoils=rows)
+            heap.barrier(_PHASE, nan_on_failure=rows)
             problems.append("nothing is raised after an abort")
         except PeerAborted:
             if not rows.isnan().all():

@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from functools import partial
 
 import routings
-import test_combine_oracle as combine
 import torch
 from layers import shapes
 from mlp_oracle import check_mlp
+from trip_checks import check_adjoint
 from worker import Findings, open_heap
 
 from reliability.delays import dawdling
@@ -46,7 +46,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             with dawdling(heap.device, number, longest_s=1e-3) if slow else nullcontext():
                 check_mlp(heap, case, shapes(device), dtype, findings)
             findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
-            combine._check_adjoint(heap, case, case.shape(device), findings)
+            check_adjoint(heap, case, case.shape(device), findings)
             yield 1e3 * (time.perf_counter() - start), findings.texts, {}
 
 

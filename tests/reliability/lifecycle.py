@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 from conftest import left_in_shared_memory, shared_memory
-from test_heap import round_trip
+from heap_calls import round_trip
 
 from reliability.launch import JobFailure, Launcher
 from reliability.step import num_arenas_mapped, num_open_files

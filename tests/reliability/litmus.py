@@ -198,7 +198,7 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
                 heap.synchronize()
                 read, stale, late = map(sum, zip((read, stale, late), rounds.ops.taken_counts(), strict=True))
                 # On a busy machine a rank may be late each time that a flag comes first. All ranks go on, or none.
-                if kind != "flag first" or all(map(any, heap.gather_bytes(bytes([stale > 0])))):
+                if kind != "flag first" or all(map(any, heap.bootstrap.gather_bytes(bytes([stale > 0])))):
                     break
             if late:
                 problems.append(f"{late} flags did not come within {TIMEOUT_S} s")

@@ -20,45 +20,14 @@ from worker import open_heap
 from reliability import faults, fuzz, giving_up, gradients, random_routings
 from reliability.delays import dawdling
 from reliability.launch import Job, JobFailure, Launcher
-from reliability.protocol import Model, Protocol, scenarios
+from reliability.protocol import RULES, Model, Protocol, scenarios
 from reliability.suite import Numbers, Outcome, Results, Run, Suite
 from reliability.twin_mutants import MUTANTS, DoesNotApply, mutated, slow_waits
 from symmoe import make_plan
 
-OF_THE_MODEL: dict[str, dict[str, Any]] = {
-    "flags without a fence": {"fenced_flags": False},
-    "signals without a fence": {"fenced_signals": False},
-    "words after the flag": {"words_before_flag": False},
-    "epoch stays": {"counts_epochs": False},
-    "one half of the mailbox": {"mailbox_halves": False},
-    "one half of the count table": {"table_halves": False},
-    "no wait for the last rank": {"waits_for_all": False},
-    "wait for an older epoch": {"wait_offset": -1},
-    "no barrier before rows are sent": {"ready_before_push": False},
-    "no barrier after rows are sent": {"arrived_after_push": False},
-    "no barrier before sums are sent": {"ready_before_sums": False},
-    "no barrier after sums are sent": {"done_after_sums": False},
-    "no barrier before rows are pulled": {"ready_before_pull": False},
-    "no barrier after rows are pulled": {"done_after_pull": False},
-    "no barrier of the plan": {"plan_barrier": False},
-    "no wait for signals": {"waits_for_signals": False},
-    "signal carries no epoch": {"signal_is_epoch": False},
-    "fault ignored": {"fault_stops_payload": False},
-    "failed barriers count": {"failed_barriers_count": True},
-    "wait without end": {"times_out": False},
-    "abort is not final": {"abort_is_final": False},
-    "nobody is told": {"tells": False},
-    "report without a name": {"report_names": False},
-    "what came counts after a timeout": {"timeout_counts_nothing": False},
-    "nothing counts after an abort": {"abort_keeps": False},
-}
+OF_THE_MODEL = {mutant: rule for rule, mutant in RULES.items()}
 # They change nothing where nobody gives up.
-_OF_GIVING_UP = (
-    "nobody is told",
-    "report without a name",
-    "what came counts after a timeout",
-    "nothing counts after an abort",
-)
+_OF_GIVING_UP = ("tells", "report_names", "timeout_counts_nothing", "abort_keeps")
 
 # Which part of which suite has to find a mutant of the twins.
 _IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = "routings", "gradients", "fuzz", "plans", "faults"
@@ -169,10 +138,10 @@ def line_of(failure: JobFailure) -> str:
 def found_in_the_model(name: str, num_ranks: int) -> str:
     """The first violation of a mutant; "" if there is none."""
     cases = scenarios(num_ranks)
-    if name in _OF_GIVING_UP:
+    if OF_THE_MODEL[name] in _OF_GIVING_UP:
         cases = [case for case in cases if (case.dies, case.late, case.raises) != ((), None, None)]
     for scenario in cases:
-        verdict = Model(scenario, Protocol(**OF_THE_MODEL[name])).search()
+        verdict = Model(scenario, Protocol(OF_THE_MODEL[name])).search()
         if verdict.violation is not None:
             return f"{scenario.name}: {verdict.violation}"
     return ""

@@ -15,42 +15,36 @@ from dataclasses import dataclass, replace
 
 from reliability.protocol import Verdict, search
 
+# The rules, and what a mutant that breaks one is called.
+NODE_RULES = {
+    # Who learns of an error in a barrier, or has one, says so at the next meeting.
+    "faults_tell_the_rail": "an error in a barrier is not passed on to the rail",
+    # Who learns of one at a meeting enters the next barrier of its node with it, and does not meet for it again.
+    "rails_tell_the_node": "an error at a meeting is not passed on to the node",
+    "told_once": "an error of a meeting is told again",
+    "says_so_first": "who fails waits in a barrier before its rail knows",
+    # So that an error of any step before gets through a barrier and a meeting in its call.
+    "meets_before_last_barrier": "no meeting before the last barrier",
+    "meets_before_payload": "no meeting before tensors are sent",
+    "barrier_before_rails": "no barrier before counts are sent",  # in which the node has written them
+    "plan_ends_with_barrier": "no barrier at the end of a plan",  # so that an error of one rail gets to the others
+    "gives_up_on_rails": "rails are not told who gave up",
+    "reports_name": "who gives up names itself",  # and not whom it has missed
+    # Who misses a rank of its node that is on its rail waits for what that one finds out.
+    "waits_for_verdict": "no wait for what a rank on its rail finds out",
+    # Who misses a rail peer waits longer than that one does for its node.
+    "rails_are_patient": "rails wait no longer than nodes",
+    "rails_time_out": "rails wait without end",  # waits on rails are bounded
+    # Counts lie in two places in turn, by the parity of the epoch. Breaks nothing by itself.
+    "table_halves": "and counts in one place, whatever the parity",
+}
 
-@dataclass(frozen=True)
+
 class NodeProtocol:
-    """The rules; a mutant breaks one.
+    """All rules but those that are broken. Each is an attribute."""
 
-    Attributes:
-        faults_tell_the_rail: who learns of an error in a barrier, or has one, says so at the next meeting.
-        rails_tell_the_node: who learns of one at a meeting enters the next barrier of its node with it.
-        says_so_first: who has an error says so to its rail before it waits in a barrier.
-        told_once: who has learnt of an error at a meeting does not meet for it again.
-        meets_before_last_barrier: so that an error of any step before gets through a barrier and a meeting in its call.
-        meets_before_payload: no tensor is sent before both ends have said that they will.
-        barrier_before_rails: an exchange of counts comes after the barrier in which the node has written them.
-        plan_ends_with_barrier: so that an error of one rail gets to the others.
-        table_halves: counts lie in two places in turn, by the parity of the epoch.
-        gives_up_on_rails: who gives up says so to its rail.
-        reports_name: and whom it has missed.
-        waits_for_verdict: who misses a rank of its node that is on its rail waits for what that one finds out.
-        rails_are_patient: who misses a mate waits longer than that one does for its node.
-        rails_time_out: waits on rails are bounded.
-    """
-
-    faults_tell_the_rail: bool = True
-    rails_tell_the_node: bool = True
-    says_so_first: bool = True
-    told_once: bool = True
-    meets_before_last_barrier: bool = True
-    meets_before_payload: bool = True
-    barrier_before_rails: bool = True
-    plan_ends_with_barrier: bool = True
-    table_halves: bool = True
-    gives_up_on_rails: bool = True
-    reports_name: bool = True
-    waits_for_verdict: bool = True
-    rails_are_patient: bool = True
-    rails_time_out: bool = True
+    def __init__(self, *broken: str) -> None:
+        self.__dict__ |= {rule: rule not in broken for rule in NODE_RULES}
 
 
 @dataclass(frozen=True)
@@ -427,33 +421,18 @@ def more_node_scenarios() -> list[NodeScenario]:
     return found
 
 
-# Each breaks a rule.
-NODE_MUTANTS = {
-    "an error in a barrier is not passed on to the rail": {"faults_tell_the_rail": False},
-    "an error at a meeting is not passed on to the node": {"rails_tell_the_node": False},
-    "an error of a meeting is told again": {"told_once": False},
-    "who fails waits in a barrier before its rail knows": {"says_so_first": False},
-    "no meeting before the last barrier": {"meets_before_last_barrier": False},
-    "no meeting before tensors are sent": {"meets_before_payload": False},
-    "no barrier before counts are sent": {"barrier_before_rails": False},
-    "no barrier at the end of a plan": {"plan_ends_with_barrier": False},
-    "and counts in one place, whatever the parity": {"plan_ends_with_barrier": False, "table_halves": False},
-    "rails are not told who gave up": {"gives_up_on_rails": False},
-    "who gives up names itself": {"reports_name": False},
-    "no wait for what a rank on its rail finds out": {"waits_for_verdict": False},
-    "rails wait no longer than nodes": {"rails_are_patient": False},
-    "rails wait without end": {"rails_time_out": False},
-}
+NODE_MUTANTS = {mutant: (rule,) for rule, mutant in NODE_RULES.items()}
+NODE_MUTANTS[NODE_RULES["table_halves"]] = ("plan_ends_with_barrier", "table_halves")
 _OF_LOST_RANKS = ("gives_up_on_rails", "reports_name", "waits_for_verdict", "rails_are_patient", "rails_time_out")
 
 
 def found_in_node_model(mutant: str) -> str:
     """The first violation of a mutant; "" if there is none. Some change nothing where nobody is lost."""
     rules = NODE_MUTANTS[mutant]
-    needs_loss = not rules.keys().isdisjoint(_OF_LOST_RANKS)
+    needs_loss = not set(rules).isdisjoint(_OF_LOST_RANKS)
     for scenario in node_scenarios():
         if needs_loss == ((scenario.ends, scenario.stops) != (None, None)):
-            verdict = NodeModel(scenario, NodeProtocol(**rules)).search()
+            verdict = NodeModel(scenario, NodeProtocol(*rules)).search()
             if verdict.violation is not None:
                 return f"{scenario.name}: {verdict.violation}"
     return ""

@@ -18,59 +18,41 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+# The rules of docs/design.md, and what a mutant that breaks one is called.
+RULES = {
+    "fenced_flags": "flags without a fence",  # a flag or signal is stored after all stores before it
+    "fenced_signals": "signals without a fence",
+    "words_before_flag": "words after the flag",  # of a barrier
+    "counts_epochs": "epoch stays",  # a barrier adds one to it
+    "mailbox_halves": "one half of the mailbox",  # two halves in turn, by the parity of the epoch
+    "table_halves": "one half of the count table",
+    "waits_for_all": "no wait for the last rank",
+    "waits_for_this_epoch": "wait for an older epoch",
+    "ready_before_push": "no barrier before rows are sent",  # barriers of a dispatch
+    "arrived_after_push": "no barrier after rows are sent",
+    "ready_before_sums": "no barrier before sums are sent",  # of a combine, whose sums are pushed
+    "done_after_sums": "no barrier after sums are sent",
+    "ready_before_pull": "no barrier before rows are pulled",  # of a combine with order "slot", whose rows are pulled
+    "done_after_pull": "no barrier after rows are pulled",
+    "plan_barrier": "no barrier of the plan",  # between the counts and their use
+    "waits_for_signals": "no wait for signals",  # before reading what came with them
+    "signal_is_epoch": "signal carries no epoch",  # that of the ready barrier, not just "something came"
+    "fault_stops_payload": "fault ignored",  # after a barrier in which a rank has failed, nobody moves anything
+    "failed_barriers_do_not_count": "failed barriers count",  # those still on their way then count no epochs
+    "times_out": "wait without end",  # waits are bounded
+    "abort_is_final": "abort is not final",  # a rank that has timed out reads nothing any more
+    "tells": "nobody is told",  # a rank that gives up says so in all slots and signals of all ranks
+    "report_names": "report without a name",  # what it says names the rank that it has waited for in vain
+    "timeout_counts_nothing": "what came counts after a timeout",  # what had come does not count any more then
+    "abort_keeps": "nothing counts after an abort",  # after an error of its own, what had come counts
+}
 
-@dataclass(frozen=True)
+
 class Protocol:
-    """The rules of docs/design.md; a mutant breaks one.
+    """All rules but one, which a mutant breaks; None: all of them. Each is an attribute."""
 
-    Attributes:
-        fenced_flags, fenced_signals: a flag or signal is stored after all stores before it.
-        words_before_flag: a barrier's words are stored before its flag, not after it.
-        counts_epochs: a barrier adds one to the epoch.
-        mailbox_halves, table_halves: two halves in turn, by the parity of the epoch.
-        waits_for_all: a barrier waits for every rank, the last one too.
-        wait_offset: added to the epoch that is waited for.
-        ready_before_push, arrived_after_push: barriers of a dispatch.
-        ready_before_sums, done_after_sums: of a combine, whose sums are pushed.
-        ready_before_pull, done_after_pull: of a combine with order "slot", whose rows are pulled.
-        plan_barrier: between the counts and their use.
-        waits_for_signals: before reading what came with them.
-        signal_is_epoch: it carries the epoch of the ready barrier, not just "something came".
-        fault_stops_payload: after a barrier in which a rank has failed, nobody moves anything.
-        failed_barriers_count: those that are still on their way after a failed one count epochs (a first version).
-        times_out: waits are bounded.
-        abort_is_final: a rank that has timed out reads nothing any more.
-        tells: a rank that gives up says so in all slots and signals of all ranks.
-        report_names: what it says names the rank that it has waited for in vain.
-        timeout_counts_nothing: after a timeout, what had come does not count any more.
-        abort_keeps: after an error of its own, it does.
-    """
-
-    fenced_flags: bool = True
-    fenced_signals: bool = True
-    words_before_flag: bool = True
-    counts_epochs: bool = True
-    mailbox_halves: bool = True
-    table_halves: bool = True
-    waits_for_all: bool = True
-    wait_offset: int = 0
-    ready_before_push: bool = True
-    arrived_after_push: bool = True
-    ready_before_sums: bool = True
-    done_after_sums: bool = True
-    ready_before_pull: bool = True
-    done_after_pull: bool = True
-    plan_barrier: bool = True
-    waits_for_signals: bool = True
-    signal_is_epoch: bool = True
-    fault_stops_payload: bool = True
-    failed_barriers_count: bool = False
-    times_out: bool = True
-    abort_is_final: bool = True
-    tells: bool = True
-    report_names: bool = True
-    timeout_counts_nothing: bool = True
-    abort_keeps: bool = True
+    def __init__(self, broken: str | None = None) -> None:
+        self.__dict__ |= {rule: rule != broken for rule in RULES}
 
 
 @dataclass(frozen=True)
@@ -236,7 +218,7 @@ class Model:
                 break
             kind, peer, number = program[position]
             if kind == "begin":
-                if failed and not self._protocol.failed_barriers_count:
+                if failed and self._protocol.failed_barriers_do_not_count:
                     position = self._call_starts[rank][number + 1]  # it returns at once, and so does the call
                     failed = False
                     continue
@@ -307,7 +289,7 @@ class Model:
             who, seen = divmod(memory[cell], _ABORT)
             who -= 1
             seen = seen >> 1 if kind == "wait" else seen
-            if seen >= (epoch if rules.signal_is_epoch or kind == "wait" else 1) + rules.wait_offset:
+            if seen >= (epoch if rules.signal_is_epoch or kind == "wait" else 1) - (not rules.waits_for_this_epoch):
                 if who >= 0 and ranks[who][5] >= 0:
                     yield f"rank {rank} goes on in epoch {epoch}, which rank {who} has given up"
                     return
@@ -334,7 +316,7 @@ class Model:
             )
             faults = failed or self._sees_fault(memory, rank, half, epoch, number)
             if is_last and faults and not failed:
-                if rules.failed_barriers_count and self._scenario.fails[0] != rank:
+                if not rules.failed_barriers_do_not_count and self._scenario.fails[0] != rank:
                     failed = True  # its host has launched the rest of the call: that goes on without payload
                 elif rules.fault_stops_payload or self._scenario.fails[0] == rank:
                     yield moved((self._call_starts[rank][number + 1], epoch, False, buffer, status, named))

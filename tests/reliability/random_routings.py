@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 import routings
-import test_combine_oracle as combine
-import test_dispatch_oracle as dispatch
+from trip_checks import check_combine, check_dispatch
 from worker import Findings, open_heap
 
 from reliability.delays import dawdling
@@ -31,11 +30,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             slow = number % 2 == 1 and number // 2 % num_ranks == rank
             delay = dawdling(heap.device, case.number, longest_s=1e-3) if slow else nullcontext()
             with delay:
-                hidden = case.shape(device)
-                dispatch._check_case(heap, case, findings, device)
-                combine._check_sums(heap, case, hidden, findings)
-                for order in combine.ORDERS:
-                    combine._check_backward(heap, case, hidden, order, findings)
+                check_dispatch(heap, case, findings)
+                check_combine(heap, case, findings)
             findings.equal("leased bytes after the case", heap.leased_bytes, 0)
             yield 1e3 * (time.perf_counter() - start), findings.texts, {"stratum": case.stratum}
 

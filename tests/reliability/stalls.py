@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from test_heap import round_trip
+from heap_calls import round_trip
 
 from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks, percentiles
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

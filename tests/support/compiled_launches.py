@@ -120,6 +120,13 @@ class Launches(list):
         """The latest launch of a kernel; without a name the only launch since the last call, of whatever kernel."""
         return (self.of(name) if name else self.pop_one()).compile(arch)
 
+    def compile_roles(self, most_spilled: int | None = 0) -> Code:
+        """The only launch since the last call, of a kernel for Hopper: registers for each role."""
+        code = self.compile()
+        assert "setmaxnreg" in code.ptx
+        assert most_spilled is None or code.spilled <= most_spilled
+        return code
+
 
 class _Catcher:
     """Stands in for a kernel."""

@@ -1,4 +1,4 @@
-"""Runs the Triton GEMM kernels in Triton's interpreter, against float64. A script of test_interpreted.py.
+"""Runs GEMMs and activations in Triton's interpreter, against float64. A script of test_interpreted.py.
 
 Sizes are tiny; the tiles are smaller still, so that every case has several tiles, partial ones, and partial contraction
 blocks. tl.dot on bf16 is wrong in Triton 3.6's interpreter, so bf16 is left to the GPU tests.
@@ -6,13 +6,18 @@ blocks. tl.dot on bf16 is wrong in Triton 3.6's interpreter, so bf16 is left to 
 
 import itertools
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from gemm_problem import (
     BIASES,
     BOTH,
+    ActProblem,
     Problem,
+    Scattered,
+    check_act,
+    check_act_ranges,
+    check_activation,
     check_biases,
     check_dgrad,
     check_gemm,
@@ -26,12 +31,29 @@ from interpreter import spare_the_interpreter
 from row_ranges import random_ranges
 from triton.tools.ragged_tma import create_ragged_descriptor
 
+from symmoe.kernels.activation import Activation
 from symmoe.kernels.triton import tiles
 
 WIDTHS, CAPACITY = (24, 40), 64
 SPLITS = [(19, 0, 1, 32, 0), (0, 0, 0, 0, 0), (0, 16, 0, 0, 47), (64, 0, 0, 0, 0)]
 CONFIG = tiles.TileConfig(block_m=16, block_n=16, block_k=16, num_stages=2, num_warps=4, group_m=2)
 NUM_SMS = 3
+ACT_WIDTHS = (24, 72)
+# splits, dtype, activation, (flatten, parts, lead), whether weights are tables
+ACT_CASES = [
+    ((19, 0, 1, 32, 0), torch.float32, Activation(), (False, 1, 0), False),
+    ((0, 16, 0, 0, 47), torch.float16, Activation(alpha=1.702, limit=1.0, offset=1.0), (True, 2, 1), False),
+    ((64, 0, 0), torch.float16, Activation(interleave=8), (False, 2, 2), True),
+    ((5, 30, 4), torch.float32, Activation(interleave=1, limit=1.0), (True, 2, 1), True),
+    ((0, 0), torch.float32, Activation(interleave=4), (False, 2, 2), False),
+    ((33, 1, 9), torch.float16, Activation(function="relu2", is_gated=False), (False, 2, 1), False),
+    ((33, 1, 9), torch.float32, Activation(function="relu2", is_gated=False), (True, 1, 0), True),
+    ((20, 17), torch.float16, Activation(interleave=2), (False, 1, 0), False),
+    ((20, 17), torch.float32, Activation(function="gelu"), (False, 1, 0), False),
+    ((20, 17), torch.float16, Activation(function="gelu", is_gated=False), (True, 2, 1), False),
+    ((20, 17), torch.float32, Activation(function="gelu_tanh", limit=1.0, offset=1.0), (True, 1, 0), False),
+    ((20, 17), torch.float16, Activation(is_gated=False, alpha=1.702), (False, 2, 1), False),
+]
 
 kernels = triton_kernels()
 
@@ -91,6 +113,34 @@ def check_no_rows():
         check_wgrad(kernels, p, False, False, True, accumulate, torch.float32)
     check_gemm(kernels, p, False, False, "none", True)
     check_biases(kernels, p, False, False, False)
+    p = ActProblem((0, 0), ACT_WIDTHS, torch.float32, Activation(), capacity=0)
+    check_act(kernels, p)
+    check_activation(kernels, p)
+
+
+def options_of(flatten, parts, lead):
+    """(of the forward kernel, of the backward kernel)."""
+    act_config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts)
+    sizes = {field.name: getattr(act_config, field.name) for field in fields(act_config)}
+    dact_config = kernels.DactConfig(**sizes, lead=lead)
+    return {"num_sms": NUM_SMS, "config": act_config}, {"num_sms": NUM_SMS, "config": dact_config}
+
+
+def check_both_passes(splits, dtype, activation, config, is_table):
+    p = ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY)
+    check_act(kernels, p, *options_of(*config), table=is_table)
+    check_activation(kernels, ActProblem((50,), ACT_WIDTHS, dtype, activation, capacity=50), dscale_dtype=dtype)
+
+
+def check_fused_ranges(splits, dtype, activation, config, is_table):
+    """Of whole numbers: NumPy's order of sums depends on a row's place in a tile."""
+    p = ActProblem(splits, ACT_WIDTHS, dtype, activation, capacity=CAPACITY, is_exact=True)
+    act_options, dact_options = options_of(*config)
+    if is_table:
+        scattered = [Scattered(weight) for weight in (p.weight1, p.weight2)]
+        p.weight1, p.weight2 = (each.table for each in scattered)
+    options = {"act_options": act_options, "dact_options": dact_options, "gather": is_table}
+    check_act_ranges(kernels, p, random_ranges(splits, 3), **options)
 
 
 def check_ragged_descriptor():
@@ -127,6 +177,9 @@ def main():
     ):
         timed(check_it.__name__, check_it)
     check_splits(kernels)
+    for check_it, cases in ((check_both_passes, ACT_CASES), (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5)))):
+        for case in cases:
+            timed(f"{check_it.__name__} {case[:3]}", check_it, *case)
     print("all is well")
 
 

@@ -72,7 +72,7 @@ def check_replays(
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = step(layers[0], x, dy)
-        findings.check(heap.graph_bytes > 0, "the graph holds no leases")
+        findings.check(heap.memory.graph_bytes > 0, "the graph holds no leases")
         for layer in layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
@@ -101,6 +101,6 @@ def check_replays(
         heap.synchronize()
         del graph
         heap.release_graphs()
-        findings.equal("bytes of graphs", heap.graph_bytes, 0)
+        findings.equal("bytes of graphs", heap.memory.graph_bytes, 0)
         findings.equal("leased bytes", heap.leased_bytes, 0)
     return findings.texts

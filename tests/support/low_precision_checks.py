@@ -12,7 +12,7 @@ import torch
 from layers import WAYS, global_weights, local_part, tokens_of
 from low_precision_cases import ONE_PRODUCT, RECIPES, TWO_LAYERS
 from low_precision_oracle import relative_error
-from test_schedules import Stack, compare_bits, step
+from stacks import Stack, compare_bits, step
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap, poison
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 from layers import make_layer, tokens_of
-from test_schedules import compare_bits
+from stacks import compare_bits
 from worker import Findings, open_heap, poison
 
 from symmoe import MoEConfig, kernels

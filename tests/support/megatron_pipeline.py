@@ -29,7 +29,7 @@ from megatron_cases import (
     use_groups,
 )
 
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.row_budget import RowHistory
 
 NUM_MICRO_BATCHES = 4
 NUM_CHUNKS = 2
@@ -102,7 +102,7 @@ def heap_of_stage(
     """
     from symmoe.errors import HeapExhausted
     from symmoe.integrations.megatron import DispatchOptions, heap_bytes, open_heap, use_symmoe
-    from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+    from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
     use_groups(ep=num_ranks)
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

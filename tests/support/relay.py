@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import symmoe.symm_mem.rail_start
+import symmoe.symm_mem.several_nodes
 from symmoe.nodes.rail import GlooRail
 
 # What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
@@ -147,7 +147,7 @@ def relayed(node: int) -> Iterator[Relay | None]:
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmoe.symm_mem.rail_start, "GlooRail", make)
+            patch.setattr(symmoe.symm_mem.several_nodes, "GlooRail", make)
             yield relay
     finally:
         if relay is not None:

@@ -159,7 +159,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
     """The phases of the barriers that this rank enters."""
     phases: list[int] = []
-    waits = heap._waits
+    waits = heap.waits
     barrier = waits.barrier
 
     def count(call: int, *args, **kwargs) -> torch.Tensor:

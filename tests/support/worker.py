@@ -21,7 +21,7 @@ from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.memory import Lease
 
 POISON = 0xFF
 
@@ -55,7 +55,7 @@ def wait_for_arrivals(heap: SymmetricHeap, ranks: Iterable[int]) -> None:
 
 def free_bytes(heap: SymmetricHeap) -> int:
     """Size of the largest lease that fits now."""
-    return heap._memory.arena.largest_free_bytes
+    return heap.memory.arena.largest_free_bytes
 
 
 def poison(heap: SymmetricHeap) -> None:
@@ -89,7 +89,7 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
 def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_tokens: int, num_rows: int) -> None:
     """The next call with exact capacity and so many tokens gets room for little more than num_rows rows; it measures
     if that is 0. kind: the numbers of experts and of those of a token. The same on all ranks but for num_tokens."""
-    history = heap.row_history(kind)
+    history = heap.row_histories[kind]
     history.forget()
     history.note(num_tokens, num_rows, num_rows)
 

@@ -1,4 +1,4 @@
-"""A rank that raises inside of `heap.close()` does not leave its peers waiting for it."""
+"""Closing a heap of which a rank stays away, or raises inside of `heap.close()`: nobody waits longer than the bound."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 
 import pytest
 import torch.distributed as dist
-from limits import PROMPT_S
-from test_heap import round_trip
+from heap_calls import round_trip
+from limits import HANG_S, PROMPT_S
+from worker import wait_for_arrivals
 
 from symmoe import SymmetricHeap
-from symmoe.errors import HeapClosed, PeerAborted
+from symmoe.errors import HeapClosed, PeerAborted, PeerTimeout
 
 TIMEOUT_S = 10 * PROMPT_S
 VICTIM, SLOW = 1, 2
@@ -30,11 +31,11 @@ def raise_in_close(rank: int, num_ranks: int, where: str) -> dict:
     facts = {"exact": round_trip(heap)}
     dist.barrier()
     if rank == VICTIM and where == "before the barrier":
-        heap._streams.synchronize = raise_own_error
+        heap.streams.synchronize = raise_own_error
     if rank == VICTIM and where == "in the wait":
         signal.signal(signal.SIGALRM, raise_own_error)
-        wait = heap._waits.barrier
-        heap._waits.barrier = lambda call: signal.setitimer(signal.ITIMER_REAL, 0.2) and wait(call)
+        wait = heap.waits.barrier
+        heap.waits.barrier = lambda call: signal.setitimer(signal.ITIMER_REAL, 0.2) and wait(call)
     if rank == SLOW:  # so that the others wait
         time.sleep(0.5)
     start = time.monotonic()
@@ -69,3 +70,29 @@ def test_peers_of_a_rank_that_raises_in_close(cluster, where: str):
             assert facts["rank"] == "own"
         else:
             assert (facts["rank"], facts["reason"]) == (VICTIM, "OwnError: of a signal handler")
+
+
+def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:
+    """Rank 0 stays away; the others wait for it no longer than timeout_s."""
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
+    text, start = "", time.monotonic()
+    if rank == 1:  # who loses patience with rank 0 alone
+        wait_for_arrivals(heap, [2])
+        heap.timeout_s = 0.5
+    try:
+        if rank:
+            heap.close()
+    except PeerTimeout as error:
+        text = str(error)
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return text, seconds
+
+
+def test_close_waits_no_longer_than_the_timeout(cluster):
+    first, *others = cluster(3).run(close_alone)
+    assert first[0] == ""
+    for text, seconds in others:
+        assert text.startswith("rank 0 did not reach 'close' within ")
+        assert seconds < PROMPT_S
+    assert "within timeout_s=0.5" in others[0][0]

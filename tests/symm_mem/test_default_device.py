@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_heap import outcome, round_trip
+from heap_calls import outcome, round_trip
 
 import symmoe
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from limits import HANG_S
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ends(num_pairs: int, way: str, folder: Path) -> tuple[list[int], str]:
     """Exit statuses of pairs of ranks, and what they have printed to stderr."""
-    command = [sys.executable, ROOT / "tests" / "many_ends.py", str(num_pairs), way, folder]
+    command = [sys.executable, ROOT / "tests" / "support" / "many_ends.py", str(num_pairs), way, folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True)
     return ast.literal_eval(done.stdout), done.stderr

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from heap_calls import round_trip
 from limits import HANG_S
-from test_heap import round_trip
 from worker import wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.cli import main
 from symmoe.errors import ArgumentError, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.flight_record import FORMAT, MAX_FILES, NUM_CALLS
+from symmoe.symm_mem.flight_record import FORMAT, MAX_FILES
+from symmoe.symm_mem.waits import NUM_CALLS
 
 H, K = 8, 2
 FOLDER = "SYMMOE_FLIGHT_DIR"

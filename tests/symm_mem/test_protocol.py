@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise, product
-from pathlib import Path
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import left_in_shared_memory
+from heap_calls import outcome, round_trip
 from limits import HANG_S, PROMPT_S
-from test_heap import outcome, round_trip
-from worker import Findings, difference, free_bytes, open_heap, wait_for_arrivals
+from worker import Findings, difference, free_bytes, open_heap
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import HeapPoisoned, PeerAborted, PeerError, PeerTimeout, SymmoeError
+from symmoe.errors import HeapPoisoned, PeerAborted, PeerError, SymmoeError
 from symmoe.kernels.twin import sync
 from symmoe.moe.ep_step import expert_parallel_mlp
 
@@ -336,85 +329,6 @@ def test_an_aborted_heap_is_of_no_use(cluster):
     assert cluster(3).run(use_after_abort) == [[]] * 3
 
 
-JOB = """
-import os, sys, time, torch, torch.distributed as dist, symmoe
-from datetime import timedelta
-rank, num_ranks, store, device, how = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-timeout_s = float(sys.argv[6])
-torch.set_num_threads(1)
-if device == "cuda":
-    torch.cuda.set_device(rank)
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks,
-                        timeout=timedelta(seconds=120))
-heap = symmoe.SymmetricHeap(num_bytes=1 << 20, backend="nvshmem" if device == "cuda" else "host")
-layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=16, num_experts=2 * num_ranks, top_k=2), heap)
-for step in range(1000):
-    if step == 5:
-        heap.timeout_s = timeout_s
-    if rank == 1 and step == 5:
-        heap.synchronize()
-        if how == "killed":
-            os.kill(os.getpid(), 9)
-        while how == "stays away" and not os.path.exists(sys.argv[7]):
-            time.sleep(0.1)
-        with heap:
-            raise ZeroDivisionError("a bug of the user")
-    try:
-        layer(torch.randn(8, 16, device=heap.device))[0].sum().backward()
-        heap.synchronize()
-    except symmoe.errors.PeerTimeout:
-        open(sys.argv[7], "w").close()
-        raise
-    time.sleep(0.01)
-"""
-
-
-def check_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: float) -> None:
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-c", JOB),
-                *map(str, (rank, num_ranks, folder / "store", device, how, timeout_s, folder / "given up")),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        texts = [process.communicate(timeout=HANG_S)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    codes = [process.returncode for process in ranks]
-    assert codes == [-9 if rank == 1 and how == "killed" else 1 for rank in range(num_ranks)], texts
-    wanted = "PeerAborted: rank 1 gave up: ZeroDivisionError" if how == "raises" else "PeerTimeout: rank 1 did not"
-    assert all(wanted in texts[rank] for rank in range(num_ranks) if rank != 1), texts
-
-
-HOWS = ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))]
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_job_ends_by_itself(tmp_path: Path, shared_memory_before, how: str):
-    """Nobody catches anything, nobody closes: every process ends, and none with 0."""
-    check_job(tmp_path, 3, "cpu", how, 10 * PROMPT_S if how == "raises" else 3.0)
-    assert not left_in_shared_memory(shared_memory_before)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", HOWS)
-def test_a_job_ends_by_itself_on_gpus(tmp_path: Path, how: str):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA GPUs")
-    check_job(tmp_path, 2, "cuda", how, 90.0 if how == "raises" else 3.0)
-
-
 def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]:
     """Weight gradients of experts used `calls` times with one plan, after `times` backward passes."""
     plan = new_plan(heap)
@@ -453,67 +367,3 @@ def check_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
 
 def test_one_plan_for_several_calls(cluster):
     assert cluster(2).run(check_one_plan_for_several_calls) == [[]] * 2
-
-
-def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:
-    """Rank 0 stays away; the others wait for it no longer than timeout_s."""
-    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
-    text, start = "", time.monotonic()
-    if rank == 1:  # who loses patience with rank 0 alone
-        wait_for_arrivals(heap, [2])
-        heap.timeout_s = 0.5
-    try:
-        if rank:
-            heap.close()
-    except PeerTimeout as error:
-        text = str(error)
-    seconds = time.monotonic() - start
-    dist.barrier()
-    return text, seconds
-
-
-def test_close_waits_no_longer_than_the_timeout(cluster):
-    first, *others = cluster(3).run(close_alone)
-    assert first[0] == ""
-    for text, seconds in others:
-        assert text.startswith("rank 0 did not reach 'close' within ")
-        assert seconds < PROMPT_S
-    assert "within timeout_s=0.5" in others[0][0]
-
-
-def test_leases_dropped_by_the_garbage_collector_never_overlap():
-    """The collector may run in any thread at any time, in the middle of the arena's own work too."""
-    stop = threading.Event()
-
-    def collect() -> None:
-        while not stop.is_set():
-            gc.collect(0)
-
-    thread = threading.Thread(target=collect)
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        thread.start()
-        try:
-            kept = []
-            for turn in range(600):
-                deadline = time.monotonic() + PROMPT_S
-                while heap.leased_bytes > heap.num_bytes // 2:  # the collector is behind
-                    assert time.monotonic() < deadline
-                    gc.collect()
-                lease = heap.lease((1 + turn % 7, 128), torch.float32)
-                if turn % 3:
-                    holder = {"lease": lease}
-                    holder["self"] = holder  # only the collector can free it
-                    del holder
-                elif len(kept) < 16:
-                    kept.append(lease)
-                else:
-                    kept[turn % 16] = lease
-                spans = sorted((held.offset, held.num_bytes) for held in kept)
-                assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
-                del lease
-        finally:
-            stop.set()
-            thread.join()
-        kept.clear()
-        gc.collect()
-        assert heap.leased_bytes == 0

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from symmoe.symm_mem import streams
-from symmoe.symm_mem.arena import Arena
-from symmoe.symm_mem.streams import StreamOrder
-from symmoe.symm_mem.thread_access import Access, OneCall
+from symmoe.symm_mem.memory import Arena
+from symmoe.symm_mem.streams import Access, OneCall, StreamOrder
 
 SPAN, OTHER = (512, 1024), (4096, 512)
 

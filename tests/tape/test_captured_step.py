@@ -22,7 +22,9 @@ from worker import Findings, open_heap
 import symmoe
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.row_budget import RowHistory
+from symmoe.symm_mem.several_nodes import Nodes
+from symmoe.symm_mem.streams import NoStreams
 from symmoe.training.captured_step import CapturedStep
 from symmoe.training.step_kind import Tree
 
@@ -35,9 +37,9 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
     they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
     with ExitStack() as patches:
         for name, value in (("capture", 1), ("raises_at_once", False)):
-            patches.enter_context(mock.patch.object(SymmetricHeap, name, mock.PropertyMock(return_value=value)))
+            patches.enter_context(mock.patch.object(NoStreams, name, value))
         patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
-        for owner, name in ((SymmetricHeap, "meet"), (RowHistory, "room")):
+        for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
             patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
         yield
 
@@ -157,7 +159,7 @@ def check_exact(
         model.zero_grad()
         plain.zero_grad()
         del found, wanted, pairs
-        findings.check(heap.graph_bytes == 0, f"graphs hold {heap.graph_bytes} bytes")
+        findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
         return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
 

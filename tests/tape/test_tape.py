@@ -22,7 +22,7 @@ from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import twin
 from symmoe.moe.ep_step import _Forward
 from symmoe.moe.router import Router
-from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.tape.recorder import Recorder, Tapes, recorded
 from symmoe.tape.tape import CallInteger, Playing
 
@@ -145,7 +145,7 @@ def check_bits(
             found = step(layer, x, dy, around)
             with without_tapes(heap):
                 wanted = step(plain, x, dy, around)
-            repeats += room is not None and heap._row_histories[E, K]._last_rows > room.rows
+            repeats += room is not None and heap.row_histories[E, K]._last_rows > room.rows
             same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
             findings.check(all(same), f"rank {rank}, call {number}: other bits: {same}")
             del found, wanted
@@ -651,10 +651,10 @@ def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> 
     room = RowHistory.room
     calls = itertools.count()
 
-    def random_room(self: RowHistory, *args: int | None) -> Room | None:
+    def random_room(self: RowHistory, *args: int | None) -> RowBudget | None:
         found = room(self, *args)
         too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
-        return Room(1, 1, 1) if found is not None and too_little else found
+        return RowBudget(1, 1, 1) if found is not None and too_little else found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)
@@ -682,7 +682,7 @@ def check_router_of_a_busy_heap(rank: int, num_ranks: int) -> bool:
         layer = make_layer(heap)
         x, _ = next(make_calls(rank, 1, torch.float32))
         wanted = layer.router(x).probs
-        with heap.one_call(), ThreadPoolExecutor(1) as pool:
+        with heap.one_call, ThreadPoolExecutor(1) as pool:
             return torch.equal(pool.submit(layer.router, x).result().probs, wanted)
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from limits import PROMPT_S
+from node_calls import refuses  # noqa: F401 - found by its name
 from test_doctor_findings import NVLINK, QUERY, TOPOLOGY, TORCH, wrong
-from test_nodes_start import refuses  # noqa: F401 - found by its name
-from test_several_nodes import nodes, run
+from torchrun_nodes import nodes, run
 
 from symmoe.cli import main
 from symmoe.errors import BackendUnavailable

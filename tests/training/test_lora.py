@@ -17,7 +17,7 @@ from worker import Findings
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap, clip_grad_norm, reduce_gradients
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters
-from symmoe.symm_mem.room_for_rows import Room, RowHistory
+from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.training.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
@@ -258,7 +258,7 @@ def test_what_a_call_draws_it_draws_once(around: str):
         assert "bias=True" in str(layer)
         assert [count.num_calls for count in counts] == asked
         trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        rooms = {"measured": None, "room": Room(100, 100, 24), "too little room": Room(1, 1, 24)}
+        rooms = {"measured": None, "room": RowBudget(100, 100, 24), "too little room": RowBudget(1, 1, 24)}
         for number, (name, room) in enumerate([*rooms.items()] * 3):
             x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))
             ids = torch.rand(12, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]

@@ -152,32 +152,23 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
     assert record.forward_s is record.dispatch_s is record.combine_s is None
 
 
-def test_inside_torch_compile(heap: SymmetricHeap):
-    torch._dynamo.reset()
-    model = Model(heap)
-    logger = MetricsLogger(model)
-    model(batch(0, 0))
-    want = logger.step(0)
-    torch.compile(model, fullgraph=True, backend="aot_eager")(batch(0, 0))
-    got = logger.step(1)
-    for a, b in zip(got, want, strict=True):
-        assert a.tokens_per_expert == b.tokens_per_expert
-        assert a.num_calls == b.num_calls == 1
-    torch._dynamo.reset()
-
-
 def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     torch._dynamo.reset()
     model = Model(heap)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(batch(0, 0))
     logger = MetricsLogger(model)
-    for _ in range(2):
-        compiled(batch(0, 0))
-    assert [record.num_calls for record in logger.step(0)] == [2, 2]
+    model(batch(0, 0))
+    want = [record.tokens_per_expert for record in logger.step(0)]
+    for num_calls in (1, 2):
+        for _ in range(num_calls):
+            compiled(batch(0, 0))
+        records = logger.step(num_calls)
+        assert [record.num_calls for record in records] == [num_calls] * 2
+        assert [tuple(n // num_calls for n in record.tokens_per_expert) for record in records] == want
     logger.close()
     compiled(batch(0, 0))
-    assert [record.num_calls for record in logger.step(1)] == [0, 0]
+    assert [record.num_calls for record in logger.step(3)] == [0, 0]
     torch._dynamo.reset()
 
 

@@ -19,7 +19,7 @@ from symmoe.integrations.megatron.compat import process_groups, slots_per_token
 from symmoe.integrations.megatron.experts import SymmExperts, routed_config
 from symmoe.integrations.megatron.layer import DispatchOptions, SymmMoELayer
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.training.memory_plan import plan_memory
 
 Spec = TypeVar("Spec")

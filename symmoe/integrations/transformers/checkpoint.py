@@ -149,7 +149,7 @@ def save_checkpoint(
 def compare(heap: SymmetricHeap, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective as heap.agree is."""
     mine = together(heap.agree, lambda: {key: digest(tensor) for key, tensor in tensors.items()})
-    digests = [json.loads(theirs) for theirs in heap.gather_bytes(json.dumps(mine).encode())]
+    digests = [json.loads(theirs) for theirs in heap.bootstrap.gather_bytes(json.dumps(mine).encode())]
     check_replicas(((key, range(heap.num_ranks)) for key in tensors), digests)
 
 

@@ -72,7 +72,7 @@ class Trainer(transformers.Trainer):
         folder = str(self.args.output_dir if output_dir is None else output_dir)
 
         def save() -> None:
-            if 0 in heap_of(self.model).global_ranks:  # of several EP groups, one
+            if 0 in heap_of(self.model).bootstrap.global_ranks:  # of several EP groups, one
                 _save_or_load_by(self.model)[0](self.model, folder)
 
         with Peers(None) as peers:

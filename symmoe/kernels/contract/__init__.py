@@ -1,4 +1,4 @@
-"""Arguments and results of every kernel: shapes, dtypes, sentinels. Only this room documents them.
+"""Arguments and results of every kernel: types, shapes, dtypes, sentinels. Only this room says them.
 
 `Kernels` is the type that `kernels.for_device` returns: the modules `twin` (PyTorch, any device) and `gpu` (Triton
 and Gluon). A function has the same name, the same arguments and the same meaning in both.

@@ -5,7 +5,6 @@ The formulas are those of triton/activation.py, on the same rounded numbers. Two
 """
 
 import functools
-from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -114,20 +113,9 @@ def dact_features(gate, up, da, scale, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def dact_piece(
-    piece,
-    hidden,
-    dh,
-    a,
-    scale_sums,
-    num_rows,
-    first_row,
-    end,
-    first_pair,
-    DTYPE: gl.constexpr,
-    PIPE: gl.constexpr,
-):
+def dact_piece(piece, hidden, results, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
     """dh, a and the sums of dscale of a piece, from its da in shared memory."""
+    dh, a, scale_sums, num_rows = results
     gl.static_assert(SUM_COLUMNS == CHUNK)
     WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
@@ -162,8 +150,7 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     chunks, dumped, taken = dump
     DTYPE: gl.constexpr = h.dtype.element_ty
     h = h.to(gl.pointer_type(gl.int32))
-    dh = dh.to(gl.pointer_type(gl.int32))
-    a = a.to(gl.pointer_type(gl.int32))
+    results = (dh.to(gl.pointer_type(gl.int32)), a.to(gl.pointer_type(gl.int32)), scale_sums, num_rows)
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
     STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
     ACROSS: gl.constexpr = PIPE.tile_chunks
@@ -186,10 +173,10 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
             next_pair = tile_pair + following % ACROSS * PAIRS
             next_end = gl.where(following < 2 * PIECES, end, 0)
             left = pieces.index(piece)
-            dact_piece(left, even, dh, a, scale_sums, num_rows, first_row, end, first_pair, DTYPE, PIPE)
+            dact_piece(left, even, results, first_row, end, first_pair, DTYPE, PIPE)
             even = load_piece(h, row_scale, next_row, next_end, next_pair, PIPE)
             right = pieces.index(piece + STRIPS)
-            dact_piece(right, odd, dh, a, scale_sums, num_rows, first_row, end, first_pair + PAIRS, DTYPE, PIPE)
+            dact_piece(right, odd, results, first_row, end, first_pair + PAIRS, DTYPE, PIPE)
             odd = load_piece(h, row_scale, next_row, next_end, next_pair + PAIRS, PIPE)
         if PIPE.finish_warps > 0:
             mbarrier.arrive(taken.index(half))
@@ -209,8 +196,9 @@ def dact_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def act_piece(gates, ups, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
+def act_piece(both, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
     """a of a piece, from its gates and ups in shared memory."""
+    gates, ups = both
     ACTIVATION: gl.constexpr = PIPE.activation
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     row, pair = piece_lanes()
@@ -246,17 +234,10 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
             store_chunk(h_desc, chunks.index(gates + ACROSS + i), first_row, end, PIPE.columns + column + i * CHUNK)
         for i in range(ACROSS * STRIPS):
             piece = (gates + i // STRIPS) * STRIPS + i % STRIPS
-            act_piece(
-                pieces.index(piece),
-                pieces.index(piece + ACROSS * STRIPS),
-                row_scale,
-                a,
-                first_row + i % STRIPS * ROWS,
-                end,
-                n_tile * (PIPE.tile_columns // 2) + i // STRIPS * PAIRS,
-                DTYPE,
-                PIPE,
-            )
+            both = (pieces.index(piece), pieces.index(piece + ACROSS * STRIPS))
+            row = first_row + i % STRIPS * ROWS
+            first_pair = n_tile * (PIPE.tile_columns // 2) + i // STRIPS * PAIRS
+            act_piece(both, row_scale, a, row, end, first_pair, DTYPE, PIPE)
         if PIPE.finish_warps > 0:
             tma.store_wait(0)
             mbarrier.arrive(taken.index(half))
@@ -320,20 +301,8 @@ def hopper_dact_kernel(
 
 
 def launch_dact(
-    dout: torch.Tensor,
-    weight: torch.Tensor,
-    row_range: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    dh: torch.Tensor,
-    a: torch.Tensor,
-    scale_sums: torch.Tensor,
-    activation: Activation,
-    *,
-    row_index: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    variant: dict[str, int] | None = None,
-) -> None:
+    dout, weight, row_range, h, row_scale, dh, a, scale_sums, activation, *, row_index=None, num_sms=None, variant=None
+):
     """Computes dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N] in scale_sums.
 
     variant: options of the Pipeline, for comparisons.
@@ -343,22 +312,9 @@ def launch_dact(
     gathered = row_index is not None
     variant = variant or dact_variant(dout_width, gathered)
     pipe, constants = _dact_plan(num_groups, ffn, dout_width, a.dtype, activation, gathered, tuple(variant.items()))
-    launch(
-        hopper_dact_kernel,
-        grid(pipe, num_rows, num_sms, a.device),
-        constants,
-        None if gathered else dout,
-        dout,
-        row_index,
-        weight,
-        row_range,
-        h,
-        row_scale,
-        dh,
-        a,
-        scale_sums,
-        num_rows,
-    )
+    operands = None if gathered else dout, dout, row_index, weight
+    results = row_range, h, row_scale, dh, a, scale_sums, num_rows
+    launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, a.device), constants, *operands, *results)
 
 
 def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
@@ -369,24 +325,9 @@ def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
 
 
 @functools.cache
-def _dact_plan(
-    num_groups: int,
-    ffn: int,
-    dout_width: int,
-    dtype: torch.dtype,
-    activation: Activation,
-    gathered: bool,
-    variant: tuple[Any, ...],
-) -> tuple[Pipeline, Constants]:
-    pipe = Pipeline(
-        num_groups=num_groups,
-        columns=ffn,
-        in_width=dout_width,
-        activation=activation,
-        weight_k_first=True,
-        gathered=gathered,
-        **dict(variant),
-    )
+def _dact_plan(num_groups, ffn, dout_width, dtype, activation, gathered, variant) -> tuple[Pipeline, Constants]:
+    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": dout_width}
+    pipe = Pipeline(**sizes, activation=activation, weight_k_first=True, gathered=gathered, **dict(variant))
     descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
 
@@ -397,18 +338,7 @@ def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
     return activation.is_gated and activation.interleave is None and fills
 
 
-def launch_act(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    row_range: torch.Tensor,
-    row_scale: torch.Tensor,
-    h: torch.Tensor,
-    a: torch.Tensor,
-    activation: Activation,
-    *,
-    num_sms: int | None = None,
-    variant: dict[str, int] | None = None,
-) -> None:
+def launch_act(rows, weight, row_range, row_scale, h, a, activation, *, num_sms=None, variant=None):
     """grouped_gemm_act of contiguous rows, for gated activations with two halves and widths that whole tiles fill.
 
     variant: options of the Pipeline, for comparisons.
@@ -423,14 +353,11 @@ def launch_act(
 
 
 @functools.cache
-def _act_plan(
-    num_groups: int, ffn: int, in_width: int, dtype: torch.dtype, activation: Activation, variant: tuple[Any, ...]
-) -> tuple[Pipeline, Constants]:
+def _act_plan(num_groups, ffn, in_width, dtype, activation, variant) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2
     pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options)
-    block = [1, 2, pipe.tile_columns, BLOCK_K.value]
-    describe_halves = describe(block, dtype)
+    describe_halves = describe([1, 2, pipe.tile_columns, BLOCK_K.value], dtype)
 
     def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
         return describe_halves(weight.view(num_groups, 2, ffn, in_width))

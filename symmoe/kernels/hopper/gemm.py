@@ -1,7 +1,6 @@
 """grouped_gemm and grouped_gemm_dgrad for Hopper, with the bits of triton/gemm.py; see pipeline.py."""
 
 import functools
-from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -66,49 +65,21 @@ def hopper_gemm_kernel(
         zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
-def launch_gemm(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    weight_k_first: bool,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+def launch_gemm(rows, weight, row_range, out, *, weight_k_first, zero_tail=False, num_sms=None, **options):
     """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
 
     options: options of the Pipeline, for comparisons.
     """
-    (num_rows, out_width), num_groups = out.shape, weight.shape[0]
-    pipe, constants = _gemm_plan(
-        num_groups, out_width, rows.shape[1], out.dtype, weight_k_first, tuple(options.items())
-    )
-    launch(
-        hopper_gemm_kernel,
-        grid(pipe, num_rows, num_sms, out.device),
-        constants,
-        rows,
-        weight,
-        out,
-        out,
-        row_range,
-        num_rows if zero_tail else None,
-    )
+    num_rows, sizes = out.shape[0], (weight.shape[0], out.shape[1], rows.shape[1])
+    pipe, constants = _gemm_plan(*sizes, out.dtype, weight_k_first, tuple(options.items()))
+    arguments = rows, weight, out, out, row_range, num_rows if zero_tail else None
+    launch(hopper_gemm_kernel, grid(pipe, num_rows, num_sms, out.device), constants, *arguments)
 
 
 @functools.cache
-def _gemm_plan(
-    num_groups: int, out_width: int, in_width: int, dtype: torch.dtype, weight_k_first: bool, options: tuple[Any, ...]
-) -> tuple[Pipeline, Constants]:
-    pipe = Pipeline(
-        num_groups=num_groups,
-        columns=out_width,
-        in_width=in_width,
-        weight_k_first=weight_k_first,
-        **{"group_m": 8 if weight_k_first else 16, **dict(options)},
-    )
+def _gemm_plan(num_groups, columns, in_width, dtype, weight_k_first, options) -> tuple[Pipeline, Constants]:
+    sizes = {"num_groups": num_groups, "columns": columns, "in_width": in_width, "weight_k_first": weight_k_first}
+    pipe = Pipeline(**sizes, **{"group_m": 8 if weight_k_first else 16, **dict(options)})
     descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
 
@@ -137,9 +108,9 @@ def describe_weight(pipe: Pipeline, dtype: torch.dtype) -> Describe:
     return describe([1, *block], dtype)
 
 
-def describe_ragged(dtype: torch.dtype) -> Describe:
-    """Function from a contiguous matrix to the descriptor that store_chunk takes."""
-    block = [1, 1, CHUNK.value, CHUNK.value]
+def describe_ragged(dtype: torch.dtype, rows: int = CHUNK.value, columns: int = CHUNK.value) -> Describe:
+    """Function from a contiguous matrix to its ragged descriptor, for blocks [rows, columns]: see store_chunk."""
+    block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
 
     def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:

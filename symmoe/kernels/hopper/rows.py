@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import thread_barrier, tma_load, tma_store
@@ -187,16 +186,7 @@ def hopper_push_kernel(
     )
 
 
-def launch_push(
-    x: torch.Tensor,
-    token_to_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    *,
-    column: int,
-    rank: int,
-    num_ctas: int,
-) -> None:
+def launch_push(x, token_to_row, peers, received, *, column, rank, num_ctas):
     """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; the row is one that `takes_rows` takes."""
     row_bytes = x.shape[1] * x.element_size()
     constants = _push_plan(row_bytes, peers.num_ranks, column)
@@ -367,9 +357,7 @@ def hopper_fan_out_kernel(
     )
 
 
-def launch_fan_out(
-    rows: torch.Tensor, packed_to_row: torch.Tensor, source_to_packed_start: torch.Tensor, *, source: int, num_ctas: int
-) -> None:
+def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_ctas):
     """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
     row_bytes, top_k = rows.shape[1] * rows.element_size(), packed_to_row.shape[1]
     constants = _fan_out_plan(row_bytes, source_to_packed_start.numel() - 1, top_k)
@@ -555,17 +543,7 @@ def hopper_push_sums_kernel(
     )
 
 
-def launch_push_sums(
-    rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    *,
-    column: int,
-    home: int,
-    num_ctas: int,
-) -> None:
+def launch_push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, home, num_ctas):
     """push_sums of rows [N_cap, H] to one rank, on `num_ctas` SMs."""
     constants = _push_sums_plan(rows.shape[1], rows.dtype, packed_to_row.shape[1], peers.num_ranks, column)
     tables = (packed_to_row, source_to_packed_start, received)
@@ -574,7 +552,7 @@ def launch_push_sums(
 
 
 @functools.cache
-def _push_sums_plan(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, column: int) -> Constants:
+def _push_sums_plan(width, dtype, top_k, num_ranks, column) -> Constants:
     sums = _sums(width, dtype, top_k, num_ranks, column)
     return Constants(_named(sums, dtype), {0: describe_rows(sums.cut)})
 
@@ -682,14 +660,7 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=[
-        "token_to_packed_row",
-        "packed_start",
-        "slot_to_rank",
-        "slot_to_row",
-        "ready",
-        "arrived",
-    ],
+    do_not_specialize_on_alignment="token_to_packed_row packed_start slot_to_rank slot_to_row ready arrived".split(),
 )
 def hopper_sum_home_kernel(
     rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
@@ -723,27 +694,16 @@ def hopper_sum_home_kernel(
 
 
 def launch_sum_home(
-    rows: torch.Tensor,
-    returned: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    packed_start: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    ready: torch.Tensor,
-    arrived: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    rank: int,
-    num_ctas: int,
-) -> None:
+    rows, returned, token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived, out, *, rank, num_ctas
+):
     """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there are peers."""
     constants = _sum_home_plan(out.shape[1], out.dtype, slot_to_row.shape[1], packed_start.numel(), rank)
-    tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived)
+    tables = token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived
     words = out.view(torch.int32)
     launch(hopper_sum_home_kernel, (num_ctas,), constants, rows, returned, words, *tables, out.shape[0])
 
 
 @functools.cache
-def _sum_home_plan(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, own_rank: int) -> Constants:
+def _sum_home_plan(width, dtype, top_k, num_ranks, own_rank) -> Constants:
     sums = _sums(width, dtype, top_k, num_ranks, own_rank=own_rank)
     return Constants(_named(sums, dtype), dict.fromkeys((0, 1), describe_rows(sums.cut)))

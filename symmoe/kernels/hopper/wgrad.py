@@ -9,7 +9,6 @@ stages. It may be 0: then no role touches the ring, and the tile is zeros.
 import functools
 from dataclasses import dataclass
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,9 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from symmoe.kernels.hopper.gemm import GLUON_DTYPES, NUM_WARPS, describe
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged
 from symmoe.kernels.hopper.gluon_names import tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_K,
@@ -34,7 +32,7 @@ from symmoe.kernels.hopper.pipeline import (
     stage_before,
     write_dump,
 )
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.tiles import device_num_sms
 
 BLOCK_N = gl.constexpr(256)
@@ -179,15 +177,7 @@ def hopper_wgrad_kernel(
     )
 
 
-def launch_wgrad(
-    dout: torch.Tensor,
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    num_sms: int | None = None,
-    group_m: int = 4,
-) -> None:
+def launch_wgrad(dout, rows, row_range, out, *, num_sms=None, group_m=4):
     """grouped_gemm_wgrad of dout [N, O] and rows [N, C] into out [G, O, C] of their dtype, without indices.
 
     O and C are multiples of 8, N is at most MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
@@ -202,26 +192,11 @@ def launch_wgrad(
 
 
 @functools.cache
-def _wgrad_plan(
-    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, group_m: int
-) -> tuple[WgradPipeline, Constants]:
+def _wgrad_plan(num_groups, out_rows, columns, dtype, group_m) -> tuple[WgradPipeline, Constants]:
     pipe = WgradPipeline(num_groups=num_groups, out_rows=out_rows, columns=columns, group_m=group_m)
     descriptors = {
-        0: describe_ragged_rows(CHUNK.value, dtype),
-        1: describe_ragged_rows(BLOCK_N.value, dtype),
+        0: describe_ragged(dtype, BLOCK_K.value, CHUNK.value),
+        1: describe_ragged(dtype, BLOCK_K.value, BLOCK_N.value),
         2: describe([1, CHUNK.value, CHUNK.value], dtype),
     }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
-
-
-def describe_ragged_rows(columns: int, dtype: torch.dtype) -> Describe:
-    """Function from a contiguous matrix to its ragged descriptor, for blocks [BLOCK_K, columns]."""
-    block = [1, 1, BLOCK_K.value, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
-
-    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
-        width = matrix.shape[1]
-        shape = [0x7FFF0000, 0x7FFF0000, RAGGED.value, width]
-        return TensorDescriptor(matrix, shape, [2**34 - width, width, width, 1], block, layout)
-
-    return describe_matrix

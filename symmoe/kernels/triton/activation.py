@@ -12,7 +12,6 @@ import functools
 import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -185,6 +184,20 @@ def join_blocks(gate, up, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE:
 
 
 @triton.jit
+def hidden_place(
+    h, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
+):
+    """Pointers to COLUMNS gate features of a tile of TILE (not gated: features; is_scattered: gates and ups), and the
+    mask of those before row `end` and in the matrix."""
+    SIDES: tl.constexpr = 2 if is_scattered(ACTIVATION, h.dtype.element_ty) else 1
+    WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
+    column = SIDES * first_column + tl.arange(0, SIDES * COLUMNS)
+    place = column if SIDES == 2 else gate_column(column, ACTIVATION)
+    pointers = h + row.to(tl.int64)[:, None] * WIDTH + place[None, :]
+    return pointers, tile_mask(row, end, column, SIDES * FFN, SIDES * TILE)
+
+
+@triton.jit
 def load_hidden(
     h,
     row,
@@ -201,24 +214,14 @@ def load_hidden(
 
     Zeros at and past row `end` and past the matrix. POLICY: eviction policy of L2 for the reads.
     """
-    if not ACTIVATION.is_gated:
-        column = first_column + tl.arange(0, COLUMNS)
-        pointers = h + row.to(tl.int64)[:, None] * FFN + column[None, :]
-        mask = tile_mask(row, end, column, FFN, TILE)
-        gate = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
-        up = gate
-    elif is_scattered(ACTIVATION, h.dtype.element_ty):
-        column = 2 * first_column + tl.arange(0, 2 * COLUMNS)
-        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
-        mask = tile_mask(row, end, column, 2 * FFN, 2 * TILE)
-        both = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
-        gate, up = split_blocks(both, ROWS, COLUMNS, ACTIVATION.interleave)
-    else:
-        column = first_column + tl.arange(0, COLUMNS)
-        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + gate_column(column, ACTIVATION)[None, :]
-        mask = tile_mask(row, end, column, FFN, TILE)
-        gate = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+    pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
+    gate = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+    if is_scattered(ACTIVATION, h.dtype.element_ty):
+        gate, up = split_blocks(gate, ROWS, COLUMNS, ACTIVATION.interleave)
+    elif ACTIVATION.is_gated:
         up = tl.load(pointers + up_distance(ACTIVATION, FFN), mask=mask, other=0.0, eviction_policy=POLICY)
+    else:
+        up = gate
     return gate, up
 
 
@@ -238,21 +241,14 @@ def store_hidden(
     POLICY: tl.constexpr = ANY_POLICY,
 ):
     """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
-    if not ACTIVATION.is_gated:
-        column = first_column + tl.arange(0, COLUMNS)
-        pointers = h + row.to(tl.int64)[:, None] * FFN + column[None, :]
-        tl.store(pointers, gate, mask=tile_mask(row, end, column, FFN, TILE), eviction_policy=POLICY)
-    elif is_scattered(ACTIVATION, h.dtype.element_ty):
-        column = 2 * first_column + tl.arange(0, 2 * COLUMNS)
-        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
+    pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
+    if is_scattered(ACTIVATION, h.dtype.element_ty):
         both = join_blocks(gate, up, ROWS, COLUMNS, ACTIVATION.interleave)
-        tl.store(pointers, both, mask=tile_mask(row, end, column, 2 * FFN, 2 * TILE), eviction_policy=POLICY)
+        tl.store(pointers, both, mask=mask, eviction_policy=POLICY)
     else:
-        column = first_column + tl.arange(0, COLUMNS)
-        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + gate_column(column, ACTIVATION)[None, :]
-        mask = tile_mask(row, end, column, FFN, TILE)
         tl.store(pointers, gate, mask=mask, eviction_policy=POLICY)
-        tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask, eviction_policy=POLICY)
+        if ACTIVATION.is_gated:
+            tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask, eviction_policy=POLICY)
 
 
 @fast_launch
@@ -317,24 +313,16 @@ def scaled_activation_grad_kernel(
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
-def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
+def scaled_activation(h, scale, out, activation):
     num_rows, ffn = out.shape
     constants = _constants(activation, ffn)
     if num_rows == 0:
         return
-    launch(
-        scaled_activation_kernel, (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)), constants, h, scale, out, num_rows
-    )
+    grid = ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)
+    launch(scaled_activation_kernel, grid, constants, h, scale, out, num_rows)
 
 
-def scaled_activation_grad(
-    dout: torch.Tensor,
-    h: torch.Tensor,
-    scale: torch.Tensor,
-    dh: torch.Tensor,
-    dscale: torch.Tensor,
-    activation: Activation,
-) -> None:
+def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     num_rows, ffn = dout.shape
     constants = _constants(activation, ffn)
     if num_rows == 0:

@@ -175,26 +175,11 @@ def grouped_bias_dot_kernel(
         tl.store(dscale + row, dot, mask=row < end)
 
 
-def grouped_bias_grad(
-    dout: torch.Tensor,
-    row_range: torch.Tensor,
-    dbias: torch.Tensor,
-    *,
-    dout_index: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-) -> None:
+def grouped_bias_grad(dout, row_range, dbias, *, dout_index=None, scale=None):
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    launch(
-        grouped_bias_grad_kernel,
-        (ceil_div(width, block), num_groups),
-        _grad_constants(num_groups, width, block),
-        dout,
-        dout_index,
-        scale,
-        row_range,
-        dbias,
-    )
+    grid, constants = (ceil_div(width, block), num_groups), _grad_constants(num_groups, width, block)
+    launch(grouped_bias_grad_kernel, grid, constants, dout, dout_index, scale, row_range, dbias)
 
 
 @functools.cache
@@ -202,7 +187,7 @@ def _grad_constants(num_groups: int, width: int, block: int) -> Constants:
     return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, "BLOCK": block, "num_warps": GRAD_WARPS})
 
 
-def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
+def sum_dbias(bias_sums, row_range, dbias):
     sum_row_tiles(bias_sums, row_range, dbias, SLOT_ROWS, TILE // SLOT_ROWS)
 
 
@@ -225,29 +210,15 @@ def _sum_constants(num_groups: int, width: int, tile_rows: int, neighbours: int)
     return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})
 
 
-def grouped_bias_dot(
-    dout: torch.Tensor,
-    bias: torch.Tensor,
-    row_range: torch.Tensor,
-    dscale: torch.Tensor,
-    *,
-    dout_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-) -> None:
-    num_rows = dscale.shape[0]
-    num_groups, width = bias.shape
+def grouped_bias_dot(dout, bias, row_range, dscale, *, dout_index=None, accumulate=False):
+    num_rows, num_groups = dscale.shape[0], bias.shape[0]
     if num_rows == 0:
         return
-    launch(
-        grouped_bias_dot_kernel,
+    grid, constants = (
         (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
-        _dot_constants(accumulate, num_groups, width, dout.dtype),
-        dout,
-        dout_index,
-        bias,
-        row_range,
-        dscale,
+        _dot_constants(accumulate, *bias.shape, dout.dtype),
     )
+    launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)
 
 
 @functools.cache

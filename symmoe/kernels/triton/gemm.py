@@ -15,14 +15,17 @@ Hopper has other kernels for the common cases (hopper/), with the same bits; wit
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import hopper_choice
+from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
@@ -33,11 +36,10 @@ from symmoe.kernels.triton.tiles import (
     column_parts,
     describe,
     first_tail_row,
-    gather_pointers,
+    lanes_inside,
     launch_grid,
     load_k_rows,
-    load_rows,
-    load_weight,
+    load_tile,
     locate_tile,
     matrix_of,
     matrix_pointer,
@@ -75,6 +77,168 @@ def gemm_config(out_features: int, dtype: torch.dtype, most_columns: int = MOST_
     if dtype == torch.float32:
         return FP32_CONFIG
     return next(config for least, config in GEMM_CONFIGS if min(out_features, most_columns) >= least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """The constants of a kernel that multiplies rows of groups.
+
+    columns: features of a row of the result, with an activation the FFN width. in_width: contracted features.
+    weight_k_first: weights are [G, in_width, columns], else [G, columns, in_width], or gates and ups of an activation.
+    """
+
+    config: TileConfig
+    num_groups: int
+    columns: int
+    in_width: int
+    weight_k_first: bool = False
+    accumulate: bool = False
+    activation: Activation | None = None
+
+    @property
+    def group_lanes(self) -> int:
+        """Lanes of a vector over the groups."""
+        return next_power_of_2(self.num_groups)
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles across the result."""
+        return ceil_div(self.columns, self.config.block_n)
+
+    @property
+    def sides(self) -> int:
+        """Features of the weight for a column of the result: 2 with gates and ups."""
+        return 2 if self.activation is not None and self.activation.is_gated and not self.weight_k_first else 1
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether the gates are the first half of the weight's features, and the ups the second."""
+        return self.sides == 2 and self.activation is not None and self.activation.interleave is None
+
+    def plan(self) -> Plan:
+        """The plan of a kernel that takes operands_of(...) first."""
+        config = self.config
+        options = {"num_stages": config.num_stages, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+        descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
+        return Plan(config, self.num_n_tiles, Constants({"GEMM": self, **options}, descriptors))
+
+    def _describe_weight(self) -> Describe:
+        """Function from a packed weight to the descriptor that load_weight takes."""
+        block_k, block_n = self.config.block_k, self.config.block_n
+        if not self.in_halves:
+            return describe([1, block_k, block_n] if self.weight_k_first else [1, self.sides * block_n, block_k])
+
+        def describe_halves(weight: torch.Tensor) -> TensorDescriptor:
+            num_groups, width, in_width = weight.shape
+            gate_up = weight.view(num_groups, 2, width // 2, in_width)
+            return TensorDescriptor.from_tensor(gate_up, [1, 2, block_n, block_k])
+
+        return describe_halves
+
+
+def operands_of(rows, row_index, weight):
+    """The first arguments of a kernel: descriptor and tensor of rows, their index, descriptor and table of weights."""
+    return (rows if row_index is None else None, rows, row_index, *packed_and_table(weight))
+
+
+@triton.jit
+def group_tiles(row_range, GEMM: tl.constexpr):
+    """Inclusive prefix sum of the groups' row tiles, and the number of all tiles."""
+    prefix, num_row_tiles = row_tile_prefix(row_range, GEMM.num_groups, GEMM.group_lanes, GEMM.config.block_m)
+    return prefix, num_row_tiles * GEMM.num_n_tiles
+
+
+@triton.jit
+def tile_place(tile, prefix, row_range, GEMM: tl.constexpr):
+    """Group, first row, end of the group's rows, and first column of a tile."""
+    GROUP_M: tl.constexpr = GEMM.config.group_m
+    BLOCK_M: tl.constexpr = GEMM.config.block_m
+    group, first_row, end, n_tile = locate_tile(
+        tile, prefix, row_range, GEMM.num_groups, GEMM.num_n_tiles, GROUP_M, BLOCK_M
+    )
+    return group, first_row, end, n_tile * GEMM.config.block_n
+
+
+@triton.jit
+def product(operands, place, GEMM: tl.constexpr):
+    """The products of a tile [block_m, block_n] in fp32; of gates and ups side by side [block_m, 2 * block_n]: one wide
+    product instead of two narrow ones reads rows only once."""
+    rows_desc, rows, row_index, weight_desc, weight_table = operands
+    group, first_row, end, first_column = place
+    IN_WIDTH: tl.constexpr = GEMM.in_width
+    BLOCK_M: tl.constexpr = GEMM.config.block_m
+    BLOCK_K: tl.constexpr = GEMM.config.block_k
+    COLUMNS: tl.constexpr = GEMM.sides * GEMM.config.block_n
+    pointers = None
+    if row_index is not None:
+        # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
+        row = first_row + tl.arange(0, BLOCK_M)
+        source = tl.load(row_index + row, mask=row < end, other=0)
+        pointers = rows + source.to(tl.int64)[:, None] * IN_WIDTH + tl.arange(0, BLOCK_K)[None, :]
+    weight = None
+    if weight_table is not None:  # before the loop, or its loads wait for this one
+        weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
+    acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
+    for k in tl.range(0, IN_WIDTH, BLOCK_K):
+        a = load_rows(rows_desc, pointers, first_row, k, IN_WIDTH, BLOCK_K)
+        b = load_weight(weight_desc, weight, group, first_column, k, GEMM)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def load_rows(rows_desc, pointers, first_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [rows, BLOCK_K] at column k; zeros past the last column. pointers None: contiguous rows, by TMA."""
+    if pointers is None:
+        tile = rows_desc.load([first_row, k])
+    elif WIDTH % BLOCK_K == 0:
+        tile = tl.load(pointers + k)
+    else:
+        tile = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_weight(desc, pointer, group, first_column, k, GEMM: tl.constexpr):
+    """Right operand of rows @ weight: contracted features k.., features of the columns first_column..; zeros past the
+    last feature of either kind. Gates and ups lie side by side, or alternate as in the weight.
+
+    desc: of Gemm._describe_weight; None: pointer is the result of matrix_pointer for the group.
+    """
+    FFN: tl.constexpr = GEMM.columns
+    IN_WIDTH: tl.constexpr = GEMM.in_width
+    BLOCK_N: tl.constexpr = GEMM.config.block_n
+    BLOCK_K: tl.constexpr = GEMM.config.block_k
+    SIDES: tl.constexpr = GEMM.sides
+    FEATURES: tl.constexpr = SIDES * BLOCK_N
+    k_lane = tl.arange(0, BLOCK_K)
+    lane = tl.arange(0, FEATURES)
+    k_mask = lanes_inside(k, IN_WIDTH, BLOCK_K)
+    if GEMM.weight_k_first:
+        if desc is not None:
+            tile = desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            first = pointer + tl.cast(k, tl.int64) * FFN + first_column
+            tile = load_tile(first, k_lane, lane, k_mask, lanes_inside(first_column, FFN, BLOCK_N), FFN)
+    elif GEMM.in_halves:
+        if desc is not None:
+            tile = desc.load([group, 0, first_column, k]).reshape(FEATURES, BLOCK_K).T
+        else:
+            column = lane % BLOCK_N
+            mask = None
+            if FFN % BLOCK_N != 0:
+                mask = first_column + column < FFN
+            first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
+            tile = load_tile(first, lane // BLOCK_N * FFN + column, k_lane, mask, k_mask, IN_WIDTH).T
+    else:
+        feature = SIDES * first_column
+        if desc is not None:
+            tile = desc.load([group, feature, k]).reshape(FEATURES, BLOCK_K).T
+        else:
+            first = pointer + feature.to(tl.int64) * IN_WIDTH + k
+            mask = lanes_inside(feature, SIDES * FFN, FEATURES)
+            tile = load_tile(first, lane, k_lane, mask, k_mask, IN_WIDTH).T
+    return tile
 
 
 @triton.jit
@@ -127,48 +291,28 @@ def grouped_gemm_kernel(
     bias,  # [G, M] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    IN_WIDTH: tl.constexpr,
-    WEIGHT_K_FIRST: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    GEMM: tl.constexpr,
 ):
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
-    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
-    num_tiles = num_row_tiles * NUM_N_TILES
+    WIDTH: tl.constexpr = GEMM.columns
+    BLOCK_M: tl.constexpr = GEMM.config.block_m
+    BLOCK_N: tl.constexpr = GEMM.config.block_n
+    FLATTEN: tl.constexpr = GEMM.config.flatten
+    operands = (rows_desc, rows, row_index, weight_desc, weight_table)
+    prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
+        place = tile_place(tile, prefix, row_range, GEMM)
+        acc = product(operands, place, GEMM)
+        group, first_row, end, first_column = place
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = n_tile * BLOCK_N
-        pointers = None
-        if row_index is not None:
-            pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
-        weight = None
-        if weight_table is not None:
-            weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, IN_WIDTH, BLOCK_K):
-            a = load_rows(rows_desc, pointers, first_row, k, IN_WIDTH, BLOCK_K)
-            b = load_weight(
-                weight_desc, weight, group, first_column, k, OUT_WIDTH, IN_WIDTH, WEIGHT_K_FIRST, BLOCK_N, BLOCK_K
-            )
-            acc = tl.dot(a, b, acc, input_precision="ieee")
         column = first_column + tl.arange(0, BLOCK_N)
-        acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
-        if ACCUMULATE:
-            add_tile(acc, out, row, end, first_column, OUT_WIDTH, BLOCK_M, BLOCK_N)
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH)
+        if GEMM.accumulate:
+            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_M, BLOCK_N)
         else:
-            pointers_out = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
-            mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
-            tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
+            pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
     if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
+        zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, WIDTH, ZERO_BLOCK)
 
 
 @fast_launch
@@ -239,36 +383,27 @@ def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
 
 
 def grouped_gemm(
-    rows: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    weight,
+    row_range,
+    out,
     *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    accumulate: bool = False,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    row_index=None,
+    bias=None,
+    bias_scale=None,
+    accumulate=False,
+    zero_tail=False,
+    num_sms=None,
+    config=None,
+):
     _launch_gemm(
         rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, False
     )
 
 
 def grouped_gemm_dgrad(
-    dout: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    dout, weight, row_range, out, *, row_index=None, accumulate=False, zero_tail=False, num_sms=None, config=None
+):
     _launch_gemm(dout, weight, row_range, out, row_index, None, None, accumulate, zero_tail, num_sms, config, True)
 
 
@@ -289,60 +424,21 @@ def _launch_gemm(
             return
     kind = config, out.dtype, most_columns(out.device)
     plan = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
-    launch(
-        grouped_gemm_kernel,
-        plan.grid(num_rows, num_groups, num_sms, out.device),
-        plan.constants,
-        rows if row_index is None else None,
-        rows,
-        row_index,
-        *packed_and_table(weight),
-        row_range,
-        out,
-        bias,
-        bias_scale,
-        num_rows if zero_tail else None,
-    )
+    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
+    results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
+    launch(grouped_gemm_kernel, grid, plan.constants, *operands_of(rows, row_index, weight), *results)
 
 
 @functools.cache
-def _gemm_plan(
-    config: TileConfig | None,
-    dtype: torch.dtype,
-    most_columns: int,
-    num_groups: int,
-    out_width: int,
-    in_width: int,
-    weight_k_first: bool,
-    accumulate: bool,
-) -> Plan:
-    config = config or gemm_config(out_width, dtype, most_columns)
-    weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
-    constants = {
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_WIDTH": out_width,
-        "IN_WIDTH": in_width,
-        "WEIGHT_K_FIRST": weight_k_first,
-        "ACCUMULATE": accumulate,
-        **tile_constants(config),
-    }
-    descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}
-    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
+def _gemm_plan(config, dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate) -> Plan:
+    config = config or gemm_config(columns, dtype, most_columns)
+    sizes = {"num_groups": num_groups, "columns": columns, "in_width": in_width}
+    return Gemm(config=config, **sizes, weight_k_first=weight_k_first, accumulate=accumulate).plan()
 
 
 def grouped_gemm_wgrad(
-    dout: torch.Tensor,
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    dout_index: torch.Tensor | None = None,
-    rows_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    dout, rows, row_range, out, *, dout_index=None, rows_index=None, accumulate=False, num_sms=None, config=None
+):
     _, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:
@@ -357,30 +453,14 @@ def grouped_gemm_wgrad(
             on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
             return
     plan = _wgrad_plan(config, dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
-    launch(
-        grouped_gemm_wgrad_kernel,
-        launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device),
-        plan.constants,
-        dout if dout_index is None else None,
-        dout,
-        dout_index,
-        rows if rows_index is None else None,
-        rows,
-        rows_index,
-        row_range,
-        *packed_and_table(out),
-    )
+    left = dout if dout_index is None else None, dout, dout_index
+    right = rows if rows_index is None else None, rows, rows_index
+    grid = launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device)
+    launch(grouped_gemm_wgrad_kernel, grid, plan.constants, *left, *right, row_range, *packed_and_table(out))
 
 
 @functools.cache
-def _wgrad_plan(
-    config: TileConfig | None,
-    dtype: torch.dtype,
-    most_columns: int,
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    shape: tuple[int, ...],
-) -> Plan:
+def _wgrad_plan(config, dtype, most_columns, out_dtype, accumulate, shape) -> Plan:
     config = config or gemm_config(shape[2], dtype, most_columns)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),

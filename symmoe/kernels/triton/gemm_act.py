@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.launch.integers import ceil_div
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     ANY_POLICY,
     SUM_COLUMNS,
@@ -31,7 +30,6 @@ from symmoe.kernels.triton.activation import (
     act_slopes,
     act_value,
     activation_fields,
-    activation_of,
     add_neighbours,
     gate_column,
     load_hidden,
@@ -41,25 +39,16 @@ from symmoe.kernels.triton.activation import (
     up_distance,
 )
 from symmoe.kernels.triton.bias import sum_row_tiles
+from symmoe.kernels.triton.gemm import Gemm, group_tiles, operands_of, product, tile_place
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
     Plan,
     TileConfig,
     column_parts,
-    describe,
     first_tail_row,
-    gather_pointers,
     halves,
-    lanes_inside,
-    load_rows,
-    load_tile,
-    load_weight,
-    locate_tile,
-    matrix_pointer,
     most_columns,
     plus,
-    row_tile_prefix,
-    tile_constants,
     tile_mask,
 )
 
@@ -118,62 +107,17 @@ def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) 
     return next(config for least, config in DACT_CONFIGS if min(ffn, most_columns) >= least)
 
 
-def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
+def dact_workspace_numel(num_rows, num_groups, ffn, activation):
     return num_scale_sums(ffn) * num_rows + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
 
 
 @triton.jit
-def load_both(
-    desc,
-    pointer,
-    group,
-    first_column,
-    k,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    IN_WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Right operand of rows @ weight for BLOCK_N columns of the result: [BLOCK_K, 2 * BLOCK_N] if gated, else as wide.
-
-    Gate and up features side by side, or alternating as in the weight: one wide product instead of two narrow ones
-    reads rows only once. desc, pointer: as in load_weight; for two halves, desc describes [G, 2, I, C] with
-    blocks [1, 2, BLOCK_N, BLOCK_K].
-    """
-    if not ACTIVATION.is_gated:
-        tile = load_weight(desc, pointer, group, first_column, k, FFN, IN_WIDTH, False, BLOCK_N, BLOCK_K)
-    elif ACTIVATION.interleave is not None:
-        tile = load_weight(desc, pointer, group, 2 * first_column, k, 2 * FFN, IN_WIDTH, False, 2 * BLOCK_N, BLOCK_K)
-    elif desc is not None:
-        tile = desc.load([group, 0, first_column, k]).reshape(2 * BLOCK_N, BLOCK_K).T
-    else:
-        lane = tl.arange(0, 2 * BLOCK_N)
-        column = lane % BLOCK_N
-        n_mask = None
-        if FFN % BLOCK_N != 0:
-            n_mask = first_column + column < FFN
-        first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
-        k_mask = lanes_inside(k, IN_WIDTH, BLOCK_K)
-        feature = lane // BLOCK_N * FFN + column
-        tile = load_tile(first, feature, tl.arange(0, BLOCK_K), n_mask, k_mask, IN_WIDTH).T
-    return tile
-
-
-@triton.jit
 def add_hidden_bias(
-    gate,
-    up,
-    bias,
-    group,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FFN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    gate, up, bias, group, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Adds bias [G, W] to features in fp32, same as add_bias; without a bias: the features."""
     if bias is not None:
+        WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
         column = first_column + tl.arange(0, COLUMNS)
         pointers = bias + group.to(tl.int64) * WIDTH + gate_column(column, ACTIVATION)
         gate = plus(gate, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
@@ -213,45 +157,29 @@ def grouped_gemm_act_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]; None when gathering
     rows,  # [P, C], for gathering
     row_index,  # int32[N] or None
-    weight_desc,  # see load_both; None with a table
+    weight_desc,  # see load_weight; None with a table
     weight_table,  # int64[G] or None
     row_range,
     row_scale,
     h,  # [N, W]
     a,  # [N, I]
     bias,  # [G, W] or None
-    FIELDS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    FFN: tl.constexpr,
-    IN_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PARTS: tl.constexpr,
+    GEMM: tl.constexpr,
 ):
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
-    NUM_HALVES: tl.constexpr = 2 if ACTIVATION.is_gated else 1
-    NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
-    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
-    num_tiles = num_row_tiles * NUM_N_TILES
+    ACTIVATION: tl.constexpr = GEMM.activation
+    FFN: tl.constexpr = GEMM.columns
+    BLOCK_M: tl.constexpr = GEMM.config.block_m
+    BLOCK_N: tl.constexpr = GEMM.config.block_n
+    PARTS: tl.constexpr = GEMM.config.parts
+    PART: tl.constexpr = BLOCK_N // PARTS
+    FLATTEN: tl.constexpr = GEMM.config.flatten
+    operands = (rows_desc, rows, row_index, weight_desc, weight_table)
+    prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
+        place = tile_place(tile, prefix, row_range, GEMM)
+        acc = product(operands, place, GEMM)
+        group, first_row, end, first_column = place
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = n_tile * BLOCK_N
-        pointers = None
-        if row_index is not None:
-            pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
-        weight = None
-        if weight_table is not None:
-            weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
-        acc = tl.zeros((BLOCK_M, NUM_HALVES * BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, IN_WIDTH, BLOCK_K):
-            x = load_rows(rows_desc, pointers, first_row, k, IN_WIDTH, BLOCK_K)
-            w = load_both(weight_desc, weight, group, first_column, k, ACTIVATION, FFN, IN_WIDTH, BLOCK_N, BLOCK_K)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
         if not ACTIVATION.is_gated:
             gate = acc
             up = acc
@@ -260,30 +188,16 @@ def grouped_gemm_act_kernel(
         else:
             gate, up = split_blocks(acc, BLOCK_M, BLOCK_N, ACTIVATION.interleave)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
-        PART: tl.constexpr = BLOCK_N // PARTS
         gates = column_parts(gate, BLOCK_M, BLOCK_N, PARTS)
         ups = column_parts(up, BLOCK_M, BLOCK_N, PARTS)
         for i in tl.static_range(PARTS):
             column = first_column + i * PART
-            gate_i, up_i = add_hidden_bias(
-                gates[i], ups[i], bias, group, column, ACTIVATION, NUM_HALVES * FFN, FFN, PART
-            )
+            gate_i, up_i = add_hidden_bias(gates[i], ups[i], bias, group, column, ACTIVATION, FFN, PART)
             gate_i = gate_i.to(h.dtype.element_ty)
             up_i = up_i.to(h.dtype.element_ty)
             store_hidden(h, gate_i, up_i, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
-            store_activation(
-                gate_i.to(tl.float32),
-                up_i.to(tl.float32),
-                scale,
-                a,
-                row,
-                end,
-                column,
-                ACTIVATION,
-                FFN,
-                PART,
-                BLOCK_N,
-            )
+            gate_i, up_i = gate_i.to(tl.float32), up_i.to(tl.float32)
+            store_activation(gate_i, up_i, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
 
 
 @triton.jit
@@ -344,14 +258,7 @@ def store_column_sums(
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "row_index",
-        "weight_table",
-        "row_range",
-        "row_scale",
-        "scale_sums",
-        "bias_sums",
-    ],
+    do_not_specialize_on_alignment="row_index weight_table row_range row_scale scale_sums bias_sums".split(),
 )
 def grouped_gemm_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
@@ -367,64 +274,37 @@ def grouped_gemm_dact_kernel(
     scale_sums,  # [blocks of columns, num_rows]
     bias_sums,  # [slots of row tiles, W] or None
     num_rows,
-    FIELDS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    FFN: tl.constexpr,
-    DOUT_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    LEAD: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    LOAD_POLICY: tl.constexpr,
-    STORE_POLICY: tl.constexpr,
+    GEMM: tl.constexpr,
 ):
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    ACTIVATION: tl.constexpr = GEMM.activation
+    FFN: tl.constexpr = GEMM.columns
     WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
-    NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
+    BLOCK_M: tl.constexpr = GEMM.config.block_m
+    BLOCK_N: tl.constexpr = GEMM.config.block_n
+    PARTS: tl.constexpr = GEMM.config.parts
     PART: tl.constexpr = BLOCK_N // PARTS
     HALVED: tl.constexpr = PART < SUM_COLUMNS  # parts are half a block of dscale's sum, or a whole one
+    LEAD: tl.constexpr = GEMM.config.lead
+    LOADS: tl.constexpr = GEMM.config.load_policy
+    STORES: tl.constexpr = GEMM.config.store_policy
+    FLATTEN: tl.constexpr = GEMM.config.flatten
     tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
-    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
-    num_tiles = num_row_tiles * NUM_N_TILES
+    operands = (dout_desc, dout, row_index, weight_desc, weight_table)
+    prefix, num_tiles = group_tiles(row_range, GEMM)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
+        place = tile_place(tile, prefix, row_range, GEMM)
+        group, first_row, end, first_column = place
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = n_tile * BLOCK_N
-        pointers = None
-        if row_index is not None:
-            pointers = gather_pointers(dout, row_index, row, end, DOUT_WIDTH, BLOCK_K)
-        weight = None
-        if weight_table is not None:
-            weight = matrix_pointer(weight_table, group, dout.dtype.element_ty)
-        if PREFETCH:
+        if GEMM.config.prefetch:
             prefetch_hidden(h, first_row, end, first_column, ACTIVATION, FFN, BLOCK_M, BLOCK_N)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, DOUT_WIDTH, BLOCK_K):
-            x = load_rows(dout_desc, pointers, first_row, k, DOUT_WIDTH, BLOCK_K)
-            w = load_weight(weight_desc, weight, group, first_column, k, FFN, DOUT_WIDTH, True, BLOCK_N, BLOCK_K)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = product(operands, place, GEMM)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
         da_parts = column_parts(acc, BLOCK_M, BLOCK_N, PARTS)
         hidden = ()
         for i in tl.static_range(PARTS + LEAD):
             if i < PARTS:
-                part = load_hidden(
-                    h,
-                    row,
-                    end,
-                    first_column + i * PART,
-                    ACTIVATION,
-                    FFN,
-                    BLOCK_M,
-                    PART,
-                    BLOCK_N,
-                    LOAD_POLICY,
-                )
+                column = first_column + i * PART
+                part = load_hidden(h, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N, LOADS)
                 hidden = hidden + (part,)  # noqa: RUF005 (Triton has no starred expressions)
             if i >= LEAD:
                 column = first_column + (i - LEAD) * PART
@@ -432,46 +312,20 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                value = store_activation(
-                    gate,
-                    up,
-                    scale,
-                    a,
-                    row,
-                    end,
-                    column,
-                    ACTIVATION,
-                    FFN,
-                    PART,
-                    BLOCK_N,
-                    STORE_POLICY,
-                )
+                value = store_activation(gate, up, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N, STORES)
                 part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
                 else:
                     if HALVED:
                         part_sum = left + part_sum
-                    place = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
-                    tl.store(place, part_sum, mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN))
+                    sums = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
+                    tl.store(sums, part_sum, mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN))
                 ds = da * scale[:, None]
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
                 dup = (ds * by_up).to(dh.dtype.element_ty)
-                store_hidden(
-                    dh,
-                    dgate,
-                    dup,
-                    row,
-                    end,
-                    column,
-                    ACTIVATION,
-                    FFN,
-                    BLOCK_M,
-                    PART,
-                    BLOCK_N,
-                    STORE_POLICY,
-                )
+                store_hidden(dh, dgate, dup, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N, STORES)
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * WIDTH
                     store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN, PART)
@@ -498,19 +352,8 @@ def sum_dscale_kernel(
 
 
 def grouped_gemm_act(
-    rows: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    row_scale: torch.Tensor,
-    h: torch.Tensor,
-    a: torch.Tensor,
-    activation: Activation,
-    *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    rows, weight, row_range, row_scale, h, a, activation, *, row_index=None, bias=None, num_sms=None, config=None
+):
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
     plan = _act_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
@@ -522,79 +365,35 @@ def grouped_gemm_act(
     if on_hopper is not None and on_hopper.takes_act(num_rows, ffn, activation):
         on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
         return
-    launch(
-        grouped_gemm_act_kernel,
-        plan.grid(num_rows, num_groups, num_sms, a.device),
-        plan.constants,
-        rows if row_index is None else None,
-        rows,
-        row_index,
-        *packed_and_table(weight),
-        row_range,
-        row_scale,
-        h,
-        a,
-        bias,
-    )
+    grid = plan.grid(num_rows, num_groups, num_sms, a.device)
+    results = row_range, row_scale, h, a, bias
+    launch(grouped_gemm_act_kernel, grid, plan.constants, *operands_of(rows, row_index, weight), *results)
 
 
 @functools.cache
-def _act_plan(
-    config: TileConfig | None,
-    dtype: torch.dtype,
-    most_columns: int,
-    activation: Activation,
-    num_groups: int,
-    ffn: int,
-    in_width: int,
-) -> Plan:
-    fields = activation_fields(activation, ffn)
+def _act_plan(config, dtype, most_columns, activation, num_groups, ffn, in_width) -> Plan:
+    activation_fields(activation, ffn)  # rejects what the kernels cannot address
     config = config or act_config(ffn, dtype, activation, most_columns)
-    constants = {
-        "FIELDS": fields,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "FFN": ffn,
-        "IN_WIDTH": in_width,
-        "PARTS": config.parts,
-        **tile_constants(config),
-    }
-    descriptors = {0: describe([config.block_m, config.block_k]), 3: _describe_both(activation, config)}
-    return Plan(config, ceil_div(ffn, config.block_n), Constants(constants, descriptors))
-
-
-def _describe_both(activation: Activation, config: TileConfig) -> Describe:
-    """Function from a packed weight to the descriptor that load_both takes."""
-    if not activation.is_gated:
-        return describe([1, config.block_n, config.block_k])
-    if activation.interleave is not None:
-        return describe([1, 2 * config.block_n, config.block_k])
-
-    def describe_halves(weight: torch.Tensor) -> TensorDescriptor:
-        num_groups, width, in_width = weight.shape
-        gate_up = weight.view(num_groups, 2, width // 2, in_width)
-        return TensorDescriptor.from_tensor(gate_up, [1, 2, config.block_n, config.block_k])
-
-    return describe_halves
+    return Gemm(config=config, num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation).plan()
 
 
 def grouped_gemm_dact(
-    dout: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    dh: torch.Tensor,
-    a: torch.Tensor,
-    dscale: torch.Tensor | None,
-    workspace: torch.Tensor,
-    activation: Activation,
+    dout,
+    weight,
+    row_range,
+    h,
+    row_scale,
+    dh,
+    a,
+    dscale,
+    workspace,
+    activation,
     *,
-    row_index: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    config: DactConfig | None = None,
-) -> int:
+    row_index=None,
+    dbias=None,
+    num_sms=None,
+    config=None,
+):
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
@@ -617,23 +416,9 @@ def grouped_gemm_dact(
             dout, weight, row_range, h, row_scale, dh, a, workspace, activation, row_index=row_index, num_sms=num_sms
         )
     else:
-        launch(
-            grouped_gemm_dact_kernel,
-            plan.grid(num_rows, num_groups, num_sms, a.device),
-            plan.constants,
-            dout if row_index is None else None,
-            dout,
-            row_index,
-            *packed_and_table(weight),
-            row_range,
-            h,
-            row_scale,
-            dh,
-            a,
-            workspace,
-            bias_sums,
-            num_rows,
-        )
+        grid = plan.grid(num_rows, num_groups, num_sms, a.device)
+        results = row_range, h, row_scale, dh, a, workspace, bias_sums, num_rows
+        launch(grouped_gemm_dact_kernel, grid, plan.constants, *operands_of(dout, row_index, weight), *results)
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
     if dbias is not None and bias_sums is not None:
@@ -641,9 +426,7 @@ def grouped_gemm_dact(
     return num_partials
 
 
-def sum_dact_partials(
-    workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
-) -> None:
+def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = dscale.shape[0]
     if num_rows == 0:
         return
@@ -652,32 +435,11 @@ def sum_dact_partials(
 
 
 @functools.cache
-def _dact_plan(
-    config: DactConfig | None,
-    dtype: torch.dtype,
-    most_columns: int,
-    activation: Activation,
-    num_groups: int,
-    ffn: int,
-    dout_width: int,
-) -> Plan:
-    fields = activation_fields(activation, ffn)
+def _dact_plan(config, dtype, most_columns, activation, num_groups, ffn, dout_width) -> Plan:
+    activation_fields(activation, ffn)
     config = config or dact_config(ffn, dtype, most_columns)
-    constants = {
-        "FIELDS": fields,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "FFN": ffn,
-        "DOUT_WIDTH": dout_width,
-        "PARTS": config.parts,
-        "LEAD": config.lead,
-        "PREFETCH": config.prefetch,
-        "LOAD_POLICY": config.load_policy,
-        "STORE_POLICY": config.store_policy,
-        **tile_constants(config),
-    }
-    descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, config.block_k, config.block_n])}
-    return Plan(config, ceil_div(ffn, config.block_n), Constants(constants, descriptors))
+    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": dout_width}
+    return Gemm(config=config, **sizes, activation=activation, weight_k_first=True).plan()
 
 
 @functools.cache

@@ -3,14 +3,17 @@
 There are no atomics: sums over blocks read every earlier block's counts.
 """
 
-import torch
+import functools
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
-from symmoe.kernels.control import Peers, PlanIntegers
+from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_launch
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -63,6 +66,53 @@ PACKED_ENTRIES = 2048  # entries [block, rank] of block_tokens that assign_packe
 OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots with at a time
 
 
+LAID_OUT = (
+    *("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit"),
+    *("source_to_packed_start", "source_to_row_start", "expert_load", "report"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The constants of one kernel; it has those that it reads. num_experts: of all ranks.
+
+    block_experts, block_slots, other_slots, block_columns, block_rows: what is read at a time.
+    header: of send_counts, without the words that may change from step to step.
+    """
+
+    num_ranks: int
+    num_experts: int = 0
+    top_k: int = 0
+    rank: int = 0
+    layout: ControlLayout | None = None
+    header: tuple[int, ...] = ()
+    drop: bool = False
+    record_errors: bool = False
+    block_experts: int = 0
+    block_slots: int = 0
+    other_slots: int = 0
+    block_columns: int = 0
+    block_rows: int = 0
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    @property
+    def rank_lanes(self) -> int:
+        return next_power_of_2(self.num_ranks)
+
+    @property
+    def expert_lanes(self) -> int:
+        """Lanes of a vector over a rank's experts."""
+        return next_power_of_2(self.experts_per_rank)
+
+
+@functools.cache
+def _constants(num_warps: int, **sizes: Any) -> Constants:
+    return Constants({"SIZES": Sizes(**sizes), "num_warps": num_warps})
+
+
 def block_slots(top_k: int) -> int:
     """How many slots of a block of tokens are read at once."""
     return min(BLOCK_SLOTS, next_power_of_2(control.TOKENS_PER_BLOCK * top_k))
@@ -81,14 +131,15 @@ def count_slots_kernel(
     topk_idx,  # [T, K]
     block_counts,  # [B, E + R + 2]
     num_tokens: tl.int32,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK_LANES: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    EXPERTS_PER_RANK: tl.constexpr = NUM_EXPERTS // NUM_RANKS
+    TOP_K: tl.constexpr = SIZES.top_k
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
+    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
     WIDTH: tl.constexpr = NUM_EXPERTS + NUM_RANKS + 2
     block = tl.program_id(0)
     row = block_counts + block * WIDTH
@@ -121,30 +172,20 @@ def count_slots_kernel(
     tl.store(row + WIDTH - 1, tl.min(first_bad, axis=0))
 
 
-def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
-    num_blocks = block_counts.shape[0]
+def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
+    (num_tokens, top_k), num_blocks = topk_idx.shape, block_counts.shape[0]
     if num_blocks == 0:
         return
-    count_slots_kernel[(num_blocks,)](
-        topk_idx,
-        block_counts,
-        topk_idx.shape[0],
-        TOP_K=topk_idx.shape[1],
-        NUM_EXPERTS=num_experts,
-        NUM_RANKS=num_ranks,
-        RANK_LANES=next_power_of_2(num_ranks),
-        BLOCK_EXPERTS=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
-        BLOCK_SLOTS=block_slots(topk_idx.shape[1]),
-        num_warps=8,
-    )
+    blocks = {"block_experts": min(COUNT_EXPERTS, next_power_of_2(num_experts)), "block_slots": block_slots(top_k)}
+    constants = _constants(8, num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, **blocks)
+    launch(count_slots_kernel, (num_blocks,), constants, topk_idx, block_counts, num_tokens)
 
 
 @triton.jit
-def table_row(
-    base, half, RANK: tl.constexpr, COUNT_TABLE: tl.constexpr, NUM_RANKS: tl.constexpr, ROW_WORDS: tl.constexpr
-):
+def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
     """Pointer to rank RANK's row in one half of the count table of the arena at `base`."""
-    address = base + COUNT_TABLE + half * (NUM_RANKS * ROW_WORDS * 4) + RANK * (ROW_WORDS * 4)
+    ROW_BYTES: tl.constexpr = SIZES.layout.row_words * 4
+    address = base + SIZES.layout.count_table + half * (SIZES.num_ranks * ROW_BYTES) + RANK * ROW_BYTES
     return address.to(tl.pointer_type(tl.int32))
 
 
@@ -163,19 +204,17 @@ def send_counts_kernel(
     max_tokens: tl.int32,
     packed_capacity: tl.int32,
     num_blocks: tl.int32,
-    HEADER: tl.constexpr,  # the other words of the header
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    COUNT_TABLE: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    HEADER: tl.constexpr = SIZES.header
+    RANK: tl.constexpr = SIZES.rank
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    BLOCK_COLUMNS: tl.constexpr = SIZES.block_columns
+    BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     NUM_COLUMNS: tl.constexpr = NUM_EXPERTS + NUM_RANKS
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
-    half = (barrier_epoch(bases, RANK, COUNTERS) + 1) & 1  # the half of the next barrier
+    half = (barrier_epoch(bases, RANK, SIZES.layout.counters) + 1) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * BLOCK_COLUMNS
     if first_column < NUM_COLUMNS:
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -190,7 +229,7 @@ def send_counts_kernel(
             tl.store(block_starts + block[:, None] * NUM_EXPERTS + column[None, :], start, mask=mask)
             total += tl.sum(count, axis=0)
         for peer in range(NUM_RANKS):
-            row = table_row(tl.load(bases + peer), half, RANK, COUNT_TABLE, NUM_RANKS, ROW_WORDS)
+            row = table_row(tl.load(bases + peer), half, RANK, SIZES)
             tl.store(row + HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
         lane = tl.arange(0, HEADER_WORDS)
@@ -218,38 +257,19 @@ def send_counts_kernel(
                 bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
                 words = tl.where(lane == HEAD_BAD_ID, bad_id, words)
         for peer in range(NUM_RANKS):
-            row = table_row(tl.load(bases + peer), half, RANK, COUNT_TABLE, NUM_RANKS, ROW_WORDS)
+            row = table_row(tl.load(bases + peer), half, RANK, SIZES)
             tl.store(row + lane, words)
 
 
-def send_counts(
-    block_counts: torch.Tensor,
-    topk_idx: torch.Tensor,
-    header: tuple[int, ...],
-    block_starts: torch.Tensor,
-    peers: Peers,
-    *,
-    num_experts: int,
-) -> None:
-    layout = peers.layout
-    send_counts_kernel[(ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
-        block_counts,
-        topk_idx,
-        block_starts,
-        peers.bases,
-        *(header[word] for word in _VARYING_WORDS),
-        block_counts.shape[0],
-        HEADER=tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header)),
-        RANK=peers.rank,
-        NUM_RANKS=peers.num_ranks,
-        NUM_EXPERTS=num_experts,
-        COUNTERS=layout.counters,
-        COUNT_TABLE=layout.count_table,
-        ROW_WORDS=layout.row_words,
-        BLOCK_COLUMNS=SEND_COLUMNS,
-        BLOCK_ROWS=SEND_BLOCKS,
-        num_warps=4,
-    )
+def send_counts(block_counts, topk_idx, header, block_starts, peers, *, num_experts):
+    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
+    other_words = tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header))
+    blocks = {"block_columns": SEND_COLUMNS, "block_rows": SEND_BLOCKS}
+    constants = _constants(4, **place, num_experts=num_experts, header=other_words, **blocks)
+    grid = (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)
+    words = [header[word] for word in _VARYING_WORDS]
+    tensors = block_counts, topk_idx, block_starts, peers.bases
+    launch(send_counts_kernel, grid, constants, *tensors, *words, block_counts.shape[0])
 
 
 @triton.jit
@@ -271,13 +291,12 @@ def find_error(
     num_packed,  # [RANK_LANES], packed rows
     received,
     rank,  # tl.arange(0, RANK_LANES)
-    NUM_EXPERTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK_LANES: tl.constexpr,
-    DROP: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """(code, rank, limit, value, where) of the first error: later code here overrides earlier code."""
-    is_rank = rank < NUM_RANKS
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    DROP: tl.constexpr = SIZES.drop
+    is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
 
     most_packed = tl.max(num_packed, axis=0)
@@ -314,7 +333,7 @@ def find_error(
     head = pick(headers, (rank == culprit)[:, None], 0)
     error = tl.where(found, PLAN_BAD_ID, error)
     error_rank = tl.where(found, culprit, error_rank)
-    limit = tl.where(found, NUM_EXPERTS, limit)
+    limit = tl.where(found, SIZES.num_experts, limit)
     value = tl.where(found, pick(head, word == HEAD_BAD_ID, 0), value)
     where = tl.where(found, pick(head, word == HEAD_BAD_SLOT, 0), 0)
 
@@ -370,20 +389,7 @@ def clip_to_capacity(load, capacity):
 @fast_launch
 @triton.jit(
     do_not_specialize=["status", "capacity", "packed_capacity"],
-    do_not_specialize_on_alignment=[
-        "bases",
-        "received",
-        "splits",
-        "row_range",
-        "slot_start",
-        "slot_limit",
-        "packed_start",
-        "packed_limit",
-        "source_to_packed_start",
-        "source_to_row_start",
-        "expert_load",
-        "report",
-    ],
+    do_not_specialize_on_alignment=["bases", "received", *LAID_OUT],
 )
 def lay_out_kernel(
     bases,
@@ -401,19 +407,17 @@ def lay_out_kernel(
     source_to_row_start,
     expert_load,
     report,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    EXPERTS_PER_RANK: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    COUNT_TABLE: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    RANK_LANES: tl.constexpr,
-    EXPERT_LANES: tl.constexpr,
-    DROP: tl.constexpr,
-    RECORD_ERRORS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    RANK: tl.constexpr = SIZES.rank
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    COUNTERS: tl.constexpr = SIZES.layout.counters
+    ROW_WORDS: tl.constexpr = SIZES.layout.row_words
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
     half = barrier_epoch(bases, RANK, COUNTERS) & 1
-    table = table_row(tl.load(bases + RANK), half, 0, COUNT_TABLE, NUM_RANKS, ROW_WORDS)
+    table = table_row(tl.load(bases + RANK), half, 0, SIZES)
 
     rank = tl.arange(0, RANK_LANES)
     is_rank = rank < NUM_RANKS
@@ -434,18 +438,8 @@ def lay_out_kernel(
         load += tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
         num_packed += tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
     num_rows = tl.sum(load, axis=1)
-    error, error_rank, limit, value, where = find_error(
-        headers,
-        num_rows,
-        num_packed,
-        received,
-        rank,
-        NUM_RANKS * EXPERTS_PER_RANK,
-        NUM_RANKS,
-        RANK_LANES,
-        DROP,
-    )
-    kept = clip_to_capacity(load, capacity) if DROP else load
+    error, error_rank, limit, value, where = find_error(headers, num_rows, num_packed, received, rank, SIZES)
+    kept = clip_to_capacity(load, capacity) if SIZES.drop else load
     kept = tl.where(error == PLAN_OK, kept, 0)
 
     start = tl.cumsum(kept, axis=1) - kept
@@ -490,7 +484,7 @@ def lay_out_kernel(
     summary = tl.where(word == SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
     summary = tl.where(word == SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
-    if RECORD_ERRORS:
+    if SIZES.record_errors:
         is_guess = (error == PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
         if (error != PLAN_OK) & (error != PLAN_FAULT) & (not is_guess):
             counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
@@ -498,46 +492,12 @@ def lay_out_kernel(
             write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
 
 
-def lay_out(
-    peers: Peers,
-    received: torch.Tensor,
-    status: torch.Tensor,
-    plan: PlanIntegers,
-    *,
-    capacity: int,
-    packed_capacity: int,
-    drop: bool,
-    record_errors: bool,
-) -> None:
-    layout, experts_per_rank = peers.layout, plan.splits.numel()
-    lay_out_kernel[(1,)](
-        peers.bases,
-        received,
-        status.data_ptr(),
-        capacity,
-        packed_capacity,
-        plan.splits,
-        plan.row_range,
-        plan.slot_start,
-        plan.slot_limit,
-        plan.packed_start,
-        plan.packed_limit,
-        plan.source_to_packed_start,
-        plan.source_to_row_start,
-        plan.expert_load,
-        plan.report,
-        RANK=peers.rank,
-        NUM_RANKS=peers.num_ranks,
-        EXPERTS_PER_RANK=experts_per_rank,
-        COUNTERS=layout.counters,
-        COUNT_TABLE=layout.count_table,
-        ROW_WORDS=layout.row_words,
-        RANK_LANES=next_power_of_2(peers.num_ranks),
-        EXPERT_LANES=next_power_of_2(experts_per_rank),
-        DROP=drop,
-        RECORD_ERRORS=record_errors,
-        num_warps=4,
-    )
+def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
+    place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
+    num_experts = plan.splits.numel() * peers.num_ranks
+    constants = _constants(4, **place, num_experts=num_experts, drop=drop, record_errors=record_errors)
+    numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
+    launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
 
 
 @triton.jit
@@ -551,12 +511,12 @@ def round_up(rows, STEP: tl.constexpr):
 def split_by_source_kernel(
     source_to_row_start,  # [R + 1, e]
     source_to_rows,  # [R, 2, e]
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,  # experts of this rank
-    EXPERT_LANES: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    expert = tl.arange(0, EXPERT_LANES)
+    RANK: tl.constexpr = SIZES.rank
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_EXPERTS: tl.constexpr = SIZES.experts_per_rank
+    expert = tl.arange(0, SIZES.expert_lanes)
     mask = expert < NUM_EXPERTS
     first = tl.load(source_to_row_start + expert, mask=mask, other=0)
     end = tl.load(source_to_row_start + NUM_RANKS * NUM_EXPERTS + expert, mask=mask, other=0)
@@ -576,31 +536,16 @@ def split_by_source_kernel(
         begin = bound
 
 
-def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
-    num_ranks, _, num_experts = source_to_rows.shape
-    split_by_source_kernel[(1,)](
-        source_to_row_start,
-        source_to_rows,
-        RANK=rank,
-        NUM_RANKS=num_ranks,
-        NUM_EXPERTS=num_experts,
-        EXPERT_LANES=next_power_of_2(num_experts),
-        num_warps=4,
-    )
+def split_by_source(source_to_row_start, source_to_rows, *, rank):
+    num_ranks, _, num_local = source_to_rows.shape
+    constants = _constants(4, rank=rank, num_ranks=num_ranks, num_experts=num_ranks * num_local)
+    launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=[
-        "topk_idx",
-        "block_starts",
-        "slot_start",
-        "slot_limit",
-        "slot_to_row",
-        "slot_to_rank",
-        "block_tokens",
-    ],
+    do_not_specialize_on_alignment=range(7),  # of no tensor
 )
 def assign_rows_kernel(
     topk_idx,  # [T, K]
@@ -611,14 +556,13 @@ def assign_rows_kernel(
     slot_to_rank,  # [T, K]
     block_tokens,  # [B, R]
     num_tokens: tl.int32,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PER_RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK_LANES: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    OTHER_SLOTS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    TOP_K: tl.constexpr = SIZES.top_k
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
+    OTHER_SLOTS: tl.constexpr = SIZES.other_slots
     BLOCK: tl.constexpr = TOKENS_PER_BLOCK * TOP_K
     block = tl.program_id(0)
     first_slot = block * BLOCK
@@ -638,7 +582,7 @@ def assign_rows_kernel(
         place = tl.load(block_starts + block * NUM_EXPERTS + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
         kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
         row = tl.load(slot_start + expert, mask=valid, other=0) + place
-        rank = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
+        rank = tl.where(valid, expert, 0) // SIZES.experts_per_rank
         tl.store(slot_to_row + slot, tl.where(kept, row, -1), mask=is_slot)
         tl.store(slot_to_rank + slot, tl.where(kept, rank, -1), mask=is_slot)
 
@@ -646,7 +590,8 @@ def assign_rows_kernel(
     token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
     goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
     rank_lane = tl.arange(0, RANK_LANES)
-    tl.store(block_tokens + block * NUM_RANKS + rank_lane, tl.sum(goes, axis=0), mask=rank_lane < NUM_RANKS)
+    place = block_tokens + block * SIZES.num_ranks + rank_lane
+    tl.store(place, tl.sum(goes, axis=0), mask=rank_lane < SIZES.num_ranks)
 
 
 @triton.jit
@@ -660,42 +605,21 @@ def tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K: tl.constexpr, RANK_L
     return goes.to(tl.int32)
 
 
-def assign_rows(topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIntegers) -> None:
-    num_tokens, top_k = topk_idx.shape
-    num_blocks, num_ranks = plan.block_tokens.shape
+def assign_rows(topk_idx, block_starts, plan):
+    (num_tokens, top_k), (num_blocks, num_ranks) = topk_idx.shape, plan.block_tokens.shape
     if num_blocks == 0:
         return
-    assign_rows_kernel[(num_blocks,)](
-        topk_idx,
-        block_starts,
-        plan.slot_start,
-        plan.slot_limit,
-        plan.slot_to_row,
-        plan.slot_to_rank,
-        plan.block_tokens,
-        num_tokens,
-        TOP_K=top_k,
-        NUM_EXPERTS=plan.slot_start.numel(),
-        EXPERTS_PER_RANK=plan.splits.numel(),
-        NUM_RANKS=num_ranks,
-        RANK_LANES=next_power_of_2(num_ranks),
-        BLOCK_SLOTS=block_slots(top_k),
-        OTHER_SLOTS=min(OTHER_SLOTS, block_slots(top_k)),
-        num_warps=8,
-    )
+    slots = block_slots(top_k)
+    sizes = {"num_ranks": num_ranks, "num_experts": plan.slot_start.numel(), "top_k": top_k}
+    constants = _constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
+    results = plan.slot_start, plan.slot_limit, plan.slot_to_row, plan.slot_to_rank, plan.block_tokens
+    launch(assign_rows_kernel, (num_blocks,), constants, topk_idx, block_starts, *results, num_tokens)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=[
-        "slot_to_row",
-        "slot_to_rank",
-        "block_tokens",
-        "packed_start",
-        "token_to_packed_row",
-        "token_to_primary_row",
-    ],
+    do_not_specialize_on_alignment=range(6),  # of no tensor
 )
 def assign_packed_rows_kernel(
     slot_to_row,  # [T, K]
@@ -705,11 +629,12 @@ def assign_packed_rows_kernel(
     token_to_packed_row,  # [T, R]
     token_to_primary_row,  # [T, R]
     num_tokens: tl.int32,
-    TOP_K: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK_LANES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    TOP_K: tl.constexpr = SIZES.top_k
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     block = tl.program_id(0)
     rank = tl.arange(0, RANK_LANES)
     is_rank = rank < NUM_RANKS
@@ -736,23 +661,12 @@ def assign_packed_rows_kernel(
     tl.store(token_to_primary_row + entry, primary, mask=mask)
 
 
-def assign_packed_rows(plan: PlanIntegers) -> None:
-    num_tokens, top_k = plan.slot_to_row.shape
-    num_blocks, num_ranks = plan.block_tokens.shape
+def assign_packed_rows(plan):
+    (num_tokens, top_k), (num_blocks, num_ranks) = plan.slot_to_row.shape, plan.block_tokens.shape
     if num_blocks == 0:
         return
-    rank_lanes = next_power_of_2(num_ranks)
-    assign_packed_rows_kernel[(num_blocks,)](
-        plan.slot_to_row,
-        plan.slot_to_rank,
-        plan.block_tokens,
-        plan.packed_start,
-        plan.token_to_packed_row,
-        plan.token_to_primary_row,
-        num_tokens,
-        TOP_K=top_k,
-        NUM_RANKS=num_ranks,
-        RANK_LANES=rank_lanes,
-        BLOCK_ROWS=max(1, PACKED_ENTRIES // rank_lanes),
-        num_warps=4,
-    )
+    block_rows = max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
+    constants = _constants(4, num_ranks=num_ranks, top_k=top_k, block_rows=block_rows)
+    maps = plan.slot_to_row, plan.slot_to_rank, plan.block_tokens, plan.packed_start
+    results = plan.token_to_packed_row, plan.token_to_primary_row
+    launch(assign_packed_rows_kernel, (num_blocks,), constants, *maps, *results, num_tokens)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from symmoe.kernels.contract.pointers import HostBytes
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import build_module
 from symmoe.kernels.twin import pointers as twin
@@ -77,7 +76,7 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CAPTURE_MODE_RELAXED = 2
 
 
-def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
+def copy_host_to_device(source, destination):
     data = host_bytes(source)
     device = destination.get_device()
     if current_device() != device:
@@ -208,9 +207,7 @@ def _in_c() -> Any:
     return build_module(SOURCE, "symmoe_pointers")
 
 
-def read_addresses(
-    tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
-) -> bytes | None:
+def read_addresses(tensors, device, *, alignment, contiguous):
     readers = _readers()
     payload: bytes | None = None
     if readers is not None:

@@ -4,12 +4,14 @@ A number and its index make one integer that is larger for the better choice, so
 copies of [T, E], and the result of a row depends only on the row.
 """
 
-import torch
+import functools
+from dataclasses import dataclass, replace
+
 import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_launch
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 
 SCORES_PER_PROGRAM = 1024
@@ -17,6 +19,38 @@ NUM_WARPS = 4
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The constants of both kernels: K of E experts are chosen by a rule, for so many tokens at a time."""
+
+    num_experts: int
+    top_k: int
+    rule: RoutingRule
+    tokens: int
+    best_of_group: int
+
+    @property
+    def expert_lanes(self) -> int:
+        return next_power_of_2(self.num_experts)
+
+    @property
+    def choice_lanes(self) -> int:
+        return next_power_of_2(self.top_k)
+
+    @property
+    def group_lanes(self) -> int:
+        return next_power_of_2(self.rule.num_groups)
+
+
+@functools.cache
+def _choice(num_experts: int, top_k: int, rule: RoutingRule) -> tuple[int, Constants]:
+    """Tokens of a program, and the constants; the rule's route_scale is an argument."""
+    tokens = max(1, SCORES_PER_PROGRAM // next_power_of_2(num_experts))
+    sizes = {"num_experts": num_experts, "top_k": top_k, "tokens": tokens}
+    choice = Choice(**sizes, rule=replace(rule, route_scale=1.0), best_of_group=rule.best_of_group(num_experts))
+    return tokens, Constants({"CHOICE": choice, "num_warps": NUM_WARPS})
 
 
 @triton.jit
@@ -35,31 +69,24 @@ def index_of(key, LANES: tl.constexpr):
 
 
 @triton.jit
-def keep_top_groups(
-    value,
-    expert,
-    NUM_EXPERTS: tl.constexpr,
-    LANES: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST_OF_GROUP: tl.constexpr,
-):
-    """[tokens, LANES] values, -inf outside of a token's best groups."""
-    SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    key = keys_of(value, expert, LANES)
+def keep_top_groups(value, expert, CHOICE: tl.constexpr):
+    """[tokens, lanes] values, -inf outside of a token's best groups."""
+    NUM_GROUPS: tl.constexpr = CHOICE.rule.num_groups
+    GROUP_LANES: tl.constexpr = CHOICE.group_lanes
+    SIZE: tl.constexpr = CHOICE.num_experts // NUM_GROUPS
+    key = keys_of(value, expert, CHOICE.expert_lanes)
     group = tl.arange(0, GROUP_LANES)
     worth = tl.zeros((value.shape[0], GROUP_LANES), tl.float32)
     for g in range(NUM_GROUPS):
         own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
-        for _ in range(BEST_OF_GROUP):
+        for _ in range(CHOICE.best_of_group):
             best = tl.max(own, axis=1)
             number = tl.sum(tl.where(own == best[:, None], value, 0.0), axis=1)
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
     group_key = tl.where((group < NUM_GROUPS)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
-    for _ in range(TOP_GROUPS):
+    for _ in range(CHOICE.rule.top_groups):
         best = tl.max(group_key, axis=1)
         is_kept = is_kept | ((expert // SIZE)[None, :] == index_of(best, GROUP_LANES)[:, None])
         group_key = tl.where(group_key == best[:, None], LEAST, group_key)
@@ -77,24 +104,19 @@ def choose_experts_kernel(
     scores,  # fp32 [T, E]
     num_tokens: tl.int32,
     route_scale: tl.float32,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERT_LANES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICE_LANES: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr,
-    RENORMALIZES: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST_OF_GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    CHOICE: tl.constexpr,
 ):
+    NUM_EXPERTS: tl.constexpr = CHOICE.num_experts
+    EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
+    TOP_K: tl.constexpr = CHOICE.top_k
+    CHOICE_LANES: tl.constexpr = CHOICE.choice_lanes
+    TOKENS: tl.constexpr = CHOICE.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
     is_token, is_expert = token < num_tokens, (expert < NUM_EXPERTS)[None, :]
     at = token[:, None] * NUM_EXPERTS + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
-    if IS_SOFTMAX:
+    if CHOICE.rule.score == "softmax":
         power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
         score = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
     else:
@@ -106,10 +128,8 @@ def choose_experts_kernel(
         value = score
         if bias is not None:
             value += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0)[None, :]
-        if NUM_GROUPS > 1:
-            value = keep_top_groups(
-                value, expert, NUM_EXPERTS, EXPERT_LANES, NUM_GROUPS, GROUP_LANES, TOP_GROUPS, BEST_OF_GROUP
-            )
+        if CHOICE.rule.num_groups > 1:
+            value = keep_top_groups(value, expert, CHOICE)
         key = tl.where(is_expert, keys_of(value, expert, EXPERT_LANES), LEAST)
     prob = tl.zeros((TOKENS, CHOICE_LANES), tl.float32)
     for k in range(TOP_K):
@@ -122,7 +142,7 @@ def choose_experts_kernel(
         tl.store(topk_idx + token * TOP_K + k, chosen, mask=is_token)
         number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
         prob = tl.where((place == k)[None, :], number[:, None], prob)
-    if RENORMALIZES:
+    if CHOICE.rule.renormalize:
         prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
     mask = is_token[:, None] & (place < TOP_K)[None, :]
     tl.store(probs + token[:, None] * TOP_K + place[None, :], prob * route_scale, mask=mask)
@@ -138,14 +158,13 @@ def choose_experts_grad_kernel(
     d_logits,  # fp32 [T, E]
     num_tokens: tl.int32,
     route_scale: tl.float32,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERT_LANES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICE_LANES: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr,
-    RENORMALIZES: tl.constexpr,
-    TOKENS: tl.constexpr,
+    CHOICE: tl.constexpr,
 ):
+    NUM_EXPERTS: tl.constexpr = CHOICE.num_experts
+    EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
+    TOP_K: tl.constexpr = CHOICE.top_k
+    CHOICE_LANES: tl.constexpr = CHOICE.choice_lanes
+    TOKENS: tl.constexpr = CHOICE.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
     is_token = token < num_tokens
@@ -161,7 +180,7 @@ def choose_experts_grad_kernel(
         chosen = tl.load(topk_idx + choice, mask=is_choice, other=-1)
         is_chosen = (chosen >= 0) & (chosen < NUM_EXPERTS)
         d_chosen = tl.load(d_probs + choice, mask=is_choice, other=0.0) * route_scale
-        if RENORMALIZES:
+        if CHOICE.rule.renormalize:
             number = tl.load(scores + token[:, None] * NUM_EXPERTS + chosen, mask=is_chosen, other=0.0)
             divisor = tl.sum(number, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(number)
             inner = tl.sum(d_chosen * tl.div_rn(number, divisor), axis=1)
@@ -172,73 +191,26 @@ def choose_experts_grad_kernel(
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
-    if IS_SOFTMAX:
+    if CHOICE.rule.score == "softmax":
         d_logit = score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
     else:
         d_logit = d_score * score * (1.0 - score)
     tl.store(d_logits + at, d_logit, mask=mask)
 
 
-def choose_experts(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    probs: torch.Tensor,
-    scores: torch.Tensor,
-    *,
-    rule: RoutingRule,
-) -> None:
+def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return
-    tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
-    choose_experts_kernel[(ceil_div(num_tokens, tokens),)](
-        logits,
-        bias,
-        given_idx,
-        topk_idx,
-        probs,
-        scores,
-        num_tokens,
-        rule.route_scale,
-        **sizes,
-        NUM_GROUPS=rule.num_groups,
-        GROUP_LANES=next_power_of_2(rule.num_groups),
-        TOP_GROUPS=rule.top_groups,
-        BEST_OF_GROUP=rule.best_of_group(num_experts),
-        num_warps=NUM_WARPS,
-    )
+    tokens, constants = _choice(num_experts, topk_idx.shape[1], rule)
+    tensors = logits, bias, given_idx, topk_idx, probs, scores
+    launch(choose_experts_kernel, (ceil_div(num_tokens, tokens),), constants, *tensors, num_tokens, rule.route_scale)
 
 
-def choose_experts_grad(
-    d_probs: torch.Tensor | None,
-    d_scores: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    scores: torch.Tensor,
-    d_logits: torch.Tensor,
-    *,
-    rule: RoutingRule,
-) -> None:
+def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return
-    tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
-    choose_experts_grad_kernel[(ceil_div(num_tokens, tokens),)](
-        d_probs, d_scores, topk_idx, scores, d_logits, num_tokens, rule.route_scale, **sizes, num_warps=NUM_WARPS
-    )
-
-
-def _sizes(num_experts: int, top_k: int, rule: RoutingRule) -> tuple[int, dict[str, int | bool]]:
-    """Tokens of a program, and the constants of both kernels."""
-    lanes = next_power_of_2(num_experts)
-    tokens = max(1, SCORES_PER_PROGRAM // lanes)
-    return tokens, {
-        "NUM_EXPERTS": num_experts,
-        "EXPERT_LANES": lanes,
-        "TOP_K": top_k,
-        "CHOICE_LANES": next_power_of_2(top_k),
-        "IS_SOFTMAX": rule.score == "softmax",
-        "RENORMALIZES": rule.renormalize,
-        "TOKENS": tokens,
-    }
+    tokens, constants = _choice(num_experts, topk_idx.shape[1], rule)
+    tensors, grid = (d_probs, d_scores, topk_idx, scores, d_logits), (ceil_div(num_tokens, tokens),)
+    launch(choose_experts_grad_kernel, grid, constants, *tensors, num_tokens, rule.route_scale)

@@ -10,13 +10,14 @@ A token's logits depend only on the token: tiles do not depend on T.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_launch
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
@@ -25,6 +26,22 @@ SPLIT_PROGRAMS = 132  # programs for weight gradients, if there are enough token
 SPLIT_TOKENS = 512  # least tokens of a part
 PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
 PART_ELEMENTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The constants of a product: of the matrices, and of a tile and a step of the contraction."""
+
+    num_experts: int
+    width: int
+    block_m: int
+    block_n: int
+    block_k: int
+
+
+@functools.cache
+def _sizes(*sizes: int, num_warps: int, num_stages: int) -> Constants:
+    return Constants({"SIZES": Sizes(*sizes), "num_warps": num_warps, "num_stages": num_stages})
 
 
 @triton.jit
@@ -66,17 +83,17 @@ def router_gemm_kernel(
     parts,  # bf16 [3, E, H]
     logits,  # fp32 [T, E]
     num_tokens: tl.int32,
-    NUM_EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    WIDTH: tl.constexpr = SIZES.width
+    BLOCK_M: tl.constexpr = SIZES.block_m
+    BLOCK_N: tl.constexpr = SIZES.block_n
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, WIDTH, BLOCK_K):
-        column = k + tl.arange(0, BLOCK_K)
+    for k in tl.range(0, WIDTH, SIZES.block_k):
+        column = k + tl.arange(0, SIZES.block_k)
         rows = matrix_tile(x, token, column, num_tokens, WIDTH)
         high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
         middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
@@ -96,18 +113,18 @@ def router_dgrad_kernel(
     parts,  # bf16 [3, E, H]
     dx,  # bf16 [T, H]
     num_tokens: tl.int32,
-    NUM_EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    WIDTH: tl.constexpr = SIZES.width
+    BLOCK_M: tl.constexpr = SIZES.block_m
+    BLOCK_N: tl.constexpr = SIZES.block_n
     # Programs of the same tokens run side by side, and read their parts from L2.
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, NUM_EXPERTS, BLOCK_K):
-        expert = k + tl.arange(0, BLOCK_K)
+    for k in tl.range(0, NUM_EXPERTS, SIZES.block_k):
+        expert = k + tl.arange(0, SIZES.block_k)
         d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
         d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
         high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
@@ -129,20 +146,20 @@ def router_wgrad_kernel(
     sums,  # fp32 [splits, E, H]
     num_tokens: tl.int32,
     split_tokens: tl.int32,
-    NUM_EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    WIDTH: tl.constexpr = SIZES.width
+    BLOCK_M: tl.constexpr = SIZES.block_m
+    BLOCK_N: tl.constexpr = SIZES.block_n
     expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * split_tokens
     end = tl.minimum(first + split_tokens, num_tokens)
     part_numel = num_tokens.to(tl.int64) * NUM_EXPERTS
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(first, end, BLOCK_K):
-        token = k + tl.arange(0, BLOCK_K)
+    for k in tl.range(first, end, SIZES.block_k):
+        token = k + tl.arange(0, SIZES.block_k)
         high = matrix_tile(d_parts, token, expert, end, NUM_EXPERTS)
         middle = matrix_tile(d_parts + part_numel, token, expert, end, NUM_EXPERTS)
         low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, NUM_EXPERTS)
@@ -156,73 +173,38 @@ def router_wgrad_kernel(
     tl.store(out + expert[:, None] * WIDTH + column[None, :], total, mask=mask)
 
 
-def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-    num_tokens, width = x.shape
-    num_experts = weight.shape[0]
+def router_gemm(x, weight, logits):
+    (num_tokens, width), num_experts = x.shape, weight.shape[0]
     if num_tokens == 0:
         return
     block_n = _block(num_experts)
-    parts = bf16_parts(weight)
-    router_gemm_kernel[(ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n))](
-        x,
-        parts,
-        logits,
-        num_tokens,
-        NUM_EXPERTS=num_experts,
-        WIDTH=width,
-        BLOCK_M=TOKENS,
-        BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K,
-        num_warps=4,
-        num_stages=3,
-    )
+    grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
+    constants = _sizes(num_experts, width, TOKENS, block_n, BLOCK_K, num_warps=4, num_stages=3)
+    launch(router_gemm_kernel, grid, constants, x, bf16_parts(weight), logits, num_tokens)
 
 
-def router_gemm_grads(
-    d_logits: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dx: torch.Tensor | None,
-    d_weight: torch.Tensor | None,
-) -> None:
+def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     """A weight gradient is summed over some tokens at a time; these sums are added up in order."""
-    num_tokens, num_experts = d_logits.shape
+    (num_tokens, num_experts), width = d_logits.shape, x.shape[1]
     if num_tokens == 0:
         if d_weight is not None:
             d_weight.zero_()
         return
-    sizes = {"NUM_EXPERTS": num_experts, "WIDTH": x.shape[1], "BLOCK_N": TILE}
-    num_column_tiles = ceil_div(x.shape[1], TILE)
+    num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
     d_parts = bf16_parts(d_logits)
     if dx is not None:
-        router_dgrad_kernel[(num_column_tiles, ceil_div(num_tokens, TOKENS))](
-            d_parts,
-            bf16_parts(weight),
-            dx,
-            num_tokens,
-            BLOCK_M=TOKENS,
-            BLOCK_K=min(BLOCK_K, _block(num_experts)),
-            num_warps=4,
-            num_stages=2,
-            **sizes,
-        )
+        sizes = num_experts, width, TOKENS, TILE, min(BLOCK_K, block)
+        grid, constants = (num_column_tiles, ceil_div(num_tokens, TOKENS)), _sizes(*sizes, num_warps=4, num_stages=2)
+        launch(router_dgrad_kernel, grid, constants, d_parts, bf16_parts(weight), dx, num_tokens)
     if d_weight is not None:
-        block_m = max(64, _block(num_experts))
-        num_expert_tiles = ceil_div(num_experts, block_m)
+        block = max(64, block)
+        num_expert_tiles = ceil_div(num_experts, block)
         num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
         sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
-        router_wgrad_kernel[(num_column_tiles, num_expert_tiles, num_splits)](
-            d_parts,
-            x,
-            sums,
-            num_tokens,
-            split_tokens,
-            BLOCK_M=block_m,
-            BLOCK_K=BLOCK_K,
-            num_warps=4 if block_m == 64 else 8,
-            num_stages=3,
-            **sizes,
-        )
+        options = {"num_warps": 4 if block == 64 else 8, "num_stages": 3}
+        constants = _sizes(num_experts, width, block, TILE, BLOCK_K, **options)
+        grid = num_column_tiles, num_expert_tiles, num_splits
+        launch(router_wgrad_kernel, grid, constants, d_parts, x, sums, num_tokens, split_tokens)
         if num_splits > 1:
             torch.sum(sums, 0, out=d_weight)
 

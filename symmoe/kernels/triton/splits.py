@@ -2,7 +2,6 @@
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 
@@ -29,7 +28,7 @@ def splits_to_row_range_kernel(
     tl.store(row_range + NUM_GROUPS + group, end.to(tl.int32), mask=group < NUM_GROUPS)
 
 
-def splits_to_row_range(splits: torch.Tensor, row_range: torch.Tensor, num_rows: int) -> None:
+def splits_to_row_range(splits, row_range, num_rows):
     constants = _constants(splits.shape[0])
     launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 

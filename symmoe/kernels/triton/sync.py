@@ -4,15 +4,17 @@ The only inline assembly of the protocol is in four helpers: `now_ns`, `system_f
 and `wait_without_bound`.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
+from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import fast_launch
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 
 # Triton kernels may read global numbers only as constexpr.
 BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
@@ -145,17 +147,7 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
 @fast_launch
 @triton.jit(
     # No argument may make this kernel compile again: a rank that compiles keeps its peers waiting.
-    do_not_specialize=[
-        "status",
-        "word_0",
-        "word_1",
-        "word_2",
-        "call",
-        "fault",
-        "timeout_ns",
-        "spoiled",
-        "num_spoiled_words",
-    ],
+    do_not_specialize="status word_0 word_1 word_2 call fault timeout_ns spoiled num_spoiled_words".split(),
     do_not_specialize_on_alignment=["bases", "received"],
 )
 def barrier_kernel(
@@ -173,14 +165,13 @@ def barrier_kernel(
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    MAILBOX: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
     peer = tl.arange(0, LANES)
     is_peer = peer < NUM_RANKS
     own = tl.load(bases + RANK)
-    counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
+    counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + BARRIER_EPOCH) + 1
     stopped = tl.load(counters + ABORTED) | tl.load(counters + FAULTED)
     fault |= tl.load(counters + RAIL_FAULT).to(tl.int32)
@@ -192,7 +183,7 @@ def barrier_kernel(
         spoil(spoiled, num_spoiled_words)
     else:
         tl.store(counters + BARRIER_EPOCH, epoch)
-        half = MAILBOX + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
+        half = LAYOUT.mailbox + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
         theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * MAIL_WORDS * 8
         slot = theirs.to(tl.pointer_type(tl.int64))
         tl.store(slot + 1, word_0, mask=is_peer)
@@ -250,34 +241,16 @@ def barrier_kernel(
             write_record(status, STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
 
 
-def barrier(
-    peers: Peers,
-    words: tuple[int, ...],
-    received: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    call: int,
-    fault: bool,
-    timeout_ns: int | None,
-    spoils: torch.Tensor | None = None,
-) -> None:
-    barrier_kernel[(1,)](
-        peers.bases,
-        received,
-        status.data_ptr(),
-        *words,
-        call,
-        int(fault),
-        timeout_ns or 0,
-        *_words_of(spoils),
-        RANK=peers.rank,
-        NUM_RANKS=peers.num_ranks,
-        LANES=next_power_of_2(peers.num_ranks),
-        COUNTERS=peers.layout.counters,
-        MAILBOX=peers.layout.mailbox,
-        BOUNDED=timeout_ns is not None,
-        num_warps=1,
-    )
+@functools.cache
+def _constants(rank: int, num_ranks: int, layout: ControlLayout, bounded: bool = True) -> Constants:
+    named = {"RANK": rank, "NUM_RANKS": num_ranks, "LANES": next_power_of_2(num_ranks), "LAYOUT": layout}
+    return Constants({**named, "BOUNDED": bounded, "num_warps": 1})
+
+
+def barrier(peers, words, received, status, *, call, fault, timeout_ns, spoils=None):
+    constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
+    numbers = status.data_ptr(), *words, call, int(fault), timeout_ns or 0, *_words_of(spoils)
+    launch(barrier_kernel, (1,), constants, peers.bases, received, *numbers)
 
 
 def _words_of(spoils: torch.Tensor | None) -> tuple[int, int]:
@@ -291,20 +264,20 @@ def send_signal_kernel(
     bases,
     rank: tl.int32,
     RANK: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    SIGNALS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
-    counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+    counters = (tl.load(bases + RANK) + LAYOUT.counters).to(tl.pointer_type(tl.int64))
     if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
-        slot = (tl.load(bases + rank) + SIGNALS + RANK * (SIGNAL_WORDS * 8)).to(tl.pointer_type(tl.int64))
+        slot = (tl.load(bases + rank) + LAYOUT.signals + RANK * (SIGNAL_WORDS * 8)).to(tl.pointer_type(tl.int64))
         # The release covers the payload, as in the barrier.
         tl.atomic_xchg(slot, tl.load(counters + BARRIER_EPOCH), sem="release", scope="sys")
 
 
-def send_signal(peers: Peers, rank: int) -> None:
-    send_signal_kernel[(1,)](
-        peers.bases, rank, RANK=peers.rank, COUNTERS=peers.layout.counters, SIGNALS=peers.layout.signals, num_warps=1
-    )
+def send_signal(peers, rank):
+    launch(send_signal_kernel, (1,), _constants(peers.rank, peers.num_ranks, peers.layout), peers.bases, rank)
 
 
 @fast_launch
@@ -322,17 +295,18 @@ def wait_for_signal_kernel(
     spoiled: tl.int64,
     num_spoiled_words: tl.int64,
     RANK: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    SIGNALS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
     own = tl.load(bases + RANK)
-    counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
+    counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + BARRIER_EPOCH)
     lane = tl.arange(0, 1)  # wait_for_words takes a tensor
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
-        slot = own + SIGNALS + rank * (SIGNAL_WORDS * 8)
+        slot = own + LAYOUT.signals + rank * (SIGNAL_WORDS * 8)
         if BOUNDED:
             seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
         else:
@@ -351,27 +325,7 @@ def wait_for_signal_kernel(
         spoil(spoiled, num_spoiled_words)
 
 
-def wait_for_signal(
-    peers: Peers,
-    rank: int,
-    arrived: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    phase: int,
-    timeout_ns: int | None,
-    spoils: torch.Tensor | None = None,
-) -> None:
-    wait_for_signal_kernel[(1,)](
-        peers.bases,
-        arrived,
-        status.data_ptr(),
-        rank,
-        phase,
-        timeout_ns or 0,
-        *_words_of(spoils),
-        RANK=peers.rank,
-        COUNTERS=peers.layout.counters,
-        SIGNALS=peers.layout.signals,
-        BOUNDED=timeout_ns is not None,
-        num_warps=1,
-    )
+def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, spoils=None):
+    constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
+    numbers = status.data_ptr(), rank, phase, timeout_ns or 0, *_words_of(spoils)
+    launch(wait_for_signal_kernel, (1,), constants, peers.bases, arrived, *numbers)

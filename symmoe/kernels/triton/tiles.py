@@ -118,26 +118,6 @@ def locate_tile(
 
 
 @triton.jit
-def gather_pointers(rows, row_index, row, end, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pointers [rows, BLOCK_K] to the first columns of the rows that row_index names."""
-    # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
-    source = tl.load(row_index + row, mask=row < end, other=0)
-    return rows + source.to(tl.int64)[:, None] * WIDTH + tl.arange(0, BLOCK_K)[None, :]
-
-
-@triton.jit
-def load_rows(rows_desc, pointers, first_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile [rows, BLOCK_K] at column k; zeros past the last column. pointers None: contiguous rows, by TMA."""
-    if pointers is None:
-        tile = rows_desc.load([first_row, k])
-    elif WIDTH % BLOCK_K == 0:
-        tile = tl.load(pointers + k)
-    else:
-        tile = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
 def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Mask [rows, columns] of what lies in the group and in the matrix, for columns of tiles TILE wide."""
     if WIDTH % TILE == 0:
@@ -201,47 +181,6 @@ def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     else:
         mask = first + tl.arange(0, BLOCK) < WIDTH
     return mask
-
-
-@triton.jit
-def load_weight(
-    desc,
-    pointer,
-    group,
-    first_column,
-    k,
-    OUT_WIDTH: tl.constexpr,
-    IN_WIDTH: tl.constexpr,
-    K_FIRST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Right operand [BLOCK_K, BLOCK_N] of rows @ weight: contracted features k.., output features first_column..
-
-    Zeros past the last feature of either kind.
-
-    desc: TMA descriptor of packed weights [G, OUT_WIDTH, IN_WIDTH] with blocks [1, BLOCK_N, BLOCK_K], or, K_FIRST,
-    [G, IN_WIDTH, OUT_WIDTH] with blocks [1, BLOCK_K, BLOCK_N].
-    pointer: if desc is None, the result of matrix_pointer for the group; get it before the contraction loop, or
-    the loop's loads wait for it.
-    """
-    n_lane = tl.arange(0, BLOCK_N)
-    k_lane = tl.arange(0, BLOCK_K)
-    if desc is not None:
-        if K_FIRST:
-            tile = desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
-        else:
-            tile = desc.load([group, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
-    else:
-        n_mask = lanes_inside(first_column, OUT_WIDTH, BLOCK_N)
-        k_mask = lanes_inside(k, IN_WIDTH, BLOCK_K)
-        if K_FIRST:
-            first = pointer + tl.cast(k, tl.int64) * OUT_WIDTH + first_column
-            tile = load_tile(first, k_lane, n_lane, k_mask, n_mask, OUT_WIDTH)
-        else:
-            first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
-            tile = load_tile(first, n_lane, k_lane, n_mask, k_mask, IN_WIDTH).T
-    return tile
 
 
 @triton.jit

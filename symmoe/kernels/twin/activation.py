@@ -9,19 +9,12 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import GELU, GELU_CUBIC, GELU_LINEAR, GELU_TANH, RELU2, SILU, SUM_COLUMNS, Activation
 
 
-def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
+def scaled_activation(h, scale, out, activation):
     value, _ = _value_and_slopes(h, activation, need_slopes=False)
     torch.mul(value, scale[:, None], out=out)
 
 
-def scaled_activation_grad(
-    dout: torch.Tensor,
-    h: torch.Tensor,
-    scale: torch.Tensor,
-    dh: torch.Tensor,
-    dscale: torch.Tensor,
-    activation: Activation,
-) -> None:
+def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     activation_gradients(dout, h, scale, dh, dscale, activation)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.tensor_table import TensorTable
@@ -131,18 +130,18 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_gemm(
-    rows: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    weight,
+    row_range,
+    out,
     *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    accumulate: bool = False,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
+    row_index=None,
+    bias=None,
+    bias_scale=None,
+    accumulate=False,
+    zero_tail=False,
+    num_sms=None,
+):
     for g, span in filled_groups(row_range):
         addend = bias_rows(bias, bias_scale, g, span)
         if accumulate:
@@ -153,16 +152,8 @@ def grouped_gemm(
 
 
 def grouped_gemm_dgrad(
-    dout: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
+    dout, weight, row_range, out, *, row_index=None, accumulate=False, zero_tail=False, num_sms=None
+):
     for g, span in filled_groups(row_range):
         addend = out[span].float() if accumulate else None
         multiply_rows(out[span], take_rows(dout, row_index, span), matrix(weight, g), addend)
@@ -170,17 +161,7 @@ def grouped_gemm_dgrad(
         zero_rows(out, row_range)
 
 
-def grouped_gemm_wgrad(
-    dout: torch.Tensor,
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    dout_index: torch.Tensor | None = None,
-    rows_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-) -> None:
+def grouped_gemm_wgrad(dout, rows, row_range, out, *, dout_index=None, rows_index=None, accumulate=False, num_sms=None):
     for g, span in groups(row_range):
         if span.start < span.stop:
             left, right = take_rows(dout, dout_index, span).t(), take_rows(rows, rows_index, span)
@@ -192,14 +173,7 @@ def grouped_gemm_wgrad(
             matrix(out, g).zero_()
 
 
-def grouped_bias_grad(
-    dout: torch.Tensor,
-    row_range: torch.Tensor,
-    dbias: torch.Tensor,
-    *,
-    dout_index: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-) -> None:
+def grouped_bias_grad(dout, row_range, dbias, *, dout_index=None, scale=None):
     for g, span in groups(row_range):
         addends = take_rows(dout, dout_index, span).float()
         if scale is not None:
@@ -207,65 +181,45 @@ def grouped_bias_grad(
         dbias[g] = sum_in_blocks(addends.t(), TILE)
 
 
-def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor) -> None:
+def sum_dbias(bias_sums, row_range, dbias):
     for g, span in groups(row_range):
         first = span.start // SLOT_ROWS + g
         num_slots = -(-(span.stop - span.start) // SLOT_ROWS)
         dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
 
 
-def grouped_bias_dot(
-    dout: torch.Tensor,
-    bias: torch.Tensor,
-    row_range: torch.Tensor,
-    dscale: torch.Tensor,
-    *,
-    dout_index: torch.Tensor | None = None,
-    accumulate: bool = False,
-) -> None:
+def grouped_bias_dot(dout, bias, row_range, dscale, *, dout_index=None, accumulate=False):
     for g, span in groups(row_range):
         dots = (take_rows(dout, dout_index, span).float() * bias[g].float()).sum(dim=1)
         dscale[span] = dscale[span] + dots if accumulate else dots
 
 
-def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
+def dact_workspace_numel(num_rows, num_groups, ffn, activation):
     return num_rows
 
 
-def grouped_gemm_act(
-    rows: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    row_scale: torch.Tensor,
-    h: torch.Tensor,
-    a: torch.Tensor,
-    activation: Activation,
-    *,
-    row_index: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    num_sms: int | None = None,
-) -> None:
+def grouped_gemm_act(rows, weight, row_range, row_scale, h, a, activation, *, row_index=None, bias=None, num_sms=None):
     grouped_gemm(rows, weight, row_range, h, row_index=row_index, bias=bias)
     for span in spans_of(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
 
 
 def grouped_gemm_dact(
-    dout: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    dh: torch.Tensor,
-    a: torch.Tensor,
-    dscale: torch.Tensor | None,
-    workspace: torch.Tensor,
-    activation: Activation,
+    dout,
+    weight,
+    row_range,
+    h,
+    row_scale,
+    dh,
+    a,
+    dscale,
+    workspace,
+    activation,
     *,
-    row_index: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-    num_sms: int | None = None,
-) -> int:
+    row_index=None,
+    dbias=None,
+    num_sms=None,
+):
     da = torch.empty(a.shape, dtype=dout.dtype, device=dout.device)
     for g, span in filled_groups(row_range):
         multiply_rows(da[span], take_rows(dout, row_index, span), matrix(weight, g))
@@ -280,9 +234,7 @@ def grouped_gemm_dact(
     return 1
 
 
-def sum_dact_partials(
-    workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
-) -> None:
+def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = int(row_range[1, -1])
     dscale[:num_rows] = workspace[:num_rows]
     dscale[num_rows:] = 0

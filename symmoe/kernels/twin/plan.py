@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers, PlanIntegers
+from symmoe.kernels.control import Peers
 from symmoe.kernels.gemm_parts import PART_ROWS
 
 _NO_SLOT = 2**31 - 1
 
 
-def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
+def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     ids = topk_idx.long()
     valid = (ids >= 0) & (ids < num_experts)
     bad = (ids < -1) | (ids >= num_experts)
@@ -28,15 +28,7 @@ def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_exper
     block_counts[:, -1] = first_bad.flatten(1).min(1).values
 
 
-def send_counts(
-    block_counts: torch.Tensor,
-    topk_idx: torch.Tensor,
-    header: tuple[int, ...],
-    block_starts: torch.Tensor,
-    peers: Peers,
-    *,
-    num_experts: int,
-) -> None:
+def send_counts(block_counts, topk_idx, header, block_starts, peers, *, num_experts):
     num_ranks = peers.num_ranks
     totals = block_counts[:, :-2].sum(0, dtype=torch.int32)
     torch.cumsum(block_counts[:, :num_experts], 0, dtype=torch.int32, out=block_starts)
@@ -54,17 +46,7 @@ def send_counts(
         _count_table(peers, rank, half)[peers.rank, : row.numel()] = row
 
 
-def lay_out(
-    peers: Peers,
-    received: torch.Tensor,
-    status: torch.Tensor,
-    plan: PlanIntegers,
-    *,
-    capacity: int,
-    packed_capacity: int,
-    drop: bool,
-    record_errors: bool,
-) -> None:
+def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
     num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.expert_load.numel()
     table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
     headers = table[:, : control.HEADER_WORDS]
@@ -113,7 +95,7 @@ def lay_out(
         _record_error(status, error)
 
 
-def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
+def split_by_source(source_to_row_start, source_to_rows, *, rank):
     starts, end = source_to_row_start[:-1].long(), source_to_row_start[-1].long()
     first, num_ranks = starts[0], starts.shape[0]
     # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
@@ -127,7 +109,7 @@ def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Ten
         source_to_rows[source, 1] = bounds[source + 1]
 
 
-def assign_rows(topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIntegers) -> None:
+def assign_rows(topk_idx, block_starts, plan):
     num_experts, experts_per_rank = plan.slot_start.numel(), plan.splits.numel()
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
@@ -142,7 +124,7 @@ def assign_rows(topk_idx: torch.Tensor, block_starts: torch.Tensor, plan: PlanIn
     plan.block_tokens.copy_(_sum_by_block(_tokens_to_ranks(plan.slot_to_rank, plan.packed_start.numel())))
 
 
-def assign_packed_rows(plan: PlanIntegers) -> None:
+def assign_packed_rows(plan):
     num_ranks, primary = plan.packed_start.numel(), plan.token_to_primary_row
     present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
     index = present.int().cumsum(0) - present.int()

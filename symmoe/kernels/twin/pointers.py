@@ -22,14 +22,12 @@ def host_bytes(source: HostBytes) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(source.data_ptr() or 1)).cast("B")
 
 
-def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
+def copy_host_to_device(source, destination):
     data = host_bytes(source)
     host_bytes(destination)[: len(data)] = data
 
 
-def read_addresses(
-    tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
-) -> bytes | None:
+def read_addresses(tensors, device, *, alignment, contiguous):
     try:
         addresses = list(map(torch.Tensor.data_ptr, tensors))
     except (TypeError, RuntimeError):  # not a tensor, or a sparse one

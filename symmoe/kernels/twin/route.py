@@ -7,33 +7,18 @@ import torch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 
 
-def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+def router_gemm(x, weight, logits):
     torch.mm(x.float(), weight.t(), out=logits)
 
 
-def router_gemm_grads(
-    d_logits: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dx: torch.Tensor | None,
-    d_weight: torch.Tensor | None,
-) -> None:
+def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     if dx is not None:
         dx.copy_(d_logits @ weight)
     if d_weight is not None:
         torch.mm(d_logits.t(), x.float(), out=d_weight)
 
 
-def choose_experts(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    probs: torch.Tensor,
-    scores: torch.Tensor,
-    *,
-    rule: RoutingRule,
-) -> None:
+def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
     scores.copy_(logits.softmax(1) if rule.score == "softmax" else logits.sigmoid())
     if given_idx is None:
         values = scores if bias is None else scores + bias
@@ -47,15 +32,7 @@ def choose_experts(
     probs.copy_(chosen * rule.route_scale)
 
 
-def choose_experts_grad(
-    d_probs: torch.Tensor | None,
-    d_scores: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    scores: torch.Tensor,
-    d_logits: torch.Tensor,
-    *,
-    rule: RoutingRule,
-) -> None:
+def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     total = torch.zeros_like(scores) if d_scores is None else d_scores.clone(memory_format=torch.contiguous_format)
     if d_probs is not None:
         chosen, places = _chosen_scores(topk_idx, scores)

@@ -17,17 +17,7 @@ _SPINS_BEFORE_SLEEP = 200
 _SLEEP_S = 50e-6
 
 
-def barrier(
-    peers: Peers,
-    words: tuple[int, ...],
-    received: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    call: int,
-    fault: bool,
-    timeout_ns: int | None,
-    spoils: torch.Tensor | None = None,
-) -> None:
+def barrier(peers, words, received, status, *, call, fault, timeout_ns, spoils=None):
     received.numpy().fill(-1)
     if not _meet(peers, words, received, status, call, fault, timeout_ns) and spoils is not None:
         _spoil(spoils)
@@ -93,22 +83,13 @@ def _meet(
     return False
 
 
-def send_signal(peers: Peers, rank: int) -> None:
+def send_signal(peers, rank):
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     if not (counters[control.ABORTED] or counters[control.FAULTED]):
         _signals(peers, rank)[peers.rank, 0] = counters[control.BARRIER_EPOCH]
 
 
-def wait_for_signal(
-    peers: Peers,
-    rank: int,
-    arrived: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    phase: int,
-    timeout_ns: int | None,
-    spoils: torch.Tensor | None = None,
-) -> None:
+def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, spoils=None):
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     arrived.fill_(-1)
     if not (counters[control.ABORTED] or counters[control.FAULTED]):

@@ -9,17 +9,7 @@ from symmoe.kernels.control import Peers
 _WORD = torch.complex128  # the largest that torch copies as one: 16 bytes
 
 
-def push_rows(
-    x: torch.Tensor,
-    token_to_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    *,
-    column: int,
-    ranks: range | None = None,
-    but: int | None = None,
-    num_ctas: int | None = None,
-) -> None:
+def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None, num_ctas=None):
     offsets = received[:, column].tolist()
     for rank in range(peers.num_ranks) if ranks is None else ranks:
         offset = offsets[rank]
@@ -30,19 +20,19 @@ def push_rows(
 
 
 def push_slots(
-    slot_to_row: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    probs: torch.Tensor | None,
-    token_to_packed_row: torch.Tensor,
-    block_tokens: torch.Tensor,
-    packed_start: torch.Tensor,
-    packed_limit: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
+    slot_to_row,
+    slot_to_rank,
+    probs,
+    token_to_packed_row,
+    block_tokens,
+    packed_start,
+    packed_limit,
+    peers,
+    received,
     *,
-    row_column: int,
-    prob_column: int,
-) -> None:
+    row_column,
+    prob_column,
+):
     top_k = slot_to_row.shape[1]
     regions = zip(received.tolist(), packed_start.tolist(), packed_limit.tolist(), strict=True)
     for rank, (offsets, start, limit) in enumerate(regions):
@@ -61,16 +51,8 @@ def push_slots(
 
 
 def index_rows(
-    wire_to_row: torch.Tensor,
-    wire_probs: torch.Tensor | None,
-    packed_begin: torch.Tensor,
-    packed_end: torch.Tensor,
-    ready: torch.Tensor,
-    arrived: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    row_to_packed_row: torch.Tensor,
-    row_probs: torch.Tensor | None,
-) -> None:
+    wire_to_row, wire_probs, packed_begin, packed_end, ready, arrived, packed_to_row, row_to_packed_row, row_probs
+):
     if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
@@ -87,15 +69,7 @@ def index_rows(
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
-def place_rows(
-    x: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    rows: torch.Tensor,
-    received: torch.Tensor,
-    *,
-    rank: int,
-) -> None:
+def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     if int(received[rank, 0]) < 0:
         return
     for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
@@ -103,15 +77,7 @@ def place_rows(
         _put_rows(rows, index, x.index_select(0, tokens))
 
 
-def fan_out(
-    rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    *,
-    rank: int,
-    source: int | None = None,
-    num_ctas: int | None = None,
-) -> None:
+def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, num_ctas=None):
     starts = source_to_packed_start.tolist()
     for each in range(len(starts) - 1) if source is None else (source,):
         if each != rank:
@@ -120,17 +86,7 @@ def fan_out(
                 _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
 
 
-def push_sums(
-    rows: torch.Tensor,
-    packed_to_row: torch.Tensor,
-    source_to_packed_start: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    *,
-    column: int,
-    source: int | None = None,
-    num_ctas: int | None = None,
-) -> None:
+def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, source=None, num_ctas=None):
     starts, published = source_to_packed_start.tolist(), received.tolist()
     for home in range(peers.num_ranks) if source is None else (source,):
         offset, last_row = published[home][column : column + 2]
@@ -146,24 +102,14 @@ def push_sums(
         _put_rows(_rows_at(peers, home, offset, rows), used, total.to(rows.dtype))
 
 
-def gather_values(
-    row_values: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor, packed_values: torch.Tensor
-) -> None:
+def gather_values(row_values, packed_to_row, num_packed, packed_values):
     used = slice(int(num_packed))
     index = packed_to_row[used]
     values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
     packed_values[used] = values.where(index >= 0, 0)
 
 
-def pull_rows(
-    source_rank: torch.Tensor,
-    source_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    column: int,
-) -> None:
+def pull_rows(source_rank, source_row, peers, received, out, *, column):
     offsets = received[:, column].tolist()
     if any(offset < 0 for offset in offsets):
         out.fill_(float("nan"))
@@ -177,19 +123,19 @@ def pull_rows(
 
 
 def sum_home(
-    rows: torch.Tensor,
-    returned: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    packed_start: torch.Tensor,
-    slot_to_rank: torch.Tensor,
-    slot_to_row: torch.Tensor,
-    ready: torch.Tensor,
-    arrived: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    returned,
+    token_to_packed_row,
+    packed_start,
+    slot_to_rank,
+    slot_to_row,
+    ready,
+    arrived,
+    out,
     *,
-    rank: int,
-    num_ctas: int | None = None,
-) -> None:
+    rank,
+    num_ctas=None,
+):
     if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
         out.fill_(float("nan"))
         return
@@ -207,15 +153,7 @@ def sum_home(
     out.copy_(total)
 
 
-def pull_values(
-    slot_to_rank: torch.Tensor,
-    token_to_packed_row: torch.Tensor,
-    peers: Peers,
-    received: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    column: int,
-) -> None:
+def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
     offsets = received[:, column].tolist()
     if any(offset < 0 for offset in offsets):
         out.fill_(float("nan"))

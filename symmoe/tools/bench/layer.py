@@ -299,7 +299,7 @@ def _peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     leased = heap.leased_bytes
-    heap._memory.arena.high_water_bytes = leased
+    heap.memory.arena.high_water_bytes = leased
     variant.call(clock_for(run.ranks.device))
     if on_gpu:
         torch.cuda.synchronize()

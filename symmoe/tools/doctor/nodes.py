@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 
 from symmoe.errors import ArgumentError, BackendUnavailable
-from symmoe.nodes.nccl import Nccl
-from symmoe.nodes.nccl_rail import NcclRail
-from symmoe.nodes.place import find_place
+from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import GlooRail, Payload, RailBroken
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
-from symmoe.nodes.topology import Topology, find_topology
+from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.tools.doctor.findings import Finding, Said, about, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
 from symmoe.tools.doctor.versions import read_versions
@@ -200,8 +198,8 @@ def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoin
     place, installed, nics = find_place(uuid), read_versions().installed, read_nics()
     return Facts(
         host=socket.gethostname(),
-        machine=place.machine.hex(),
-        domain=place.domain.hex(),
+        machine=place.machine,
+        domain=place.domain,
         endpoint=endpoint,
         problem=problem,
         versions={name: installed[name] for name in ("symmoe", "torch") if name in installed},

@@ -1,9 +1,9 @@
-"""What this rank and the ranks of its rail, one of each other node, tell each other: headers, errors, reports.
+"""What this rank and those of its rail, one of each other node (rail peers), tell each other: headers, errors, reports.
 
 Hosts meet before every exchange between nodes. On GPUs they know nothing yet of what the device is about to find: so
-with every exchange goes word of faults that it knows of. Waits are a little longer than those in a node: a mate that
+with every exchange goes word of faults that it knows of. Waits are a little longer than those in a node: a peer that
 waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses one of its own node,
-which is waiting for a mate, lets that one find out who is missing.
+which is waiting for its rail, lets that one find out who is missing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
 from symmoe.nodes.nccl import NcclError
 from symmoe.nodes.rail import Messages, Payload, RailBroken, Started
 from symmoe.nodes.topology import Topology
-from symmoe.symm_mem.inbox import Fault, Report, counters, mailbox, write_word
-from symmoe.symm_mem.status_errors import mismatch_error
-from symmoe.symm_mem.streams import Branch, NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.faults import OneNode
+from symmoe.symm_mem.reports import Fault, Report, counters, mailbox, mismatch_error, write_word
+from symmoe.symm_mem.streams import Access, Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 
 logger = logging.getLogger("symmoe")
@@ -41,52 +41,61 @@ _LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the 
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 
 
-class Mates:
+class RailPeers(OneNode):
     """The ranks of this rank's rail. Methods return what has gone wrong; symm_mem/faults.py makes errors of it.
 
-    A Report among the results means that a mate is gone: only give_up and close work then.
+    A Report among the results means that a peer is gone: only give_up and close work then.
 
     Args:
         lane, payload: between the hosts, and for tensors of the heap's device.
 
     Attributes:
-        topology: of the group.
+        lane, payload: as given.
         num_tokens: by node, what its rank has brought to the last meeting.
     """
 
     def __init__(
-        self, lane: Lane, payload: Payload, topology: Topology, waits: Waits, streams: StreamOrder | NoStreams
+        self,
+        lane: Lane,
+        payload: Payload,
+        topology: Topology,
+        waits: Waits,
+        streams: StreamOrder | NoStreams,
+        access: Access,
     ) -> None:
-        self.topology = topology
+        self.lane, self.payload, self.turn = lane, payload, access
         self.num_tokens: list[int] = []
-        self._lane, self._payload, self._waits, self._phase = lane, payload, waits, control.PHASE_START
+        self._topology, self._waits, self._phase = topology, waits, control.PHASE_START
         self._peers, self._counters, self._streams = waits.peers, counters(waits.peers), streams
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first = True
         self._has_said = False
         self._watch = None if payload.progress is None else RailWatch(payload, self._mark_on_rail, lane.find_lost)
         self._watch_ends: threading.Event | None = None
-        self._branch = Branch(None)
+        self.branch = Branch(None)
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             self._told = torch.zeros_like(self._counters[_WORD])
             self._heard = self._told.new_zeros((topology.num_nodes, len(self._told)))
         self.hear()  # so that it is not launched for the first time while ranks exchange, see inbox.py
 
-    def meet(self, call: int, sizes: int, num_tokens: int) -> Fault | Report | None:
-        """Meets all mates, which must be in the same call. Collective.
+    def node_of(self, rank: int) -> int | None:
+        return None if rank < 0 else self._topology.node_of(rank)
+
+    def meet(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
+        """Meets all rail peers, which must be in the same call. Collective.
 
         Args:
             call: as in control.pack_call.
             sizes: an integer that must be the same, of what says how long the messages are.
-            num_tokens: of this rank, for the mates.
+            num_tokens: of this rank, for the peers.
 
         Returns:
             None if all go on; the same Fault on all ranks of the rail if not.
         """
         kind = call & ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, kind not in self._known_calls
-        self._lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
+        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
@@ -97,13 +106,11 @@ class Mates:
         return fault
 
     def say(self, fault: Fault) -> None:
-        """Has the mates know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
         kind = UNRAISED if fault.is_unraised else FAILED
-        self._lane.say(Header(kind, origin=fault.origin, message=fault.message))
+        self.lane.say(Header(kind, origin=fault.origin, message=fault.message))
         self._has_said = True
 
     def tell(self, fault: Fault) -> Fault | Report:
-        """Meets all mates with an error, which may have been said; the one that all ranks raise. Collective."""
         if not self._has_said:
             self.say(fault)
         self._has_said, self._is_first = False, not self._known_calls
@@ -117,10 +124,10 @@ class Mates:
         work of the current stream runs meanwhile."""
         self._told.copy_(self._counters[_WORD])
         sends, receives = [*sends, [self._told] * len(self._heard)], [*receives, list(self._heard)]
-        self._branch = Branch(self._streams.rail_stream)
+        self.branch = Branch(self._streams.rail_stream)
         try:
-            with self._branch.after(self._branch.point()):
-                self._started = self._payload.begin(sends, receives, self._bound_s * _OF_PAYLOAD)
+            with self.branch.after(self.branch.point()):
+                self._started = self.payload.begin(sends, receives, self._bound_s * _OF_PAYLOAD)
         except RailBroken as broken:
             return self._missing(broken)
         except NcclError:
@@ -129,60 +136,51 @@ class Mates:
 
     def end(self) -> Report | None:
         """Waits for what has begun."""
-        self.join()
+        self.branch.join()
         try:
             with self._on_rail():
-                self._payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
+                self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
         except RailBroken as broken:
             return self._missing(broken)
         self._started = []
         return None
 
     def hear(self) -> None:
-        """If a mate knew of faults when it began to move, the next barrier is entered with one."""
+        """If a peer knew of faults when it began to move, the next barrier is entered with one."""
         fault = self._counters[control.RAIL_FAULT]
         torch.maximum(fault, self._heard.amax(), out=fault)
 
-    def join(self) -> None:
-        """Later work of the current stream comes after what has begun. Does not wait."""
-        self._branch.join()
-
     @property
     def failed_so_far(self) -> torch.Tensor:
-        """int64 [], not 0 if what mates have sent cannot be used. On the device."""
+        """int64 [], not 0 if what peers have sent cannot be used. On the device."""
         return self._counters[_WORD].amax()
 
-    def watch(self, look: Callable[[], bool]) -> None:
-        """Calls `look` now and then, if nothing else bounds exchanges."""
+    def watch(self, note: Callable[[Report], None]) -> None:
+        """Calls `note` with what becomes `overdue`, in any thread, if nothing else bounds exchanges."""
         if self._watch is not None:
-            self._watch_ends = start_watch(look)
+            self._note = weakref.WeakMethod(note)
+            self._watch_ends = start_watch(self._look)
 
-    def look(self) -> Report | None:
-        """Of a mate that does not come to an exchange on the device. From any thread."""
-        if self._watch is None or self._payload.progress is None:
-            return None
-        overdue = self._watch.overdue(self._payload.progress)
-        return None if overdue is None else self._absent(overdue[0], lost=int(overdue[1]))
-
-    @property
-    def num_meetings(self) -> int:
-        """So far; the same for all mates."""
-        return self._lane.number
+    def _look(self) -> bool:
+        """Notes a peer that does not come to an exchange on the device. Whether to look again."""
+        assert self._watch is not None
+        assert self.payload.progress is not None
+        found, note = self._watch.overdue(self.payload.progress), self._note()
+        if found is not None and note is not None:
+            self.overdue = self._absent(found[0], lost=int(found[1]))
+            note(self.overdue)
+        return found is None
 
     def give_up(self, sender: int, report: Report) -> None:
-        """Tells the mates that `sender` (rank in the EP group) has given up. Local; waits for nobody."""
-        self._lane.give_up(sender, report.pack())
+        self.lane.give_up(sender, report.pack())
 
     def leave(self) -> None:
-        """Ends exchanges on the device, which nobody may use afterwards. Local."""
-        self._payload.end()
+        self.payload.end()
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Leaves at the end of the context, or a moment after its begin.
-
-        What the GPU is told in the context may wait for what runs there: an exchange, maybe, which only this ends.
-        """
+        """See OneNode. What the GPU is told in the context may wait for what runs there: an exchange, maybe, which only
+        this ends."""
         timer = threading.Timer(_MOMENT_S, self.leave)
         timer.daemon = True
         timer.start()
@@ -193,16 +191,14 @@ class Mates:
             self.leave()
 
     def close(self) -> None:
-        """Ends the rail. Local."""
         if self._watch_ends is not None:
             self._watch_ends.set()
-        self._payload.end()
-        self._lane.close()
+        self.payload.end()
+        self.lane.close()
         self._started.clear()  # which would keep connections open
 
-    def verdict_of(self, peer: int) -> bool:
-        """Whether a rank of this node that is missed has given up, and said why. Waits for that while it waits for its
-        mates, a little longer than it can."""
+    def has_said_why(self, peer: int) -> bool:
+        """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         counters = self._peers.region(peer, self._peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
         own_mailbox = mailbox(self._peers, self._peers.rank)
         deadline = time.monotonic() + self._bound_s
@@ -216,7 +212,7 @@ class Mates:
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
-        """The host waits for mates in this context. After an error the peers see that it does until they know of it."""
+        """The host waits for its rail in this context. After an error its node sees that it does until it knows."""
         if self._watch is None:
             write_word(self._counters[control.ON_RAIL], 1)
             yield
@@ -239,7 +235,7 @@ class Mates:
     def _hear(self) -> list[Header] | Report:
         try:
             with self._on_rail():
-                headers = self._lane.hear(self._bound_s)
+                headers = self.lane.hear(self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
         for each in headers:
@@ -248,18 +244,18 @@ class Mates:
         return headers
 
     def _missing(self, broken: RailBroken) -> Report:
-        if not broken.is_late and (said := self._lane.last_words(broken.node)) is not None:
+        if not broken.is_late and (said := self.lane.last_words(broken.node)) is not None:
             return replace(Report.unpack(said.message), sender=said.origin)
         return self._absent(broken.node, lost=int(not broken.is_late))
 
     def _absent(self, node: int | None, *, lost: int) -> Report:
         """Of that node, or of the first other one: NCCL does not say for which it waits."""
-        node, number = int(self.topology.node == 0) if node is None else node, self._lane.number
-        return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
+        node, number = int(self._topology.node == 0) if node is None else node, self.lane.number
+        return Report("", self._topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
 
     def _difference(self, headers: list[Header]) -> Fault | None:
-        """A fault if the mates are in different calls."""
-        rail = self.topology.rail
+        """A fault if the peers are in different calls."""
+        rail = self._topology.rail
         for node, header in enumerate(headers):
             if header.call != headers[0].call:
                 calls = rail[0], headers[0].call, rail[node], header.call

@@ -17,7 +17,7 @@ _BITS = 5  # room is rounded up to so many significant bits, so that sizes repea
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RowBudget:
     """What a call gets.
 
     Attributes:
@@ -50,7 +50,7 @@ class RowHistory:
         self._last_rows = rows
         self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(rows, packed_rows)
 
-    def room(self, num_tokens: int, most_rows: int | None, factor: float | None = None) -> Room | None:
+    def room(self, num_tokens: int, most_rows: int | None, factor: float | None = None) -> RowBudget | None:
         """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
         many times what the largest recent one needed, if that is no more than `most_rows`."""
         if not self._last_rows:
@@ -59,11 +59,11 @@ class RowHistory:
         rows, packed_rows = (0, 0) if windows is None else windows.most()
         if rows and factor is not None and (most_rows is None or math.ceil(factor * rows) <= most_rows):
             room = math.ceil(factor * rows)
-            return Room(room, min(room, math.ceil(factor * packed_rows)), self._last_rows)
+            return RowBudget(room, min(room, math.ceil(factor * packed_rows)), self._last_rows)
         if not rows or (most_rows is not None and rows > most_rows):
-            return Room(-1, -1, self._last_rows)
+            return RowBudget(-1, -1, self._last_rows)
         room = _with_margin(rows) if most_rows is None else min(_with_margin(rows), most_rows)
-        return Room(room, min(room, _with_margin(packed_rows)), self._last_rows)
+        return RowBudget(room, min(room, _with_margin(packed_rows)), self._last_rows)
 
 
 class _Windows:

@@ -1,0 +1,327 @@
+"""What ranks tell each other when something has gone wrong, and the typed errors made of it and of kernels' integers.
+
+Messages lie in the fault inboxes of the control block. What a rank writes and reads when it gives up are copies from
+and to the host's memory: to load a new kernel CUDA may wait until none runs (lazy loading), and one that runs may wait
+for a lost rank until it hears of what is written here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+
+import torch
+
+from symmoe.errors import (
+    FAULT_BYTES,
+    CapacityError,
+    ConfigMismatch,
+    ExpertIdError,
+    PeerAborted,
+    PeerError,
+    PeerTimeout,
+    SymmoeError,
+    decode,
+    decode_text,
+    encode,
+)
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+from symmoe.symm_mem.bootstrap import Bootstrap
+
+_WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of a rank that gives up
+_DETAILS = struct.Struct("<qqqqqqq")  # the integers of a Report; of a Fault, its origin
+_LOOK_UP = timedelta(seconds=2)  # who has the number of a configuration has stored its text before
+
+# The tuples into which fields of a call (control.CALL_FIELDS) are indices.
+CHOICES: dict[str, Sequence[object]] = {
+    "dtype": control.DTYPES,
+    "order": control.ORDERS,
+    "gradients": control.GRADIENTS,
+    "layout": control.LAYOUTS,
+    "schedule": control.SCHEDULES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Why a rank gives up.
+
+    Attributes:
+        reason: in words.
+        missing: the peer that did not come (rank in the EP group); -1: none, the rank itself failed.
+        phase, expected, seen: phase and epochs of the wait, as in a status record.
+        first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
+        sender: the rank that gave up first (in the EP group), if another one passes on what it has said; else -1.
+        lost: 1 if the connection to the missing peer has closed.
+    """
+
+    reason: str
+    missing: int = -1
+    phase: int = 0
+    expected: int = 0
+    seen: int = 0
+    first: int = 0
+    sender: int = -1
+    lost: int = 0
+
+    def pack(self) -> bytes:
+        """FAULT_BYTES and the details."""
+        reason, *details = astuple(self)
+        return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Report:
+        """The report that was packed."""
+        return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
+
+
+UNKNOWN = 1 << 31  # the origin of an error of which a rank knows only that there is one, on another node
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error by which a rank has failed a call, as it travels.
+
+    Attributes:
+        origin: the rank (in the EP group); -1: no rank in particular, all have found it; or UNKNOWN.
+        message: the encoded error.
+        is_unraised: whether who tells it has left the call and keeps it for the next plan; of what a rail has met with,
+            whether all ranks on it do.
+    """
+
+    origin: int
+    message: bytes
+    is_unraised: bool = False
+
+    @property
+    def error(self) -> SymmoeError:
+        """The error as other ranks raise it."""
+        return decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
+
+
+def counters(peers: Peers) -> torch.Tensor:
+    """This rank's counters, int64 [NUM_COUNTERS]."""
+    return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+
+
+def mailbox(peers: Peers, rank: int) -> torch.Tensor:
+    """Rank `rank`'s mailbox, int64 [2, R, MAIL_WORDS]."""
+    return peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
+
+
+def write_word(place: torch.Tensor, value: int) -> None:
+    """Writes a number, without a kernel."""
+    place.copy_(torch.tensor(value, dtype=place.dtype, device="cpu"))
+
+
+def send_fault(peers: Peers, fault: Fault, *, epoch: int, turn: int) -> None:
+    """Puts the error by which this rank fails the call of `epoch` into every inbox. Local.
+
+    Args:
+        turn: which of the two slots of the inboxes is written. Peers have read the message before the last one.
+    """
+    _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, *[0] * 6), turn)
+
+
+def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:
+    """The error by which rank `sender` has failed the call of `epoch`. Waits for the current stream."""
+    message = _read(peers, sender, epoch)
+    if message is None:
+        text = f"rank {peers.in_group(sender)} failed in epoch {epoch}, and has failed again since"
+        if peers.group_ranks:
+            text = "the call has failed on another node"
+        return Fault(UNKNOWN if peers.group_ranks else -1, encode(SymmoeError(text)))
+    origin, *_ = _DETAILS.unpack_from(message, control.INBOX_DETAILS)
+    return Fault(origin, message[_WORD.size : control.INBOX_DETAILS])
+
+
+def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> None:
+    """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody.
+
+    Args:
+        turn: as in :func:`send_fault`.
+        kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count. 0: none count;
+            needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
+    """
+    word = _word_of(peers.rank)
+    # This comes first: barriers still on this rank's stream would send epochs over these words.
+    write_word(counters(peers)[control.ABORTED], 1)
+    _send(peers, _WORD.pack(word) + report.pack(), turn)
+    for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
+        signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)
+        for slots in (*mailbox(peers, rank), signals):
+            for slot, (sent, *_) in zip(slots, slots.tolist(), strict=True):
+                # Not atomic: an epoch that a peer sends at the same time may get lost; that peer counts as not arrived.
+                write_word(slot[0], (sent & kept_bits) | word)
+
+
+def read_report(peers: Peers, sender: int) -> Report:
+    """Why rank `sender` has given up. Waits for the current stream."""
+    message = _read(peers, sender, _word_of(sender))
+    if message is None:
+        return Report("it has not said why")
+    return Report.unpack(message[_WORD.size :])
+
+
+def _word_of(rank: int) -> int:
+    """The number that a rank which gives up adds to the epochs."""
+    return control.ABORT + (rank << control.ABORT_RANK_SHIFT)
+
+
+def _send(peers: Peers, message: bytes, turn: int) -> None:
+    payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    for rank in range(peers.num_ranks):
+        _inbox(peers, rank, peers.rank)[turn, : payload.numel()].copy_(payload)
+
+
+def _read(peers: Peers, sender: int, word: int) -> bytes | None:
+    """The message of rank `sender` that begins with this word."""
+    for slot in _inbox(peers, peers.rank, sender).cpu():
+        message: bytes = slot.numpy().tobytes()
+        if _WORD.unpack_from(message)[0] == word:
+            return message
+    return None
+
+
+def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
+    """uint8 [2, INBOX_BYTES]: what `sender` writes for `rank`."""
+    shape = (2, peers.num_ranks, control.INBOX_BYTES)
+    return peers.region(rank, peers.layout.fault_inbox, shape, torch.uint8)[:, sender]
+
+
+class Configurations:
+    """What the layers of a group are, by number: a plan's barrier compares numbers, and texts are only looked up for an
+    error. They lie in the store of the process group, so that no rank waits for another to name what differs. Local."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self._bootstrap = bootstrap
+        self._texts: dict[int, str] = {}
+
+    def number(self, fields: Mapping[str, object]) -> int:
+        """The number of a configuration, the same for equal ones on all ranks; not 0. Numbers that are equal, as 1 and
+        1.0, are written in the same way."""
+        text = json.dumps({name: _shown(value) for name, value in fields.items()})
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[: control.CONFIG_BITS // 8], "little") or 1
+        if number not in self._texts:
+            self._texts[number] = text
+            with suppress(RuntimeError, ValueError):  # no store any more
+                if self._bootstrap.num_ranks > 1:
+                    self._bootstrap.store.set(_key(number), text)
+        return number
+
+    def mismatch(self, first: int, number: int, peer: int, other: int) -> ConfigMismatch:
+        """The error of two ranks, `first` and `peer`, whose layers have these numbers; 0: of make_plan."""
+        if not (number and other):
+            one, two = ("that of a layer" if each else "make_plan" for each in (number, other))
+            return ConfigMismatch(f"ranks are in different calls: rank {first} in {one}, rank {peer} in {two}")
+        here, there = self._fields(number), self._fields(other)
+        name = next((name for name in here if name in there and here[name] != there[name]), None)
+        if name is None:
+            return ConfigMismatch(f"the configurations of a layer differ on rank {first} and rank {peer}")
+        return ConfigMismatch(f"{name} differs: rank {first} has {here[name]}, rank {peer} has {there[name]}")
+
+    def _fields(self, number: int) -> dict[str, str]:
+        """The fields of a configuration that some rank has; none if they cannot be found."""
+        text = self._texts.get(number)
+        with suppress(RuntimeError, ValueError):
+            if text is None:
+                self._bootstrap.store.wait([_key(number)], _LOOK_UP)
+                text = self._bootstrap.store.get(_key(number)).decode()
+        return {} if text is None else dict(json.loads(text))
+
+
+def _key(number: int) -> str:
+    return f"symmoe/configuration/{number:x}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):  # or a kind of it, e.g. numpy's
+        value = int(value) if value.is_integer() else float(value)
+    return "none" if value is None else repr(value)
+
+
+def peer_error(
+    report: Report, sender: int | None, rank: int, bound: str, bound_s: float, *, node: int | None
+) -> PeerError:
+    """The error on rank `rank` of a report from `sender`, None: its own; it names the missing rank if the report does.
+
+    bound, bound_s: name and value of the bound after which it was missed. node: the missing rank's, or None.
+    """
+    if sender is not None and report.missing in (-1, rank):  # the missing rank learns who gave it up
+        return PeerAborted(rank=sender, reason=report.reason)
+    return PeerTimeout(
+        rank=report.missing,
+        phase=control.PHASES[report.phase],
+        expected=report.expected,
+        seen=report.seen,
+        bound=bound,
+        bound_s=bound_s,
+        reported_by=sender,
+        node=node,
+        is_lost=bool(report.lost),
+    )
+
+
+def plan_record(report: list[int]) -> list[int]:
+    """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
+    words = [0] * control.STATUS_WORDS
+    words[control.STATUS_KIND], words[control.STATUS_PHASE] = control.STATUS_PLAN, control.PHASE_PLAN
+    words[control.STATUS_PEER] = report[control.SUM_ERROR_RANK]
+    words[control.STATUS_EXPECTED], words[control.STATUS_SEEN] = report[control.SUM_LIMIT], report[control.SUM_VALUE]
+    words[control.STATUS_EPOCH], words[control.STATUS_WHERE] = report[control.SUM_ERROR], report[control.SUM_WHERE]
+    return words
+
+
+def plan_error(words: list[int]) -> SymmoeError:
+    """The error of a status record of kind STATUS_PLAN; the same on every rank."""
+    code, rank = words[control.STATUS_EPOCH], words[control.STATUS_PEER]
+    limit, value = words[control.STATUS_EXPECTED], words[control.STATUS_SEEN]
+    where = words[control.STATUS_WHERE]
+    if code == control.PLAN_FAULT:
+        return SymmoeError("the plan failed on another rank")
+    if code == control.PLAN_MISMATCH:
+        field = control.AGREED_FIELDS[where]
+        zero, mine = _header_value(where, limit), _header_value(where, value)
+        return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
+    if code == control.PLAN_BAD_ID:
+        problem = f"{value} is neither -1 nor in [0, {limit})"
+        return ExpertIdError(f"topk_idx on rank {rank}, flat position {where}: {problem}")
+    if code == control.PLAN_OVERFLOW:
+        return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
+    if code == control.PLAN_RAIL_OVERFLOW:
+        return CapacityError(f"rank {rank} sends {value} tokens to one other node, more than rail_capacity ({limit})")
+    raise AssertionError(f"unknown plan error {code}")
+
+
+def mismatch_error(configurations: Configurations, first: int, call: int, peer: int, other_call: int) -> ConfigMismatch:
+    """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
+    zero, other = control.unpack_call(call), control.unpack_call(other_call)
+    here = control.PHASES[zero["phase"]]
+    if zero["phase"] != other["phase"]:
+        there = control.PHASES[other["phase"]]
+        return ConfigMismatch(f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'")
+    if zero["phase"] in (control.PHASE_PLAN, control.PHASE_NODES_PLAN):
+        return configurations.mismatch(first, control.config_of(call), peer, control.config_of(other_call))
+    field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
+    names = {**CHOICES, "probs": ("without", "with")}.get(field)
+    shown = [names[call[field]] if names else call[field] for call in (zero, other)]
+    return ConfigMismatch(f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}")
+
+
+def _header_value(word: int, value: int) -> str:
+    if word == control.HEAD_DTYPE:
+        return str(control.DTYPES[value]) if value >= 0 else "none"
+    if word == control.HEAD_OVERFLOW:
+        return "'drop'" if value == control.OVERFLOW_DROP else "'raise'"
+    if word == control.HEAD_QUANTIZED_WIRE:
+        return repr(control.QUANTIZED_WIRES[value])
+    if word == control.HEAD_PRECISION and value >= 0:
+        name, options = control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1], value >> control.PRECISION_BITS
+        return f"{name} with options {options:#x}" if options else name
+    return "none" if value < 0 else str(value)

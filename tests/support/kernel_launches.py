@@ -1,0 +1,248 @@
+"""Calls of the kernels in the working dtype on meta tensors, the way the layer makes them: see catch_launches."""
+
+from __future__ import annotations
+
+import torch
+from compiled_launches import meta
+
+from symmoe.kernels import control
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
+from symmoe.kernels.hopper import act as hopper_act
+from symmoe.kernels.hopper import gemm as hopper_gemm
+from symmoe.kernels.hopper import wgrad as hopper_wgrad
+from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.triton import activation as gpu_activation
+from symmoe.kernels.triton import bias, gemm, gemm_act, plan, route, router_products, splits, sync, tokens
+
+BF16, FP16, FP32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
+NUM_SMS = 132
+SHAPES = {  # G, H, I, N
+    "qwen3-30b": (32, 2048, 768, 65536),
+    "mixtral-8x7b": (4, 4096, 14336, 16384),
+    "deepseek-like": (32, 7168, 2048, 65536),
+    "odd": (3, 1032, 712, 999),  # widths that no tile divides, contractions that no step divides
+    "narrow": (65, 136, 72, 999),
+    "narrower": (65, 136, 36, 999),
+}
+GEMMS = [
+    ("gemm", {}),
+    ("gemm", {"gather": True}),
+    ("gemm", {"biased": True}),
+    ("gemm", {"gather": True, "biased": True}),
+    ("gemm", {"table": True}),
+    ("gemm", {"gather": True, "table": True, "biased": True}),
+    ("gemm", {"accumulate": True}),
+    ("gemm", {"gather": True, "biased": True, "accumulate": True}),
+    ("dgrad", {}),
+    ("dgrad", {"table": True}),
+    ("dgrad", {"gather": True}),
+    ("dgrad", {"accumulate": True}),
+    ("wgrad", {}),
+    ("wgrad", {"gather": True}),
+    ("wgrad", {"accumulate": True}),
+    ("wgrad", {"gather": True, "accumulate": True}),
+    ("wgrad", {"accumulate": True, "out_dtype": FP32}),
+    ("wgrad", {"gather": True, "accumulate": True, "out_dtype": FP32, "table": True}),
+    ("wgrad", {"out_dtype": FP32, "table": True}),
+]
+ACTIVATIONS = {
+    "swiglu": Activation(),
+    "gpt-oss": Activation(alpha=1.702, limit=7.0, offset=1.0),
+    "interleave": Activation(interleave=32),
+    "srelu": Activation(function="relu2", is_gated=False),
+    "gelu": Activation(function="gelu", is_gated=False),
+    "geglu": Activation(function="gelu"),
+    "tanh geglu": Activation(function="gelu_tanh"),
+}
+LAYOUTS = ("gather", "contiguous", "table", "biased")
+ROUTERS = {  # T, E, H
+    "qwen3-30b": (8192, 128, 2048),
+    "mixtral-8x7b": (8192, 8, 4096),
+    "deepseek-like": (8192, 64, 7168),
+    "deepseek-v3": (8192, 256, 7168),
+    "odd": (100, 20, 1000),
+}
+TRIPS = {  # T, H, E, K, R
+    "qwen3-30b": (8192, 2048, 128, 8, 4),
+    "deepseek-v3": (4096, 7168, 256, 8, 8),
+    "qwen3-30b, two ranks": (8192, 2048, 128, 8, 2),
+    "odd": (100, 1000, 12, 3, 3),
+    "largest": (33, 512, 1024, 32, 64),
+    "most experts per rank": (64, 512, 1024, 1, 1),
+}
+
+
+def matrices(*shape, dtype, table=False):
+    """Weights, packed or anywhere in memory."""
+    return TensorTable(meta(shape[0], dtype=INT64), shape, dtype) if table else meta(*shape, dtype=dtype)
+
+
+def launch_gemm(function, shape, dtype, *, gather=False, table=False, biased=False, accumulate=False, out_dtype=None):
+    """A GEMM of the first expert layer, [2I, H] weights. shape: a name, or G, H, I, N."""
+    G, H, I, N = SHAPES.get(shape, shape)
+    W, rows_N = 2 * I, N // 2 if gather else N
+    row_range, index = meta(2, G), meta(N) if gather else None
+    x, h = meta(rows_N, H, dtype=dtype), meta(N, W, dtype=dtype)
+    options = {"accumulate": accumulate, "num_sms": NUM_SMS}
+    if function == "gemm":
+        biases = {"bias": meta(G, W, dtype=dtype), "bias_scale": meta(N, dtype=FP32), "zero_tail": True}
+        options |= {**(biases if biased else {}), "row_index": index}
+        gemm.grouped_gemm(x, matrices(G, W, H, dtype=dtype, table=table), row_range, h, **options)
+    elif function == "dgrad":
+        dout, out = (meta(rows_N, W, dtype=dtype), meta(N, H, dtype=dtype)) if gather else (h, x)
+        options |= {"row_index": index, "zero_tail": True}
+        gemm.grouped_gemm_dgrad(dout, matrices(G, W, H, dtype=dtype, table=table), row_range, out, **options)
+    else:
+        out = matrices(G, W, H, dtype=out_dtype or dtype, table=table)
+        gemm.grouped_gemm_wgrad(h, x, row_range, out, rows_index=index, **options)
+
+
+def launch_activations(shape, activation, dtype=BF16, layout="gather", config=None):
+    """Both GEMMs that are fused with an activation, and the activation by itself, forward and backward."""
+    G, H, I, N = SHAPES[shape]
+    W, table = activation.hidden_width(I), layout == "table"
+    gather = layout != "contiguous"
+    index = meta(N) if gather else None
+    x, h, a = meta(N // 2 if gather else N, H, dtype=dtype), meta(N, W, dtype=dtype), meta(N, I, dtype=dtype)
+    row_range, scale = meta(2, G), meta(N, dtype=FP32)
+    bias = meta(G, W, dtype=dtype) if layout == "biased" else None
+    w1, w2 = matrices(G, W, H, dtype=dtype, table=table), matrices(G, H, I, dtype=dtype, table=table)
+    options = {"row_index": index, "num_sms": NUM_SMS}
+    gemm_act.grouped_gemm_act(x, w1, row_range, scale, h, a, activation, bias=bias, **options)
+    workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=FP32)
+    results = h, a, scale, workspace
+    gemm_act.grouped_gemm_dact(x, w2, row_range, h, scale, *results, activation, dbias=bias, config=config, **options)
+    gpu_activation.scaled_activation(h, scale, a, activation)
+    gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
+
+
+def launch_hopper_gemm(shape, dtype, k_first):
+    """The second GEMM of the experts, or its input gradient."""
+    G, H, I, N = SHAPES[shape]
+    narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
+    rows, out = (wide, narrow) if k_first else (narrow, wide)
+    options = {"weight_k_first": k_first, "zero_tail": True, "num_sms": NUM_SMS}
+    hopper_gemm.launch_gemm(rows, meta(G, H, I, dtype=dtype), meta(2, G), out, **options)
+
+
+def launch_hopper_act(shape, activation, dtype, variant):
+    G, H, I, N = SHAPES[shape]
+    h, a, scale = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype), meta(N, dtype=FP32)
+    operands = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype), meta(2, G), scale
+    hopper_act.launch_act(*operands, h, a, activation, variant=variant, num_sms=NUM_SMS)
+
+
+def launch_hopper_dact(shape, activation, dtype, variant, gather=False):
+    G, H, I, N = SHAPES[shape]
+    h, a, scale = meta(N, activation.hidden_width(I), dtype=dtype), meta(N, I, dtype=dtype), meta(N, dtype=FP32)
+    operands = meta(N // 2 if gather else N, H, dtype=dtype), meta(G, H, I, dtype=dtype), meta(2, G)
+    options = {"row_index": meta(N) if gather else None, "num_sms": NUM_SMS, "variant": variant}
+    hopper_act.launch_dact(*operands, h, scale, h, a, scale, activation, **options)
+
+
+def launch_hopper_wgrad(shape, dtype, fc):
+    G, H, I, N = SHAPES[shape]
+    out_rows, columns = (2 * I, H) if fc == 1 else (H, I)
+    operands = meta(N, out_rows, dtype=dtype), meta(N, columns, dtype=dtype), meta(2, G)
+    hopper_wgrad.launch_wgrad(*operands, meta(G, out_rows, columns, dtype=dtype), num_sms=NUM_SMS)
+
+
+def launch_bias_gradients(dtype, gather, shape="qwen3-30b"):
+    G, _, I, N = SHAPES[shape]
+    dout, biases, row_range = meta(N, 2 * I, dtype=dtype), meta(G, 2 * I, dtype=dtype), meta(2, G)
+    index, scale = meta(N) if gather else None, meta(N, dtype=FP32)
+    bias.grouped_bias_grad(dout, row_range, biases, dout_index=index, scale=scale)
+    bias.grouped_bias_dot(dout, biases, row_range, scale, dout_index=index, accumulate=True)
+
+
+def launch_zeros(dtype):
+    """The gradient of no rows, in matrices of a table."""
+    G, H, I, _ = SHAPES["odd"]
+    out = matrices(G, 2 * I, H, dtype=dtype, table=True)
+    gemm.grouped_gemm_wgrad(meta(0, 2 * I, dtype=dtype), meta(0, H, dtype=dtype), meta(2, G), out)
+
+
+def launch_splits(num_groups, dtype):
+    splits.splits_to_row_range(meta(num_groups, dtype=dtype), meta(2, num_groups), 12345)
+
+
+def launch_router(shape):
+    num_tokens, num_experts, width = ROUTERS[shape]
+    x, weight = meta(num_tokens, width, dtype=BF16), meta(num_experts, width, dtype=FP32)
+    logits = meta(num_tokens, num_experts, dtype=FP32)
+    router_products.router_gemm(x, weight, logits)
+    router_products.router_gemm_grads(logits, x, weight, torch.empty_like(x), torch.empty_like(weight))
+
+
+def launch_choice(num_experts, top_k, rule):
+    logits, probs, topk_idx = meta(8192, num_experts, dtype=FP32), meta(8192, top_k, dtype=FP32), meta(8192, top_k)
+    route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule)
+    route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
+
+
+def peers_of(num_ranks, rank, arena_bytes=1 << 30):
+    arena = torch.empty(arena_bytes, dtype=torch.uint8, device="meta")
+    bases, layout = meta(num_ranks, dtype=INT64), ControlLayout(num_ranks)
+    return Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=layout)
+
+
+def launch_barrier(num_ranks, timeout_ns=10**9):
+    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    status = torch.zeros(control.STATUS_WORDS, dtype=INT64)
+    sync.barrier(peers, (1, 2, 3), received, status, call=1, fault=False, timeout_ns=timeout_ns)
+
+
+def launch_signals():
+    peers, status = peers_of(4, 3), torch.zeros(control.STATUS_WORDS, dtype=INT64)
+    sync.send_signal(peers, 3)
+    sync.wait_for_signal(peers, 3, torch.zeros(1, dtype=INT64), status, phase=3, timeout_ns=10**9)
+
+
+def launch_plan(shape, id_dtype=torch.int32, drop=False):
+    """Every kernel of a plan."""
+    num_tokens, _, num_experts, top_k, num_ranks = TRIPS[shape]
+    num_blocks, local = -(-num_tokens // control.TOKENS_PER_BLOCK), num_experts // num_ranks
+    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    topk_idx = meta(num_tokens, top_k, dtype=id_dtype)
+    counts, starts = meta(num_blocks, num_experts + num_ranks + 2), meta(num_blocks, num_experts)
+    numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
+    integers, status = PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
+    plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
+    header = tuple(range(control.HEADER_WORDS))
+    plan.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
+    options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "record_errors": True}
+    plan.lay_out(peers, received, status, integers, **options)
+    plan.assign_rows(topk_idx, starts, integers)
+    plan.assign_packed_rows(integers)
+    plan.split_by_source(meta(num_ranks + 1, local), meta(num_ranks, 2, local), rank=num_ranks - 1)
+
+
+def launch_rows(shape, dtype):
+    """Every kernel that moves or sums rows; some launch nothing with one rank, or with one slot per token."""
+    num_tokens, hidden, _, top_k, num_ranks = TRIPS[shape]
+    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    x, rows = meta(num_tokens, hidden, dtype=dtype), meta(num_tokens * 2, hidden, dtype=dtype)
+    per_token, slots, starts = meta(num_tokens, num_ranks), meta(num_tokens, top_k), meta(num_ranks + 1)
+    tokens.push_rows(x, per_token, peers, received, column=0)
+    tokens.place_rows(x, slots, slots, rows, received, rank=peers.rank)
+    tokens.fan_out(rows, slots, starts, rank=peers.rank)
+    tokens.push_sums(rows, slots, starts, peers, received, column=0)
+    tokens.pull_rows(slots, slots, peers, received, x, column=0)
+    maps = per_token, meta(num_ranks), slots, slots
+    tokens.sum_home(rows, rows, *maps, received, received, x, rank=peers.rank)
+
+
+def launch_slots(shape, with_probs):
+    """Every kernel that moves slots or values."""
+    num_tokens, _, _, top_k, num_ranks = TRIPS[shape]
+    peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    slots, one, rows = meta(num_tokens, top_k), meta(1), meta(num_tokens)
+    values, row_values = meta(num_tokens, top_k, dtype=FP32), meta(num_tokens, dtype=FP32)
+    probs, row_probs = (values, row_values) if with_probs else (None, None)
+    per_token, per_rank = meta(num_tokens, num_ranks), meta(num_ranks)
+    maps = per_token, meta(1, num_ranks), per_rank, per_rank
+    tokens.push_slots(slots, slots, probs, *maps, peers, received, row_column=1, prob_column=2)
+    tokens.index_rows(slots, probs, one, one, received, received, slots, rows, row_probs)
+    tokens.gather_values(row_values, slots, one, values)
+    tokens.pull_values(slots, per_token, peers, received, values, column=1)

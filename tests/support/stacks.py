@@ -1,0 +1,146 @@
+"""Steps of layers in a row, in 1F1B too, and one big step in all ways; their bits."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from layers import WAYS, make_layer, tokens_of
+from worker import Findings, open_heap, poison
+
+from symmoe import MoEConfig, SymmetricHeap
+from symmoe.combine.trip import Collection
+
+NUM_LAYERS = 2
+
+
+class Stack(torch.nn.Module):
+    """Layers with a residual around each; `through` calls one of them."""
+
+    def __init__(self, heap: SymmetricHeap, config: MoEConfig) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make_layer(heap, config)[0] for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor, through=lambda layer, x: layer(x)[0]) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + through(layer, x)
+        return x
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the parameters; none are left."""
+        found = [p.grad for p in self.parameters()]
+        self.zero_grad(set_to_none=True)
+        return found
+
+
+def batch(heap: SymmetricHeap, hidden: int, turn: int) -> torch.Tensor:
+    return tokens_of(heap.rank, 6 + turn % 3, hidden, salt=turn).to(heap.device).requires_grad_()
+
+
+def step(model: Stack, x: torch.Tensor, **options) -> list[torch.Tensor]:
+    """y, dx and the gradients of the weights of one forward and backward."""
+    y = model(x, **options)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *model.gradients()]
+
+
+def compare_bits(findings: Findings, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    findings.equal("number of tensors", len(got), len(want))
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        findings.check(one is not None and torch.equal(one, other), f"tensor {i} differs")
+
+
+def pipeline(num_batches: int, in_flight: int) -> list[tuple[str, int]]:
+    """1F1B: F0 F1 B0 F2 B1 ... with so many micro-batches in flight."""
+    turns = []
+    for turn in range(num_batches + in_flight - 1):
+        if turn < num_batches:
+            turns.append(("F", turn))
+        if turn + 1 >= in_flight:
+            turns.append(("B", turn + 1 - in_flight))
+    return turns
+
+
+def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]) -> list[torch.Tensor]:
+    """Gradients accumulated over all micro-batches, and every y and dx."""
+    flying, found = {}, {}
+    for direction, turn in turns:
+        if direction == "F":
+            x = batch(heap, model.layers[0].config.hidden, turn)
+            flying[turn] = x, model(x)
+        else:
+            x, y = flying.pop(turn)
+            y.square().sum().backward()
+            found[turn] = [y.detach(), x.grad]
+            del x, y
+    return [tensor for turn in sorted(found) for tensor in found[turn]] + model.gradients()
+
+
+BIG_H, BIG_I = 256, 96
+RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that, alone, would cut a call differently
+MOST_TOKENS = max(RANK_TO_TOKENS)
+Kind = tuple[str, str, dict[str, Any]]  # order, stash, limits
+EXACT: Kind = ("rank", "all", {})
+STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": MOST_TOKENS})
+
+
+def check_ways(
+    rank: int,
+    num_ranks: int,
+    device: str,
+    dtype: torch.dtype,
+    kinds: Sequence[Kind] = (EXACT, STATIC),
+    ranks_per_node: int | None = None,
+) -> list[str]:
+    """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
+    findings = Findings()
+    generator = random.Random(rank)
+    num_tokens = RANK_TO_TOKENS[rank % len(RANK_TO_TOKENS)]
+    with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
+        x, dy = (tokens_of(rank, num_tokens, BIG_H, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+        x.requires_grad_()
+        for order, stash, limits in kinds:
+            want = None
+            for way in WAYS:
+                findings.where = f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
+                config = MoEConfig(
+                    hidden=BIG_H,
+                    ffn=BIG_I,
+                    num_experts=2 * num_ranks,
+                    top_k=2,
+                    order=order,
+                    stash=stash,
+                    **limits,
+                    **way,
+                )
+                layer, _ = make_layer(heap, config)
+                layer.experts.to(dtype)
+                poison(heap)  # what the last way has left here must not be seen
+                time.sleep(0.01 * generator.random())
+                sent, send = [], Collection.send
+                Collection.send = lambda self, source=None, send=send, sent=sent, **options: (
+                    sent.append(source),
+                    send(self, source, **options),
+                )
+                try:
+                    y, metrics = layer(x)
+                finally:
+                    Collection.send = send
+                early = order == "rank" and num_ranks > 1 and way["schedule"] == "always-overlapped"
+                peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+                if not heap.spans_nodes:
+                    findings.equal("ranks that get sums", sent, peers if early else [None])
+                time.sleep(0.01 * generator.random())
+                found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
+                del y
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+                findings.equal("drops", bool(metrics.num_dropped), "overflow" in limits)
+                if "overflow" not in limits:
+                    findings.check(all(bool(tensor.any()) for tensor in found), "a result is all zeros")
+                if want is None:
+                    want = found
+                compare_bits(findings, found, want)
+    return findings.texts

@@ -1,0 +1,334 @@
+"""What plan, dispatch and combine make of a routing, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import oracle
+import routings
+import torch
+import torch.distributed as dist
+from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.combine.trip import collecting
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.trip import dispatch
+from symmoe.errors import CapacityError
+
+ORDERS = ("rank", "slot")
+
+
+def check_cases(
+    rank: int,
+    num_ranks: int,
+    numbers: list[int],
+    device: str,
+    check: Callable[[SymmetricHeap, routings.Case, Findings], None],
+    ranks_per_node: int | None = None,
+) -> list[str]:
+    """Of the cases with these numbers."""
+    findings = Findings()
+    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
+        for number in numbers:
+            case = routings.case_on(number, device)
+            findings.where = f"rank {rank} of {num_ranks}, {case}"
+            try:
+                check(heap, case, findings)
+            except Exception as error:
+                raise AssertionError(findings.where) from error
+            findings.equal("leased bytes after the case", heap.leased_bytes, 0)
+    return findings.texts
+
+
+def check_combine(heap: SymmetricHeap, case: routings.Case, findings: Findings) -> None:
+    """Sums in both orders, and both backward passes."""
+    hidden = case.shape(heap.device.type)
+    _check_sums(heap, case, hidden, findings)
+    for order in ORDERS:
+        _check_gradients(heap, case, hidden, order, findings)
+
+
+def check_dispatch(heap: SymmetricHeap, case: routings.Case, findings: Findings) -> None:
+    """The plan, rows, slots and probs in both layouts."""
+    routing, rank = case.routing(heap.num_ranks), heap.rank
+    ids = torch.from_numpy(routing.topk_idx[rank])
+    hidden = case.shape(heap.device.type)
+    x = case.encoded_rows(rank, len(ids), hidden)
+    probs = case.probs(rank, len(ids))
+    # From here on the oracle knows what the collectives say, not what the generator says.
+    all_ids = [ids.numpy() for ids in oracle.gather(ids)]
+    x_bits = [oracle.bits_of(t) for t in oracle.gather(x)]
+    all_probs = [t.numpy() for t in oracle.gather(probs)]
+    layout = oracle.lay_out(all_ids, routing.num_experts, capacity=routing.capacity)
+
+    topk_idx = on_device(ids.int() if case.number % 2 else ids, heap)
+    x, probs = on_device(x, heap), on_device(probs, heap)
+    if case.number % 3 == 0:  # strided inputs
+        topk_idx, x, probs = (torch.stack([t, t], -1)[..., 0] for t in (topk_idx, x, probs))
+    poison(heap)
+    if routing.overflow == "raise" and layout.num_dropped:
+        _check_overflow(heap, topk_idx, routing, layout, findings)
+        return
+
+    plan = make_plan(topk_idx, **routing.arguments, heap=heap, hidden=hidden, dtype=x.dtype)
+    _check_maps(plan, routing, layout, rank, findings)
+    num_rows, num_packed = len(layout.rows[rank]), len(layout.packed[rank])
+    want_rows = oracle.expert_major(layout, rank, x_bits)
+    want_probs = oracle.row_probs(layout, rank, all_probs).view(np.uint32)
+
+    # expert-major, with a neighbour on either side that must stay as it is
+    with (
+        poisoned_lease(heap, (16,), torch.int32, name="below") as below,
+        poisoned_lease(heap, (plan.row_capacity, hidden), x.dtype, name="rows") as buffer,
+        poisoned_lease(heap, (16,), torch.int32, name="above") as above,
+    ):
+        rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=buffer.tensor)
+        visible = plan.row_capacity if routing.capacity is not None else num_rows
+        findings.equal("number of rows", rows.shape[0], visible)
+        findings.check(rows.data_ptr() == buffer.tensor.data_ptr() or not visible, "rows are not in `out`")
+        findings.equal("rows", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
+        findings.check(is_poison(buffer.tensor[num_rows:]), "the tail of rows was written")
+        findings.check(is_poison(below.tensor) and is_poison(above.tensor), "a neighbouring lease was written")
+        findings.equal("row_probs", oracle.bits_of(row_probs[:num_rows]), want_probs)
+        _check_index(plan, layout, rank, findings)
+
+        # once more over the same plan, rows alone: the trip of backward
+        buffer.tensor.view(torch.uint8).fill_(0xFF)
+        with dispatch(x.contiguous(), plan, buffer.tensor, layout="expert-major", gradients=0):
+            pass
+        findings.equal("rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
+        findings.check(is_poison(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows")
+
+    # without a buffer of the caller's and without probs
+    copies = heap.statistics.num_staging_copies
+    rows, row_probs = dispatch_tokens(x, plan)
+    findings.equal("row_probs without probs", row_probs, None)
+    findings.equal("number of rows", rows.shape[0], plan.row_capacity if routing.capacity is not None else num_rows)
+    findings.equal("rows in memory of their own", oracle.bits_of(rows[:num_rows]), want_rows)
+    findings.check(rows.numel() == 0 or not heap.owns(rows), "rows lie in a lease that nobody holds")
+    findings.equal("staging copies", heap.statistics.num_staging_copies, copies + 1)
+
+    # packed, over a plan of its own
+    plan = make_plan(topk_idx, **routing.arguments, heap=heap)
+    with poisoned_lease(heap, (plan.packed_row_capacity, hidden), x.dtype, name="packed") as buffer:
+        with dispatch(x.contiguous(), plan, buffer.tensor, probs.contiguous(), layout="packed") as arrival:
+            row_probs = arrival.row_probs
+        got = oracle.bits_of(buffer.tensor)
+        for place, owner in enumerate(layout.packed[rank]):
+            if owner is None:
+                findings.check(is_poison(buffer.tensor[place]), f"unused packed row {place} was written")
+            else:
+                source, token = owner
+                findings.equal(f"packed row {place} (of {owner})", got[place], x_bits[source][token])
+        findings.check(is_poison(buffer.tensor[num_packed:]), "the tail of packed was written")
+        findings.equal("row_probs, packed", oracle.bits_of(row_probs[:num_rows]), want_probs)
+        _check_index(plan, layout, rank, findings)
+        index = plan.row_to_packed_row[:num_rows].cpu().numpy()
+        findings.equal("gathered rows", got[index], want_rows)
+        buffer.tensor.view(torch.uint8).fill_(0xFF)
+        with dispatch(x.contiguous(), plan, buffer.tensor, layout="packed", gradients=0):
+            pass
+        used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
+        again = oracle.bits_of(buffer.tensor)
+        findings.equal("packed rows of the second trip", again[used], got[used])
+        unused = [place for place in range(plan.packed_row_capacity) if place not in used]
+        findings.check(is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's")
+
+
+def _check_overflow(
+    heap: SymmetricHeap, topk_idx: torch.Tensor, routing: routings.Routing, layout: oracle.Layout, findings: Findings
+) -> None:
+    fullest = int(np.argmax(layout.wanted_rows))
+    wanted = f"rank {fullest} is routed {layout.wanted_rows[fullest]} rows, more than capacity ({routing.capacity})"
+    try:
+        make_plan(topk_idx, **routing.arguments, heap=heap)
+        if heap.device.type == "cuda":
+            torch.cuda.synchronize()
+            heap.check()
+    except CapacityError as error:
+        findings.equal("the error's text", str(error), wanted)
+    else:
+        findings.check(False, f"no CapacityError: {wanted}")
+    with heap.lease((1 << 16,), torch.uint8) as lease:
+        findings.check(is_poison(lease.tensor), "something was moved in spite of the overflow")
+
+
+def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+    splits = layout.splits[rank]
+    findings.equal("splits", plan.splits, np.array(splits))
+    findings.equal("row_start", plan.row_start, np.cumsum([0, *splits]))
+    findings.equal("slot_to_row", plan.slot_to_row, layout.slot_to_row[rank])
+    findings.equal("slot_to_rank", plan.slot_to_rank, layout.slot_to_rank[rank])
+    findings.equal("token_to_primary_row", plan.token_to_primary_row, layout.token_to_primary_row[rank])
+    findings.equal("token_to_packed_row", plan.token_to_packed_row, layout.token_to_packed_row[rank])
+    findings.equal("source_to_packed_start", plan.source_to_packed_start, np.array(layout.packed_start[rank]))
+    findings.equal("expert_load", plan.expert_load, np.array(layout.expert_load))
+    findings.equal("num_dropped", plan.num_dropped, np.array([layout.num_dropped]))
+    for name in ("splits", "row_start", "slot_to_row", "expert_load", "num_dropped"):
+        findings.equal(f"dtype of {name}", getattr(plan, name).dtype, torch.int32)
+    if routing.capacity is None:
+        findings.equal("num_rows", plan.num_rows, len(layout.rows[rank]))
+        findings.equal("row_capacity", plan.row_capacity, max(1, *map(len, layout.rows)))
+        findings.equal("packed_row_capacity", plan.packed_row_capacity, max(1, *map(len, layout.packed)))
+        findings.equal("expected_rows", plan.expected_rows, plan.row_capacity)
+    else:
+        findings.equal("num_rows", plan.num_rows, None)
+        findings.equal("row_capacity", plan.row_capacity, routing.capacity)
+        num_tokens, top_k = routing.topk_idx[rank].shape
+        most_tokens = num_tokens if routing.max_tokens is None else routing.max_tokens
+        findings.equal("expected_rows", plan.expected_rows, max(1, min(routing.capacity, most_tokens * top_k)))
+        findings.check(plan.packed_row_capacity >= len(layout.packed[rank]), "packed rows may not fit their buffer")
+
+
+def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+    num_rows, num_packed = len(layout.rows[rank]), len(layout.packed[rank])
+    findings.equal("packed_to_row", plan.packed_to_row[:num_packed], layout.packed_to_row[rank])
+    findings.equal("row_to_packed_row", plan.row_to_packed_row[:num_rows], layout.row_to_packed_row[rank])
+
+
+def dispatched(
+    heap: SymmetricHeap, case: routings.Case, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, Plan, oracle.Layout] | None:
+    """x, probs, a plan whose tokens have been dispatched, and the layout; None if the routing is to overflow."""
+    routing, rank = case.routing(heap.num_ranks), heap.rank
+    ids = torch.from_numpy(routing.topk_idx[rank])
+    layout = oracle.lay_out([t.numpy() for t in oracle.gather(ids)], routing.num_experts, capacity=routing.capacity)
+    if routing.overflow == "raise" and layout.num_dropped:
+        return None
+    x = on_device(case.random_rows(case.generator(200 + rank), len(ids), hidden), heap)
+    probs = on_device(case.probs(rank, len(ids)), heap)
+    plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap)
+    dispatch_tokens(x, plan, probs=probs)
+    return x, probs, plan, layout
+
+
+def sum_of_ranks(
+    heap: SymmetricHeap, layout: oracle.Layout, out_bits: list[np.ndarray], dtype: torch.dtype
+) -> np.ndarray:
+    """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
+    if len(heap.topology.nodes) == 1:
+        reduced = [oracle.reduce_primary(layout, r, bits, dtype) for r, bits in enumerate(out_bits)]
+        return oracle.sum_ranks(layout, heap.rank, reduced, dtype)
+    size = len(heap.topology.ranks)
+    nodes = [list(range(first, first + size)) for first in range(0, heap.num_ranks, size)]
+    return oracle.sum_nodes(layout, heap.rank, out_bits, nodes, dtype)
+
+
+def _check_gradients(heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings) -> None:
+    """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
+    rank = heap.rank
+    ready = dispatched(heap, case, hidden)
+    if ready is None:
+        return
+    x, probs, plan, layout = ready
+    num_rows = len(layout.rows[rank])
+    d_rows = case.random_rows(case.generator(350 + rank), plan.row_capacity, hidden)
+    d_bits = [oracle.bits_of(t) for t in oracle.gather(d_rows[:num_rows])]
+    if order == "rank":
+        want = sum_of_ranks(heap, layout, d_bits, case.dtype)
+    else:
+        want = oracle.sum_slots(layout, rank, d_bits, case.dtype)
+    d_probs = torch.arange(plan.row_capacity).float() + 1000.0 * rank
+    rows, row_probs = dispatch_tokens(x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order)
+    n = rows.shape[0]
+    torch.autograd.backward([rows, row_probs], [on_device(d_rows[:n], heap), on_device(d_probs[:n], heap)])
+    findings.equal("leased bytes after backward, with the plan still there", heap.leased_bytes, 0)
+    same = oracle.same_numbers(oracle.bits_of(x.grad), want, case.dtype)
+    findings.check(same, f"dx of dispatch_tokens, order={order}, differs from the oracle")
+    to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
+    want = np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32)
+    findings.equal(f"dprobs of dispatch_tokens, order={order}", probs.grad, want)
+
+    dy = case.encoded_rows(rank, x.shape[0], hidden)
+    want = oracle.expert_major(layout, rank, [oracle.bits_of(t) for t in oracle.gather(dy)])
+    expert_out = torch.zeros((n, hidden), dtype=case.dtype, device=heap.device, requires_grad=True)
+    combine_tokens(expert_out, plan, order=order).backward(on_device(dy, heap))
+    got = oracle.bits_of(expert_out.grad[:num_rows])
+    findings.check((got == want).all(), f"the gradient of expert_out, order={order}, differs from the oracle")
+
+
+def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
+    rank = heap.rank
+    poison(heap)
+    ready = dispatched(heap, case, hidden)
+    if ready is None:
+        return
+    _, _, plan, layout = ready
+    num_rows = len(layout.rows[rank])
+    expert_out = case.random_rows(case.generator(300 + rank), num_rows, hidden)
+    out_bits = [oracle.bits_of(t) for t in oracle.gather(expert_out)]
+    want = {
+        "slot": oracle.sum_slots(layout, rank, out_bits, case.dtype),
+        "rank": sum_of_ranks(heap, layout, out_bits, case.dtype),
+    }
+    expert_out = on_device(expert_out, heap)
+    whole = torch.full((plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device)
+    whole[:num_rows] = expert_out
+    for order in ORDERS:
+        with poisoned_lease(heap, (plan.row_capacity, hidden), case.dtype, name="expert output") as lease:
+            rows = lease.tensor
+            rows[:num_rows] = expert_out
+            copies, version = heap.statistics.num_staging_copies, rows._version
+            y = combine_tokens(rows, plan, order=order)
+            same = oracle.same_numbers(oracle.bits_of(y), want[order], case.dtype)
+            findings.check(same, f"y of order={order} differs from the oracle")
+            left = oracle.bits_of(rows[:num_rows])
+            findings.check((left == out_bits[rank]).all(), f"order={order} wrote rows")
+            findings.check(is_poison(rows[num_rows:]), f"order={order} wrote the tail")
+            findings.equal("staging copies in place", heap.statistics.num_staging_copies, copies)
+            findings.equal(f"version after order={order}", rows._version, version)
+        # an ordinary tensor, of the visible size and of the whole capacity, and strided ones, elsewhere and on the heap
+        visible = whole if plan.num_rows is None else whole[:num_rows]
+        strided = torch.stack([visible, visible], -1)[..., 1]
+        wide = heap.lease((visible.shape[0], 2 * hidden), case.dtype, name="twice as wide")
+        narrow = wide.tensor[:, hidden:]
+        narrow.copy_(visible)
+        shifted = wide.tensor.view(-1)[1 : 1 + visible.numel()].view_as(visible)  # on the heap, at an odd address
+        for ordinary in ((visible, narrow), (whole, strided), (shifted,))[case.number % 3]:
+            if ordinary is shifted:
+                shifted.copy_(visible)
+            before = oracle.bits_of(ordinary).copy()
+            staged = combine_tokens(ordinary, plan, order=order)
+            same = oracle.same_numbers(oracle.bits_of(staged), oracle.bits_of(y), case.dtype)
+            findings.check(same, f"order={order} gives other bits when it has to stage")
+            findings.check((oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten")
+            # Nothing is copied of an empty tensor, nor of a single row on the heap.
+            pushes = order == "rank" and not heap.spans_nodes
+            in_place = (pushes or heap.owns(ordinary)) and ordinary.is_contiguous()
+            copies += ordinary.numel() > 0 and not (in_place and ordinary.data_ptr() % 16 == 0)
+        findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
+        del ordinary, narrow, shifted
+        wide.release()
+    _check_values(plan, layout, rank, findings)
+
+
+def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+    """One fp32 value per row comes home to its slot: the way of the probs' gradient."""
+    values = torch.full((plan.row_capacity,), float("nan"), device=plan.heap.device)
+    encoded = [1000.0 * rank + row for row in range(len(layout.rows[rank]))]
+    values[: len(encoded)] = torch.tensor(encoded, device=values.device)
+    with plan.heap.lease((plan.row_capacity, 8), torch.float32) as lease:
+        lease.tensor.zero_()
+        with collecting(lease.tensor, plan, order="slot", row_values=values) as collection:
+            pass
+        got = collection.values
+    to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
+    findings.equal("values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32))
+
+
+def check_adjoint(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
+    """<dispatch(x), g> = <x, combine(g)> over the group, exactly: small integers, whose sums no dtype rounds."""
+    rank, routing = heap.rank, case.routing(heap.num_ranks)
+    ids = torch.from_numpy(routing.topk_idx[rank])
+    rng = case.generator(400 + rank)
+    x = torch.from_numpy(rng.integers(-8, 9, (len(ids), hidden))).to(heap.device, case.dtype)
+    plan = make_plan(on_device(ids, heap), num_experts=routing.num_experts, heap=heap)
+    rows, _ = dispatch_tokens(x, plan)
+    g = torch.from_numpy(rng.integers(-8, 9, (plan.num_rows, hidden))).to(heap.device, case.dtype)
+    for order in ORDERS:
+        y = combine_tokens(g, plan, order=order)
+        products = torch.stack([(rows.double() * g).sum(), (x.double() * y).sum()]).cpu()
+        dist.all_reduce(products)
+        findings.equal(f"<x, combine(g)>, order={order}", float(products[1]), float(products[0]))

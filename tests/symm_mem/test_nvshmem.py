@@ -1,0 +1,214 @@
+"""The NVSHMEM backend, as far as it can be tested without NVSHMEM."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import stat
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from heap_calls import outcome, round_trip
+
+from symmoe import SymmetricHeap
+from symmoe.errors import BackendUnavailable
+from symmoe.nodes.topology import Place
+from symmoe.symm_mem import nvshmem_backend
+from symmoe.symm_mem.bootstrap import Bootstrap
+
+NUM_BYTES = 1 << 20
+
+
+def test_files_of_nvshmem_are_for_this_user_only(tmp_path: Path):
+    """Its shared memory asks for mode 0777, see nvshmem_backend.py; and the umask is as before afterwards."""
+    before = os.umask(0o022)
+    try:
+        with nvshmem_backend._files_of_this_user():
+            os.close(os.open(tmp_path / "segment", os.O_CREAT | os.O_RDWR, 0o777))
+        with contextlib.suppress(ZeroDivisionError), nvshmem_backend._files_of_this_user():
+            raise ZeroDivisionError
+        os.close(os.open(tmp_path / "afterwards", os.O_CREAT | os.O_RDWR, 0o777))
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("segment", "afterwards")]
+    assert modes == [0o700, 0o755]
+
+
+class FakeNvshmem:
+    """Stands for the NVSHMEM packages in a group of one. Its arena is memory of this process; it notes what happens to
+    it, and the umask and the environment that its calls see."""
+
+    def __init__(self, num_bytes: int = 5000) -> None:
+        self.umasks, self.environment, self.calls = {}, {}, []
+        self.is_initialized, self.has_peer_access, self.num_machines = False, True, 1
+        self.memory = (ctypes.c_uint8 * num_bytes)()
+        self.address = ctypes.addressof(self.memory)
+        self.any_byte_when_freed: bool | None = None
+
+    def note(self, call: str) -> None:
+        os.umask(old := os.umask(0))
+        self.umasks[call] = old
+        self.environment = dict(os.environ)
+
+    def init(self, **kwargs: object) -> None:
+        self.note("init")
+        self.is_initialized = True
+
+    def malloc(self, num_bytes: int) -> int:
+        self.note("malloc")
+        assert num_bytes == len(self.memory)
+        return self.address
+
+    def ptr(self, address: int, rank: int) -> int:
+        assert (address, rank) == (self.address, 0)
+        return address if self.has_peer_access else 0
+
+    def free(self, address: int) -> None:
+        assert address == self.address
+        self.calls.append("free")
+        self.any_byte_when_freed = any(self.memory)
+        ctypes.memset(address, 0xAA, len(self.memory))  # it is somebody else's from here on
+
+    def finalize(self) -> None:
+        self.calls.append("finalize")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
+    """A fake, which starts as the real one does, where the NVSHMEM packages are imported, the CPU for the GPU."""
+    fake = FakeNvshmem()
+    core = types.SimpleNamespace(
+        InitStatus=types.SimpleNamespace(STATUS_IS_INITIALIZED=2),
+        init_status=lambda: 2 * fake.is_initialized,
+        get_unique_id=lambda empty: types.SimpleNamespace(_data=np.zeros(16, dtype=np.int64)),
+        init=fake.init,
+        finalize=fake.finalize,
+    )
+    device = types.SimpleNamespace(set_current=lambda: None, index=0)
+    for name, module in (
+        ("nvshmem", types.SimpleNamespace(core=core, bindings=fake)),
+        ("nvshmem.core", core),
+        ("nvshmem.bindings", fake),
+        ("cuda", types.ModuleType("cuda")),
+        ("cuda.core", types.SimpleNamespace(Device=lambda index: device)),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    zeros, ranges = torch.zeros, nvshmem_backend.AddressRange
+    monkeypatch.setattr(nvshmem_backend.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvshmem_backend.torch, "zeros", lambda *shape, device=None: zeros(*shape))
+    monkeypatch.setattr(nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: fake.num_machines)
+    monkeypatch.setattr(nvshmem_backend, "_DL_CUDA", 1)  # DLPack's number of the CPU
+    cpu = torch.device("cpu", 0)
+    monkeypatch.setattr(nvshmem_backend, "AddressRange", lambda start, num_bytes, device: ranges(start, num_bytes, cpu))
+    names = nvshmem_backend._ENVIRONMENT | nvshmem_backend._ON_ONE_MACHINE
+    for name in (*names, "NVSHMEM_SYMMETRIC_SIZE"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    return fake
+
+
+def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
+    """Up to its first allocation; there the fake one fails, like one without peer access."""
+    fake.has_peer_access = False
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(BackendUnavailable, match="no direct address for ranks"):
+            nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
+    finally:
+        after = os.umask(before)
+    assert after == 0o022
+    assert fake.umasks == {"init": 0o077, "malloc": 0o077}
+    assert fake.environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
+    assert fake.environment["NVSHMEM_DISABLE_MNNVL"] == "1"
+    assert fake.calls == []  # finalize is collective
+
+
+def test_nvshmem_between_machines(fake: FakeNvshmem):
+    """It must neither stay on loopback nor leave out the links between machines."""
+    fake.has_peer_access, fake.num_machines = False, 2
+    with pytest.raises(
+        BackendUnavailable, match=r"ranks \[0\]: peer access is needed, here between 2 machines of one NVL"
+    ):
+        nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
+    assert fake.environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
+    assert not {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_DISABLE_MNNVL"} & fake.environment.keys()
+
+
+def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert nvshmem_backend.preflight(1 << 20) == ""
+    assert (
+        nvshmem_backend.preflight(4 << 20) == "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
+    )
+    fake.is_initialized = True
+    assert nvshmem_backend.preflight(1 << 20).startswith("NVSHMEM is in use in this process: by an open heap")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert nvshmem_backend.preflight(1 << 20).startswith("the package nvshmem4py-cu13 is not installed: pip install")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert nvshmem_backend.preflight(1 << 20) == "no CUDA device is visible to torch"
+
+
+def meet_on_gpus(rank: int, num_ranks: int) -> tuple[list[tuple[str, str]], list[int]]:
+    """What a heap checks of the GPUs of two ranks, on GPUs that are made up; the numbers of machines that it finds."""
+    found, num_machines, find = [], [], nvshmem_backend.find_place
+    for gpus, reach, machines in (("00", True, 1), ("01", False, 1), ("01", True, 1), ("01", False, 2)):
+        place = Place("another machine") if machines == 2 and rank else find(None)
+        backend = object.__new__(nvshmem_backend.NvshmemBackend)
+        backend.device = torch.device("cuda", int(gpus[rank]))
+        gpu = types.SimpleNamespace(uuid=f"GPU-{gpus[rank]}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+            patch.setattr(torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach)
+            patch.setattr(nvshmem_backend, "find_place", lambda gpu, place=place: place)
+            check = backend._check_peers
+            found.append(outcome(lambda check=check: num_machines.append(check(Bootstrap(None)))))
+    return found, num_machines
+
+
+def test_gpus_of_two_ranks(cluster):
+    for found, num_machines in cluster(2).run(meet_on_gpus):
+        assert num_machines == [1, 2]
+        assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + ["", ""]
+        assert found[0][1].startswith("on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device(")
+        assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, monkeypatch, how: str):
+    waits = []
+    monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), 5000)
+    arena = backend.arenas[0]()
+    assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
+    arena.fill_(7)
+    assert bytes(fake.memory) == b"\7" * 5000  # no copy
+    getattr(backend, how)()
+    if how == "close":
+        assert fake.calls == ["free", "finalize"]
+        assert waits == [[]]  # zeroing is over when it is freed
+        assert fake.any_byte_when_freed is False
+    else:
+        assert (fake.calls, bytes(fake.memory)) == ([], b"\7" * 5000)
+
+
+def share_one_gpu(rank: int, num_ranks: int) -> tuple[str, str]:
+    torch.cuda.set_device(0)
+    found = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="nvshmem")
+    torch.cuda.set_device(rank)
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="nvshmem") as heap:
+        assert round_trip(heap)
+    return found
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_gpu(cluster):
+    for name, text in cluster(2, "cuda").run(share_one_gpu):
+        assert (name, "two ranks of the group use the same GPU" in text) == ("BackendUnavailable", True)

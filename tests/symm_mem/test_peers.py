@@ -1,0 +1,401 @@
+"""Ranks that reach each other, in groups of all kinds; ranks that do not come, give up or fail in a call."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial, reduce
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, RankFailure, on_ranks
+from heap_calls import outcome, round_trip
+from limits import HANG_S, PROMPT_S
+from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
+from symmoe.dispatch.trip import dispatch
+from symmoe.errors import ArgumentError, HeapPoisoned, PeerAborted, PeerError, PeerLost, PeerTimeout
+from symmoe.kernels import control
+from symmoe.kernels.gemm_parts import Division
+
+NUM_BYTES = 1 << 20
+
+
+def check_peers(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with (
+        open_heap("cpu", num_bytes=NUM_BYTES) as heap,
+        poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a,
+    ):
+        heap.barrier(control.PHASE_START)
+        for peer in range(num_ranks):
+            a.peer(peer)[rank] = 100 * rank + peer  # each rank writes its row everywhere
+        heap.barrier(control.PHASE_START)
+        want = [[100 * source + rank] * 4 for source in range(num_ranks)]
+        findings.equal("what peers wrote", a.tensor.tolist(), want)
+        for peer in range(num_ranks):
+            want = [[100 * source + peer] * 4 for source in range(num_ranks)]
+            findings.equal(f"what rank {peer} holds", a.peer(peer).tolist(), want)
+        # what a barrier publishes arrives, in many rounds with ranks that dawdle
+        generator = random.Random(rank)
+        for turn in range(200):
+            if generator.random() < 0.05:
+                time.sleep(0.002)
+            got = heap.barrier(control.PHASE_START, publish=(turn, 1000 * rank + turn)[: 1 + turn % 2])
+            first = [turn] * num_ranks
+            second = [1000 * r + turn if turn % 2 else 0 for r in range(num_ranks)]
+            findings.equal("published", got.tolist(), [[u, v, 0] for u, v in zip(first, second, strict=True)])
+        heap.barrier(control.PHASE_START)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_peers_see_each_other(cluster, num_ranks: int):
+    assert cluster(num_ranks).run(check_peers) == [[]] * num_ranks
+
+
+def check_offsets(rank: int, num_ranks: int) -> bool:
+    """Leases at other offsets on every rank: peers are told, nothing is assumed."""
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
+        with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
+            first = round_trip(heap)
+            with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
+                second = round_trip(heap, seed=50)
+        return first and second and heap.leased_bytes == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_ranks_may_lease_in_different_ways(cluster, num_ranks: int):
+    assert cluster(num_ranks).run(check_offsets) == [True] * num_ranks
+
+
+def check_groups(rank: int, num_ranks: int, device: str) -> list[str]:
+    """Two interleaved groups at once, even ranks and odd ones; on CPUs also the world and groups of one rank."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    evens, odds = (list(range(first, num_ranks, 2)) for first in (0, 1))
+    groups = [dist.new_group(ranks) for ranks in (evens, odds, *([r] for r in range(num_ranks)))]
+    with contextlib.ExitStack() as stack:
+        kinds = (groups[rank % 2], None, groups[2 + rank])[: 1 if device == "cuda" else 3]  # NVSHMEM: one in a process
+        heaps = [stack.enter_context(open_heap(device, group=group, num_bytes=NUM_BYTES)) for group in kinds]
+        wanted = [(rank // 2, num_ranks // 2), (rank, num_ranks), (0, 1)][: len(heaps)]
+        findings.equal("rank in each group", [(heap.rank, heap.num_ranks) for heap in heaps], wanted)
+        half, *others = heaps
+        with poisoned_lease(half, (64,), torch.uint8, name="untouched") as lease:
+            for turn in range(30):
+                if turn % 3 == rank % 2:  # one half is ahead of the other now and then
+                    time.sleep(0.001)
+                findings.check(round_trip(half, 1000 * (rank % 2) + 10 * turn), f"half, turn {turn}")
+                for heap in others if turn % 5 == 0 else others[1:]:
+                    findings.check(round_trip(heap, 7 * turn), f"group of {heap.num_ranks}, turn {turn}")
+            findings.check(is_poison(lease.tensor), "another group wrote into this heap")
+        # one half fails, the other does not notice
+        bad = torch.full((1, 1), 0 if rank % 2 else 99, device=half.device)
+        kind, _ = outcome(make_plan, bad, num_experts=half.num_ranks, heap=half)
+        findings.equal("error of the half", kind, "" if rank % 2 else "ExpertIdError")
+        findings.check(round_trip(half), "half, afterwards")
+    with open_heap(device, num_bytes=NUM_BYTES) as heap:  # and again, all together
+        findings.check(round_trip(heap), "the world, afterwards")
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return findings.texts
+
+
+@on_ranks(cpu=(4, 8), cuda=(4, 8))
+def test_disjoint_groups_at_once(cluster, num_ranks: int, device: str):
+    assert cluster(num_ranks, device).run(check_groups, device) == [[]] * num_ranks
+
+
+def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
+    """The last rank stays away from `call` and comes late; what the others see, and that a new heap works at once."""
+    findings, missing, timeout_s = Findings(), num_ranks - 1, 0.5
+    findings.where = f"rank {rank} of {num_ranks}"
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
+    ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
+    calls: dict[str, Callable[..., object]] = {
+        "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
+        "dispatch_tokens": lambda plan: dispatch_tokens(x, plan) and plan,
+        "combine_tokens": lambda plan: combine_tokens(torch.ones(plan.row_capacity, 8), plan),
+    }
+    first = list(calls).index(call)
+    plan = reduce(lambda plan, name: calls[name](plan), list(calls)[:first], None)
+    dist.barrier()
+    if rank == 0:  # who loses patience with the last rank alone: the others, who have more, wait by then
+        wait_for_arrivals(heap, range(1, missing))
+        heap.timeout_s = heap.start_timeout_s = timeout_s
+    wanted = f"rank {missing} did not reach '{phase}' within "
+    start = time.monotonic()
+    if rank != missing:
+        with pytest.raises(PeerTimeout) as caught:
+            calls[call](plan)
+        took_s, error = time.monotonic() - start, caught.value
+        findings.check(0.9 * timeout_s < took_s < PROMPT_S, f"it took {took_s} s")
+        found = (error.rank, error.phase, error.expected - error.seen)
+        findings.equal("rank, phase and epochs too late", found, (missing, phase, 1))
+        exact = wanted + (f"timeout_s={timeout_s}: expected epoch" if rank == 0 else "")
+        findings.check(str(error).startswith(exact), str(error))
+        heap.timeout_s = heap.start_timeout_s = HANG_S  # nobody waits any more
+        name, text = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
+        findings.check(name == "HeapPoisoned" and wanted in text, f"{name}: {text}")
+        # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
+        offsets = heap.waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
+        findings.equal("offsets", offsets.tolist(), [[-1] * control.NUM_PUBLISHED] * num_ranks)
+        findings.equal("error of a lease", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned")
+    dist.barrier()
+    if rank == missing:  # finds that its peers have given it up
+        name, text = outcome(reduce, lambda plan, name: calls[name](plan), list(calls)[first:], plan)
+        exact = f"rank 0 gave up: {wanted}timeout_s={timeout_s}: expected epoch"
+        findings.check(name == "PeerAborted" and text.startswith(exact), f"{name}: {text}")
+    heap.close()
+    findings.equal("after close", outcome(heap.check)[0], "HeapClosed")
+    dist.barrier()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        findings.check(round_trip(heap), "a new heap does not work")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [
+        ("make_plan", "plan: counts"),
+        ("dispatch_tokens", "dispatch: ready"),
+        ("combine_tokens", "combine: ready"),
+    ],
+)
+def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: str):
+    assert cluster(num_ranks).run(leave_out, call, phase) == [[]] * num_ranks
+
+
+def run_ahead(rank: int, num_ranks: int) -> list[str]:
+    """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at
+    the status, as the hosts of GPUs do: the fault is raised once, and all go on from the same epoch."""
+    findings = Findings()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=PROMPT_S) as heap:
+        for turn in range(4 * num_ranks):
+            findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
+            if rank == turn % num_ranks:
+                found = outcome(heap.fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY)
+                findings.equal("error", found, ("ArgumentError", f"turn {turn}"))
+            else:
+                phases = [control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE, control.PHASE_COMBINE_READY]
+                for phase in phases[: 1 + turn % 3]:
+                    words = heap.waits.barrier(control.pack_call(phase=phase), (512,), fault=False)
+                    findings.check(bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}")
+                culprit = turn % num_ranks
+                findings.equal("error", outcome(heap.check), ("ArgumentError", f"on rank {culprit}: turn {turn}"))
+            findings.equal("error afterwards", outcome(heap.check), ("", ""))
+            if turn % 2:
+                findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_fault_stops_what_is_on_its_way(cluster, num_ranks: int):
+    assert cluster(num_ranks).run(run_ahead) == [[]] * num_ranks
+
+
+def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
+    """The last rank gives up between its rows and their arrival; what the others have of the call then."""
+    findings = Findings()
+    last = rank == num_ranks - 1
+    for way in ("dispatch_tokens", "gradient", "beside GEMMs"):
+        findings.where = f"{way}, rank {rank} of {num_ranks}"
+        heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
+        x, probs = torch.ones(5, 8, dtype=torch.bfloat16), torch.rand(5, 2)
+        ids = (torch.arange(5)[:, None] + torch.tensor([0, 1])) % num_ranks
+        plan = make_plan(ids, num_experts=num_ranks, heap=heap)
+        buffers = [heap.lease((plan.row_capacity, 8), torch.bfloat16) for _ in range(3)]
+        below, out, above = (lease.tensor.fill_(7) for lease in buffers)
+        dist.barrier()
+        if last:
+            heap.barrier = _gives_up(heap, control.PHASE_DISPATCH_DONE)
+            heap.send_signal = partial(_aborts_when_all_have_sent, heap)
+        try:
+            if way == "dispatch_tokens":
+                dispatch_tokens(x, plan, probs=probs, out=out)
+            elif way == "gradient":
+                plan.packed_to_row = torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32)
+                plan.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32)
+                with dispatch(x, plan, out, layout="expert-major", gradients=0):
+                    pass
+            else:
+                with dispatch(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
+                    for _ in arrival.parts:
+                        pass
+        except (PeerAborted, HeapPoisoned):
+            # Where rows travel one rank at a time, some of the last rank's may come after the failure: right ones.
+            spoiled = out.isnan() | ((out == 1) if way == "beside GEMMs" else False)
+            fine = bool(spoiled.all() and out.isnan().any())
+            findings.check(fine or last, f"rows of a failed call: {out.tolist()}")
+            findings.check(bool((below == 7).all() and (above == 7).all()), "a neighbour was overwritten")
+        else:
+            findings.check(last, "nothing was raised")
+        dist.barrier()
+        heap.close()
+    return findings.texts
+
+
+def _aborts_when_all_have_sent(heap: SymmetricHeap, peer: int) -> None:
+    shape = heap.num_ranks, control.SIGNAL_WORDS
+    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[: heap.rank, 0]
+    while bool((signals != heap.epoch).any()):
+        time.sleep(0.01)
+    heap.abort("on purpose")
+
+
+def _gives_up(heap: SymmetricHeap, at: int):
+    barrier = heap.barrier
+
+    def gives_up(phase: int, **kwargs):
+        if phase == at:
+            wait_for_arrivals(heap, range(heap.rank))  # they have sent their rows
+            heap.abort("on purpose")
+            heap.check()
+        return barrier(phase, **kwargs)
+
+    return gives_up
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_of_a_failed_dispatch_are_nan(cluster, num_ranks: int):
+    assert cluster(num_ranks).run(fail_in_dispatch) == [[]] * num_ranks
+
+
+def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
+    """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
+        plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
+        out = heap.lease((plan.row_capacity, 8), torch.bfloat16).tensor.fill_(7)
+        send_signal = heap.send_signal
+        heap.send_signal = lambda peer: (sent.append(peer), send_signal(peer))
+
+        def fails(name: str, kernel, /, *args, **options) -> object:
+            if name == "fan_out" and rank == num_ranks - 1 and options["source"] != rank:
+                raise ZeroDivisionError("a bug of ours")
+            return kernel(*args, **options)
+
+        with (
+            kernels.hooked(heap.device, fails),
+            contextlib.suppress(ZeroDivisionError) if rank == num_ranks - 1 else contextlib.nullcontext(),
+            dispatch(
+                torch.ones(5, 8, dtype=torch.bfloat16),
+                plan,
+                out,
+                torch.rand(5, 2),
+                layout="expert-major",
+                division=Division(1, 1),
+            ) as arrival,
+        ):
+            for _ in arrival.parts:
+                pass
+        findings.equal("peers that were sent to", sent, [(rank + step) % num_ranks for step in range(1, num_ranks)])
+        findings.check(rank == num_ranks - 1 or bool((out[: plan.num_rows] == 1).all()), f"rows: {out.tolist()}")
+        findings.check(round_trip(heap), "the next correct call is wrong")
+    return findings.texts
+
+
+def test_rows_are_sent_once_when_the_trip_fails(cluster):
+    assert cluster(3).run(fail_after_a_signal) == [[]] * 3
+
+
+def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:
+    """What is left of the tokens in an arena that somebody has kept mapped when its rank has closed it."""
+    findings = Findings()
+    findings.where = f"{how}, rank {rank} of {num_ranks}"
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
+    assert round_trip(heap)
+    lease = heap.lease((1000, 8), torch.float32)
+    lease.tensor.fill_(3.0)
+    arenas = [arena() for arena in heap.memory.arenas]
+    dist.barrier()
+    findings.check(all(bool(arena[heap.peers.layout.num_bytes :].any()) for arena in arenas), "nothing to be zeroed")
+    dist.barrier()
+    if how == "close":
+        heap.close()
+    else:
+        with contextlib.suppress(ZeroDivisionError), heap:
+            raise ZeroDivisionError
+    dist.barrier()
+    for peer, arena in enumerate(arenas):
+        # The peers write into the control block that they give up.
+        findings.check(not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something")
+    dist.barrier()
+    return findings.texts
+
+
+@pytest.mark.parametrize("how", ["close", "exception"])
+def test_nothing_of_the_tokens_is_left(cluster, how: str):
+    assert cluster(2).run(leave_rows, how) == [[]] * 2
+
+
+def stay_away_from_construction(rank: int, num_ranks: int, folder: str, how: str) -> None:
+    """Rank 0 does, until the others have found out."""
+    found = [Path(folder, str(survivor)) for survivor in range(1, num_ranks)]
+    if rank == 0:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        _until_there(found)
+        os._exit(3)
+    start, bound_s = time.monotonic(), 1.0 if how == "late" else HANG_S
+    try:
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host", start_timeout_s=bound_s)
+    except PeerError as error:
+        facts = {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
+    facts["took_s"] = time.monotonic() - start
+    written = Path(folder, f"{rank}.partial")
+    written.write_text(json.dumps(facts))
+    written.rename(found[rank - 1])
+    _until_there(found)
+    os._exit(7)  # the process group is broken
+
+
+def _until_there(files: list[Path]) -> None:
+    while not all(file.exists() for file in files):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [("killed", 3), ("late", 2)])
+def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks: int):
+    ranks = Cluster(num_ranks)
+    try:
+        with pytest.raises(RankFailure, match="died with exit code"):
+            ranks.run(stay_away_from_construction, str(tmp_path), how)
+    finally:
+        ranks.close()
+    found = {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in range(1, num_ranks)}
+    assert 0 in [facts["rank"] for facts in found.values()]
+    for rank, facts in found.items():
+        # gloo takes leave of all ranks when it has lost one: a survivor may be as lost as the one that was killed.
+        assert facts["rank"] == 0 or (how == "killed" and facts["rank"] == 3 - rank)
+        if how == "late":
+            assert facts["error"] == PeerTimeout.__name__
+            assert facts["text"].startswith("rank 0 did not reach 'start-up' within start_timeout_s=1")
+            assert 0.9 < facts["took_s"] < PROMPT_S
+        else:
+            assert facts["error"] == PeerLost.__name__
+            assert facts["took_s"] < PROMPT_S  # and not start_timeout_s
+
+
+def without_bound(rank: int, num_ranks: int) -> bool:
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=float("inf")) as heap:
+        if rank:
+            time.sleep(0.2)
+        return round_trip(heap)
+
+
+def test_waits_may_have_no_bound(cluster):
+    assert cluster(2).run(without_bound) == [True, True]
