@@ -11,8 +11,8 @@ import torch
 from bad_tokens import check_recipe
 from host_reads import NoReads
 from layers import tokens_of
+from low_precision_cases import RECIPES
 from row_ranges import whole_groups
-from test_low_precision import RECIPES
 from worker import Findings, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan

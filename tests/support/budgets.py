@@ -18,7 +18,6 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "symmoe": (36_000, 43_500),
     "tests": (42_000, 56_800),
     "docs": (4_000, 0),
-<<<<<<< HEAD
     "kernels + tape": (15_000, 16_600),
     "symm_mem + nodes": (3_900, 5_200),
     "checks + precision": (1_200, 1_500),
@@ -26,15 +25,6 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "grouped + moe + training": (6_900, 8_700),
     "checkpoint + integrations": (3_500, 4_600),
     "tools + timeline": (2_700, 4_400),
-=======
-    "kernels + tape": (15_000, 17_680),
-    "symm_mem + nodes": (3_900, 5_103),
-    "checks + precision": (1_200, 1_618),
-    "dispatch + combine": (1_500, 1_856),
-    "grouped + moe + training": (6_900, 8_998),
-    "checkpoint + integrations": (3_500, 4_490),
-    "tools + timeline": (2_700, 4_452),
->>>>>>> ready-integrations
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
