@@ -37,7 +37,7 @@ from symmoe.grouped.splits import Splits
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
-from symmoe.precision.cached_weights import HeldWeight
+from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
 
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))

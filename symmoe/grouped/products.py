@@ -22,9 +22,15 @@ from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.cached_weights import weight_operands
-from symmoe.precision.operands import Operand, multiply, multiply_columns
-from symmoe.precision.products import LowPrecision
+from symmoe.precision.operands import (
+    Operand,
+    gradient_columns,
+    gradient_rows,
+    multiply,
+    multiply_columns,
+    operand,
+    weight_operands,
+)
 from symmoe.precision.recipes import Recipe
 
 
@@ -47,9 +53,9 @@ class LinearProducts:
         if layer.precision is None:
             kernels.for_device(out.device).grouped_gemm(rows.x, weight, rows.row_range, out, **options)
         else:
-            numbers = LowPrecision(layer.precision)
-            left = numbers.rows(rows.x, rows.row_range)
-            right, transposed = weight_operands(numbers, weight, transposed=self.trains_rows, held=layer.held_weight)
+            recipe, held = layer.precision, layer.held_weight
+            left = operand(recipe.quantize(rows.x, rows.row_range))
+            right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
             multiply(left, right, rows.row_range, out, **options)
         t = None
         if low is not None:
@@ -93,7 +99,7 @@ class LinearGradients:
                 self._ops.grouped_bias_grad(d_out, row_range, self._d_bias, scale=self._rows.scale)
         else:
             sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
-            lines = LowPrecision(self._recipe).gradient_rows(d_out, row_range, **sums)
+            lines = gradient_rows(self._recipe, d_out, row_range, **sums)
             _, data, scale, global_scale = self._kept
             transposed = Operand(given("data", data), given("scale", scale), global_scale)
             multiply(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
@@ -131,8 +137,7 @@ def _weight_gradient(
     if recipe is None:
         kernels.for_device(x.device).grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
         return
-    numbers = LowPrecision(recipe)
-    left, right = numbers.gradient_columns(d_out, row_range), numbers.columns(x, row_range)
+    left, right = gradient_columns(recipe, d_out, row_range), operand(recipe.quantize_columns(x, row_range))
     multiply_columns(left, right, row_range, out, accumulate=accumulate)
 
 
