@@ -60,7 +60,7 @@ class RoutedExperts(torch_operators.EagerStep):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
-        rows than recent ones (symm_mem/room_for_rows.py), before that.
+        rows than recent ones (symm_mem/row_budget.py), before that.
 
         Args:
             tokens: [T, H] in the dtype to compute in.
