@@ -110,15 +110,15 @@ class PeerTimeout(PeerError):
         phase: str,
         expected: int,
         seen: int,
-        bound: str,
-        bound_s: float,
+        bound: tuple[str, float],
         reported_by: int | None = None,
         node: int | None = None,
         is_lost: bool = False,
     ) -> None:
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
         where = "" if node is None else f" on node {node}"
-        how = "and has closed its connection" if is_lost else f"within {bound}={bound_s:g}"
+        self.bound, self.bound_s = bound
+        how = "and has closed its connection" if is_lost else f"within {self.bound}={self.bound_s:g}"
         super().__init__(
             f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
         )
@@ -126,8 +126,6 @@ class PeerTimeout(PeerError):
         self.phase = phase
         self.expected = expected
         self.seen = seen
-        self.bound = bound
-        self.bound_s = bound_s
         self.reported_by = reported_by
         self.node = node
         self.is_lost = is_lost

@@ -186,9 +186,9 @@ class Bootstrap:
             work.wait(timedelta(seconds=max(1e-3, start + self._timeout_s - time.monotonic())))
 
     def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
-        waited_s = time.monotonic() - start
+        waited_s, timeout_s = time.monotonic() - start, self._timeout_s
         # The group's timeout cannot be read, but gloo says that it has passed.
-        is_late = "imed out" in str(error) if self._timeout_s is None else waited_s >= self._timeout_s
+        is_late = "imed out" in str(error) if timeout_s is None else waited_s >= timeout_s
         if not is_late:
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
         return PeerTimeout(
@@ -196,8 +196,7 @@ class Bootstrap:
             phase=control.PHASES[control.PHASE_START],
             expected=self._num_exchanges,
             seen=self._num_exchanges - 1,
-            bound="the process group's timeout" if self._timeout_s is None else "start_timeout_s",
-            bound_s=waited_s if self._timeout_s is None else self._timeout_s,
+            bound=("the process group's timeout", waited_s) if timeout_s is None else ("start_timeout_s", timeout_s),
         )
 
 
