@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -77,13 +77,11 @@ def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
-def _routed(tokens: _Tokens, heap: SymmetricHeap | None) -> Routed:
-    function = partial(_compute, tokens)
-    if heap is None:
-        return function()
+def _part(tokens: _Tokens) -> tuple[tuple[Hashable, ...], Callable[[], Routed], list[torch.Tensor]]:
+    """The arguments of SymmetricHeap.run."""
     x, weight, bias, given_idx, top_k, rule = tokens
     inputs = [tensor for tensor in (x, weight, bias, given_idx) if tensor is not None]
-    return Routed(*heap.run(("route", top_k, rule, bias is None, given_idx is None), function, inputs))
+    return ("route", top_k, rule, bias is None, given_idx is None), partial(_compute, tokens), inputs
 
 
 def _compute(tokens: _Tokens) -> Routed:
@@ -156,7 +154,7 @@ class _Route(Function):
     @staticmethod
     def forward(ctx: _RouteContext, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tokens = _Tokens(*arguments)
-        routed = _routed(tokens, heap)
+        routed = Routed(*(_compute(tokens) if heap is None else heap.run(*_part(tokens))))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.topk_idx)
         ctx.save_for_backward(tokens.x, tokens.weight, routed.topk_idx, routed.scores)
@@ -205,7 +203,8 @@ def _route(
         score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups, route_scale=route_scale
     )
     with torch.autocast(x.device.type, enabled=False):
-        routed = _routed(_Tokens(x, weight, bias, given_idx, top_k, rule), heap_numbered(heap))
+        tokens, its_heap = _Tokens(x, weight, bias, given_idx, top_k, rule), heap_numbered(heap)
+        routed = Routed(*(_compute(tokens) if its_heap is None else its_heap.run(*_part(tokens))))
     return routed.logits, routed.probs, routed.scores, routed.topk_idx
 
 
