@@ -269,7 +269,7 @@ class Collection:
                 return
             index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row
             rows, trip = (self._rows, self._returned), (self._ready, arrived)
-            self._ops.sum_home(*rows, *index, *trip, self.out, rank=heap.rank, num_ctas=num_ctas)
+            self._ops.sum_home(rows, index, trip, self.out, rank=heap.rank, num_ctas=num_ctas)
 
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
