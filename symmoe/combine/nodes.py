@@ -109,7 +109,7 @@ class FromNodes:
         return row.masked_fill_(slot_to_node < 0, -1)
 
     def meet(self, agreed: control.CallFields) -> None:
-        """The meeting before the trip's last barrier, see SymmetricHeap.meet."""
+        """The meeting before the trip's last barrier, see Nodes.meet."""
         nodes_of(self._plan.heap).meet(control.PHASE_NODES_HOME, **self._rails.agreed_on_rail(agreed))
 
 

@@ -170,7 +170,7 @@ class RailPlan:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
         comes next.
 
-        phase, agreed: as in SymmetricHeap.meet.
+        phase, agreed: as in Nodes.meet.
 
         Yields:
             a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.

@@ -110,7 +110,7 @@ def _travelling(
 
     Yields:
         an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
-        come, the foreign ones. It ends with a meeting, see SymmetricHeap.meet: the last barrier comes next.
+        come, the foreign ones. It ends with a meeting, see Nodes.meet: the last barrier comes next.
     """
     if (nodes := plan.nodes) is None:
         yield iter([(plan, tensors)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat, zip_longest
@@ -49,7 +50,8 @@ def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
     """From the first byte of a tensor to the one past its last."""
     if 0 in shape:
         return 0
-    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
+    num_elements: int = 1 + sum(map(operator.mul, shape, stride)) - sum(stride)  # (size - 1) * step of each
+    return num_elements * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
