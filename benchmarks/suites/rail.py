@@ -15,7 +15,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, gbs, new_record
 from symmoe.tools.bench.timing import Run, Variant, in_steps
@@ -39,7 +39,7 @@ class Exchange:
 
     def move(self) -> None:
         """The exchange."""
-        self._heap.exchange([self._sends], [self._received], PHASE)
+        nodes_of(self._heap).exchange([self._sends], [self._received], PHASE)
 
     def verify(self) -> float:
         """0 if what has come is what was sent, else 1."""
@@ -83,7 +83,7 @@ def _meetings_ms(run: Run) -> npt.NDArray[np.float64]:
         run.heap.barrier(PHASE)
         run.ranks.barrier()
         start = time.perf_counter()
-        run.heap.meet(PHASE)
+        nodes_of(run.heap).meet(PHASE)
         times[n] = (time.perf_counter() - start) * 1e3
     run.heap.synchronize()
     return np.asarray(run.ranks.gather(times).max(0))
