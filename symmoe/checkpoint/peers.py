@@ -18,10 +18,13 @@ _Result = TypeVar("_Result")
 
 
 class Peers:
-    """A process group, or that of a heap's bootstrap, that exchanges JSON. Every method is collective.
+    """A process group that exchanges JSON. Every method is collective.
 
     A block `with peers:` is around all of them. If it is left by an exception that the others do not have (an
     interrupt), they learn it in their next exchange: all exchanges begin with the same message.
+
+    Args:
+        group: or a heap's, its `bootstrap`; None: the default one, or this process alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
