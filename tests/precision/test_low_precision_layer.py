@@ -27,7 +27,7 @@ from worker import Findings, open_heap
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.errors import ArgumentError, HeapExhausted
-from symmoe.grouped.experts import ExpertForm, ExpertRows
+from symmoe.grouped.experts import ExpertRows, evaluated
 from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -92,10 +92,8 @@ def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
 
 def test_rows_on_their_way_are_waited_for():
     """Whatever hands out parts: all of them are taken before anything is quantised."""
-    experts = GroupedMLP(2, 64, 32, precision=NVFP4())
-    tensors = experts.fc1.weight, experts.fc2.weight
-    form = ExpertForm.of(experts.fc1, experts.activation, experts.fc2)
-    weights = expert_weights(form, (None, None), tensors, trains=(True, True))
+    call = evaluated(GroupedMLP(2, 64, 32, precision=NVFP4()), torch.float32)
+    weights = expert_weights(call.form, call.biases, call.tensors, trains=(True, True))
     rows = torch.randn(8, 64)
     row_range, scale = whole_groups((5, 3)), torch.ones(8)
     want, _ = weights.first_layer(ExpertRows(rows, row_range, scale), num_rows=8)
