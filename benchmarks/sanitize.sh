@@ -27,15 +27,15 @@ mkdir -p "$folder"
 export OMP_NUM_THREADS=1
 
 chosen="(test_kernels_match_twins and (drops or probs or nothing or fails) and not qwen3) or (test_choice_of_experts and not 3001)
-    or test_many_groups or test_no_rows or test_splits or (test_against_float64_and_twins and 48 and bfloat16)
+    or (test_many_groups and not mxfp8 and not nvfp4) or test_no_rows or test_splits or (test_against_float64_and_twins and 48 and bfloat16)
     or (256 and bfloat16 and (test_push or test_sum_home)) or test_scales_are_swizzled
-    or (test_fp8_gpu and (test_nan or test_groups_without or (whole_numbers and 264 and bfloat16)))
+    or (test_quantized_gemm_gpu and not mxfp8 and not nvfp4 and (test_nan or test_groups_without or (small_numbers and 264)))
     or (test_quantize_gpu and not powers and ((test_rows and 160 and bfloat16 and not False) or (test_weights and 96)
-        or (test_columns_of and 272 and bfloat16) or (programs_per_sm and not None and not torch.float16)))
+        or (test_the_wire and 272 and bfloat16) or (programs_per_sm and not None and not torch.float16)))
     or (test_act_quantize_gpu and test_the_bits and bfloat16 and not powers and (swiglu-128 or 720))"
 chosen=$(echo $chosen)
 tests=("$python" -m pytest -q -m gpu -p no:cacheprovider -p no:timeout -k "$chosen")
-for name in token_kernels gemm gemm_act hopper hopper_rows pointers fp8 quantize act_quantize; do
+for name in token_kernels gemm gemm_act hopper hopper_rows pointers quantized_gemm quantize act_quantize; do
     tests+=("tests/gpu/test_${name}_gpu.py")
 done
 

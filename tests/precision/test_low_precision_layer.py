@@ -92,10 +92,8 @@ def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
 
 def test_rows_on_their_way_are_waited_for():
     """Whatever hands out parts: all of them are taken before anything is quantised."""
-    experts = GroupedMLP(2, 64, 32, precision=NVFP4())
-    tensors = experts.fc1.weight, experts.fc2.weight
-    form = evaluated(experts, torch.float32).form
-    weights = expert_weights(form, (None, None), tensors, trains=(True, True))
+    call = evaluated(GroupedMLP(2, 64, 32, precision=NVFP4()), torch.float32)
+    weights = expert_weights(call.form, call.biases, call.tensors, trains=(True, True))
     rows = torch.randn(8, 64)
     row_range, scale = whole_groups((5, 3)), torch.ones(8)
     want, _ = weights.first_layer(ExpertRows(rows, row_range, scale), num_rows=8)

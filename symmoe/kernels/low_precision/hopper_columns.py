@@ -371,17 +371,7 @@ def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> 
     return in_tiles and width % 8 == 0 and rows.data_ptr() % ACCESS_BYTES == 0
 
 
-def launch_quantize_columns(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    row_index: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+def launch_quantize_columns(rows, row_range, data, scale, block_format, *, row_index=None, num_sms=None, **options):
     """quantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     width, num_tiles = scale.shape
     layout = (width, row_range.shape[1], block_format.scale, rows.dtype, width // 2, 4)
@@ -391,17 +381,8 @@ def launch_quantize_columns(
 
 
 def launch_requantize_columns(
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    dtype: torch.dtype,
-    *,
-    row_index: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+    wire, row_range, data, scale, block_format, dtype, *, row_index=None, num_sms=None, **options
+):
     """requantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     width, num_tiles = scale.shape
     layout = (width, row_range.shape[1], block_format.scale, dtype, wire.shape[1] // 2, 2)

@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
-from symmoe.kernels.act_quantized import ANY_ADDRESS, Buffers
+from symmoe.kernels.act_quantized import ANY_ADDRESS
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
@@ -241,21 +241,21 @@ def takes_dact_quantize(da: torch.Tensor, h: torch.Tensor, activation: Activatio
 
 
 def launch_dact_quantize(
-    da: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    workspace: torch.Tensor,
-    activation: Activation,
-    block_format: BlockFormat,
-    rows: Buffers,
-    columns: Buffers,
-    a_columns: Buffers,
-    bias_sums: torch.Tensor | None = None,
+    da,
+    h,
+    row_scale,
+    row_range,
+    workspace,
+    activation,
+    block_format,
+    rows,
+    columns,
+    a_columns,
+    bias_sums=None,
     *,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+    num_sms=None,
+    **options,
+):
     """dact_quantize of at least one row, without the sums of dscale's and dbias's parts, which stay in the workspace
     and in bias_sums, a part of it.
 

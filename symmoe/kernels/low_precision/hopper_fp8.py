@@ -45,7 +45,7 @@ from symmoe.kernels.hopper.pipeline import (
 from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.quantized_gemm import ANY_ADDRESS, BLOCK
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.tensor_table import packed_and_table
 
 E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
@@ -235,19 +235,19 @@ def hopper_fp8_gemm_kernel(
 
 
 def launch_fp8_gemm(
-    rows: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    weight_scale: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    row_scale,
+    weight,
+    weight_scale,
+    row_range,
+    out,
     *,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+    bias=None,
+    bias_scale=None,
+    zero_tail=False,
+    num_sms=None,
+    **options,
+):
     """grouped_gemm_fp8 of at least one row. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
     packed, table = packed_and_table(weight)

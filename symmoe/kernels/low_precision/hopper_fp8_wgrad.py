@@ -45,7 +45,7 @@ from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_pl
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
 from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.tiles import device_num_sms
 
 PART = gl.constexpr(32)  # columns of sums stored at a time
@@ -275,18 +275,7 @@ def hopper_fp8_wgrad_kernel(
     )
 
 
-def launch_fp8_wgrad(
-    dout: torch.Tensor,
-    dout_scale: torch.Tensor,
-    rows: torch.Tensor,
-    rows_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+def launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, *, accumulate=False, num_sms=None, **options):
     """grouped_gemm_wgrad_fp8 of at least one block of tokens; matrices of a table are fp32. options: fields of the
     pipeline, for comparisons."""
     packed, table = packed_and_table(out)

@@ -161,16 +161,8 @@ def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorT
 
 
 def launch_quantize_weight_pairs(
-    weight: torch.Tensor | TensorTable,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    transposed_data: torch.Tensor,
-    transposed_scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    num_sms: int | None = None,
-    **options: int,
-) -> None:
+    weight, data, scale, transposed_data, transposed_scale, block_format, *, num_sms=None, **options
+):
     """quantize_weight_pairs for weights that takes_weight_pairs accepts. options: as OPTIONS."""
     num_tiles = scale.numel()
     if num_tiles == 0:
