@@ -83,22 +83,27 @@ def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: 
 class RailCounts:
     """What the ranks of a group tell each other for a plan in addition to the counts of their node.
 
+    Args:
+        number: int32 [1], what only the device knows, of HEAD_RAIL_DROPPED in the header; None: nothing.
+
     Attributes:
         num_received: int32 [N], tokens that each node sends to this rank; after :meth:`share`.
         num_tokens: by node, T of its rank on this rail, as hosts know it; after :meth:`share`.
     """
 
-    def __init__(self, heap: SymmetricHeap, rails: RailRows) -> None:
-        self._heap, self._rails = heap, rails
+    def __init__(self, heap: SymmetricHeap, rails: RailRows, number: torch.Tensor | None) -> None:
+        self._heap, self._rails, self._number = heap, rails, number
         self.num_received = torch.zeros_like(rails.num_sent)
         self.num_tokens: list[int] = []
 
-    def tell(self, number: torch.Tensor) -> None:
-        """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
-        before the plan's barrier. number: int32 [1], of HEAD_RAIL_DROPPED."""
+    def tell(self) -> None:
+        """Writes the number into the header of this rank's counts, on all ranks of the node. Local, before the plan's
+        barrier."""
+        if self._number is None:
+            return
         row = self._rows(barriers=1)[self._heap.rank : self._heap.rank + 1]
         for rank in range(self._heap.peers.num_ranks):
-            self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, number)
+            self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, self._number)
 
     def share(self, config: int) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.

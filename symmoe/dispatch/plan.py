@@ -296,14 +296,8 @@ def _plan_between_nodes(
     limit, drops = rail_capacity if has_limit else None, has_limit and options.overflow == "drop"
     rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit)
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
-    counts = RailCounts(heap, rails)
-
-    def tell() -> None:
-        number = rails.num_dropped if drops else rails.too_many
-        if number is not None:
-            counts.tell(number)
-
-    plan = _place_slots(rails.topk_idx, heap, words, options.config, tell, counts.share)
+    counts = RailCounts(heap, rails, rails.num_dropped if drops else rails.too_many)
+    plan = _place_slots(rails.topk_idx, heap, words, options.config, counts)
     sent: Sequence[int]
     received: Sequence[int]
     if rail_capacity is not None:
@@ -327,21 +321,17 @@ def _place_slots(
     heap: SymmetricHeap,
     words: dict[int, int],
     config: int,
-    tell: Callable[[], None] | None = None,
-    share: Callable[[int], None] | None = None,
+    counts: RailCounts | None = None,
 ) -> Plan:
-    """The plan; `words` of the header are the other arguments of make_plan. Does not wait.
-
-    config: as in PlanOptions.
-    tell, share: complete the count table before and after the barrier, if the group spans nodes.
-    """
+    """The plan; `words` of the header are the other arguments of make_plan. Does not wait. config: as in PlanOptions;
+    counts: if the group spans nodes."""
     num_tokens, top_k = topk_idx.shape
     header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     sizes = num_tokens, top_k, num_experts, heap.num_ranks
     with heap.one_call:
-        fill = partial(_fill, topk_idx, heap, header, config, sizes, tell, share)
+        fill = partial(_fill, topk_idx, heap, header, config, sizes, counts)
         is_special = heap.nodes is not None or heap.first_step is not None
         (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
@@ -369,8 +359,7 @@ def _fill(
     header: tuple[int, ...],
     config: int,
     sizes: tuple[int, int, int, int],
-    tell: Callable[[], None] | None,
-    share: Callable[[int], None] | None,
+    counts: RailCounts | None,
 ) -> tuple[torch.Tensor]:
     """A new storage of a plan, filled. Collective. sizes: T, K, E, R."""
     num_tokens, _, num_experts, num_ranks = sizes
@@ -381,8 +370,8 @@ def _fill(
     block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
     ops.send_counts(block_counts, topk_idx, header, block_starts, heap.count_peers, num_experts=num_experts)
-    if tell is not None:
-        tell()
+    if counts is not None:
+        counts.tell()
     first_step = heap.first_step
     if first_step is None or heap.streams.capture:
         received = heap.barrier(control.PHASE_PLAN, config=config)
@@ -390,8 +379,8 @@ def _fill(
         heap.first_step = None
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
         first_step.compare(heap.streams.read_back(received)())
-    if share is not None:
-        share(config)
+    if counts is not None:
+        counts.share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
         received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(
             num_ranks, 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +42,13 @@ class _Tokens(NamedTuple):
     top_k: int
     rule: RoutingRule
 
+    @property
+    def call(self) -> tuple[tuple[Hashable, ...], Callable[[], Routed], list[torch.Tensor]]:
+        """The arguments of SymmetricHeap.run."""
+        key = "route", self.top_k, self.rule, self.bias is None, self.given_idx is None
+        inputs = self.x, self.weight, self.bias, self.given_idx
+        return key, partial(_compute, self), [tensor for tensor in inputs if tensor is not None]
+
 
 def route_tokens(
     x: torch.Tensor,
@@ -75,15 +82,6 @@ def route_tokens(
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
-
-
-def _routed(tokens: _Tokens, heap: SymmetricHeap | None) -> Routed:
-    function = partial(_compute, tokens)
-    if heap is None:
-        return function()
-    x, weight, bias, given_idx, top_k, rule = tokens
-    inputs = [tensor for tensor in (x, weight, bias, given_idx) if tensor is not None]
-    return Routed(*heap.run(("route", top_k, rule, bias is None, given_idx is None), function, inputs))
 
 
 def _compute(tokens: _Tokens) -> Routed:
@@ -156,7 +154,7 @@ class _Route(Function):
     @staticmethod
     def forward(ctx: _RouteContext, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tokens = _Tokens(*arguments)
-        routed = _routed(tokens, heap)
+        routed = Routed(*(_compute(tokens) if heap is None else heap.run(*tokens.call)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.topk_idx)
         ctx.save_for_backward(tokens.x, tokens.weight, routed.topk_idx, routed.scores)
@@ -204,9 +202,10 @@ def _route(
     rule = RoutingRule(
         score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups, route_scale=route_scale
     )
+    tokens, of_heap = _Tokens(x, weight, bias, given_idx, top_k, rule), heap_numbered(heap)
     with torch.autocast(x.device.type, enabled=False):
-        routed = _routed(_Tokens(x, weight, bias, given_idx, top_k, rule), heap_numbered(heap))
-    return routed.logits, routed.probs, routed.scores, routed.topk_idx
+        logits, probs, scores, topk_idx = _compute(tokens) if of_heap is None else of_heap.run(*tokens.call)
+    return logits, probs, scores, topk_idx
 
 
 @_route.register_fake

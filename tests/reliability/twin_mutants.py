@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from symmoe.dispatch import slots
+from symmoe.dispatch import trip
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
 from symmoe.kernels.twin import plan as twin_plan
@@ -217,7 +217,7 @@ def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
         def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
             return torch.empty(*args, **kwargs)
 
-    _replace(stack, slots, "torch", lambda original: Torch())
+    _replace(stack, trip, "torch", lambda original: Torch())
 
 
 def _unused_packed_rows_not_marked(stack: ExitStack) -> None:
