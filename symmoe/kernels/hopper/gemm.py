@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.pipeline import BLOCK_K, BLOCK_M, CHUNK, RAGGED, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
-from symmoe.kernels.triton.tiles import device_num_sms, max_row_tiles
+from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles
 
 NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
@@ -86,9 +86,7 @@ def _gemm_plan(num_groups, columns, in_width, dtype, weight_k_first, options) ->
 
 def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
     """One program per SM, but no more than there can be tiles."""
-    num_sms = device_num_sms(device) if num_sms is None else num_sms
-    num_tiles = max_row_tiles(num_rows, pipe.num_groups, BLOCK_M.value) * pipe.num_n_tiles
-    return (max(1, min(num_tiles, num_sms)),)
+    return launch_grid(max_row_tiles(num_rows, pipe.num_groups, BLOCK_M.value) * pipe.num_n_tiles, num_sms, device)
 
 
 def describe(block: list[int], dtype: torch.dtype) -> Describe:

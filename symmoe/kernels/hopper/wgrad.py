@@ -33,7 +33,7 @@ from symmoe.kernels.hopper.pipeline import (
     write_dump,
 )
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.tiles import device_num_sms
+from symmoe.kernels.triton.tiles import launch_grid
 
 BLOCK_N = gl.constexpr(256)
 
@@ -186,8 +186,7 @@ def launch_wgrad(dout, rows, row_range, out, *, num_sms=None, group_m=4):
         out.zero_()
         return
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
-    num_sms = device_num_sms(out.device) if num_sms is None else num_sms
-    grid = (min(pipe.num_tiles, num_sms),)
+    grid = launch_grid(pipe.num_tiles, num_sms, out.device)
     launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_range)
 
 

@@ -190,7 +190,7 @@ def grouped_gemm_wgrad_fp8(
             on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
     plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
-    grid = launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device)
+    grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
     operands = dout, dout_scale, rows, rows_scale, row_range
     launch(grouped_gemm_wgrad_fp8_kernel, grid, plan.constants, *operands, *packed_and_table(out))
 

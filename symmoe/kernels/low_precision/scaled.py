@@ -366,7 +366,7 @@ def grouped_gemm_wgrad_scaled(
             zero_matrices(out)
         return
     plan = _wgrad_plan(config, block_format, scaled_products(out.device), out.dtype, accumulate, out.shape)
-    grid = launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device)
+    grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
     operands = dout, dout_scale, rows, rows_scale, dout_global_scale, rows_global_scale, row_range
     launch(grouped_gemm_wgrad_scaled_kernel, grid, plan.constants, *operands, *packed_and_table(out))
 

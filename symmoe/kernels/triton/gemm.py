@@ -455,7 +455,7 @@ def grouped_gemm_wgrad(
     plan = _wgrad_plan(config, dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
     left = dout if dout_index is None else None, dout, dout_index
     right = rows if rows_index is None else None, rows, rows_index
-    grid = launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device)
+    grid = launch_grid(plan.num_n_tiles, num_sms, dout.device)
     launch(grouped_gemm_wgrad_kernel, grid, plan.constants, *left, *right, row_range, *packed_and_table(out))
 
 

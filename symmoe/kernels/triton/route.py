@@ -5,7 +5,7 @@ copies of [T, E], and the result of a row depends only on the row.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -44,12 +44,17 @@ class Choice:
         return next_power_of_2(self.rule.num_groups)
 
 
-@functools.cache
 def _choice(num_experts: int, top_k: int, rule: RoutingRule) -> tuple[int, Constants]:
     """Tokens of a program, and the constants; the rule's route_scale is an argument."""
+    return _of_rule(num_experts, top_k, rule.score, rule.renormalize, rule.num_groups, rule.top_groups)
+
+
+@functools.cache
+def _of_rule(num_experts, top_k, score, renormalize, num_groups, top_groups) -> tuple[int, Constants]:
+    rule = RoutingRule(score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups)
     tokens = max(1, SCORES_PER_PROGRAM // next_power_of_2(num_experts))
     sizes = {"num_experts": num_experts, "top_k": top_k, "tokens": tokens}
-    choice = Choice(**sizes, rule=replace(rule, route_scale=1.0), best_of_group=rule.best_of_group(num_experts))
+    choice = Choice(**sizes, rule=rule, best_of_group=rule.best_of_group(num_experts))
     return tokens, Constants({"CHOICE": choice, "num_warps": NUM_WARPS})
 
 

@@ -58,7 +58,7 @@ def device_num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_grid(config: TileConfig, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+def launch_grid(num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
     """One program per SM, but no more than there can be tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
     return (max(1, min(num_tiles, num_sms)),)
@@ -300,7 +300,7 @@ class Plan:
     def grid(self, num_rows: int, num_groups: int, num_sms: int | None, device: torch.device) -> tuple[int]:
         """The grid for num_rows rows."""
         num_tiles = max_row_tiles(num_rows, num_groups, self.config.block_m) * self.num_n_tiles
-        return launch_grid(self.config, num_tiles, num_sms, device)
+        return launch_grid(num_tiles, num_sms, device)
 
 
 def row_programs(num_tiles: int, num_column_tiles: int) -> int:

@@ -18,14 +18,7 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     activation_gradients(dout, h, scale, dh, dscale, activation)
 
 
-def activation_gradients(
-    dout: torch.Tensor,
-    h: torch.Tensor,
-    scale: torch.Tensor,
-    dh: torch.Tensor,
-    dscale: torch.Tensor,
-    activation: Activation,
-) -> torch.Tensor:
+def activation_gradients(dout, h, scale, dh, dscale, activation) -> torch.Tensor:
     """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = _value_and_slopes(h, activation, need_slopes=True)
     grad = dout.float()

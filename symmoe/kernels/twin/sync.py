@@ -23,15 +23,7 @@ def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_f
         _spoil(nan_on_failure)
 
 
-def _meet(
-    peers: Peers,
-    words: tuple[int, ...],
-    received: torch.Tensor,
-    status: torch.Tensor,
-    call: int,
-    fault: bool,
-    timeout_ns: int | None,
-) -> bool:
+def _meet(peers, words, received, status, call, fault, timeout_ns) -> bool:
     """Whether the call goes on."""
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     if counters[control.ABORTED] or counters[control.FAULTED]:
