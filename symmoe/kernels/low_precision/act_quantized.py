@@ -283,16 +283,7 @@ def dact_quantize_kernel(
                 store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
 
 
-def act_quantize(
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    activation: Activation,
-    block_format: BlockFormat,
-    *,
-    rows: Buffers | None = None,
-    columns: Buffers | None = None,
-) -> None:
+def act_quantize(h, row_scale, row_range, activation, block_format, *, rows=None, columns=None):
     sizes = check_act_quantize(h, row_scale, row_range, activation, block_format, rows, columns)
     problem = sizes.ffn, sizes.num_groups, activation, block_format
     row_constants, column_constants = _row_constants(*problem), _column_constants(*problem)
@@ -310,20 +301,20 @@ def act_quantize(
 
 
 def dact_quantize(
-    da: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    dscale: torch.Tensor,
-    workspace: torch.Tensor,
-    activation: Activation,
-    block_format: BlockFormat,
+    da,
+    h,
+    row_scale,
+    row_range,
+    dscale,
+    workspace,
+    activation,
+    block_format,
     *,
-    rows: Buffers | None = None,
-    columns: Buffers | None = None,
-    a_columns: Buffers | None = None,
-    dbias: torch.Tensor | None = None,
-) -> None:
+    rows=None,
+    columns=None,
+    a_columns=None,
+    dbias=None,
+):
     sizes = check_dact_quantize(
         da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns, dbias
     )

@@ -16,7 +16,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import hopper_choice, quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.gemm import add_bias, zero_matrices
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
@@ -142,19 +142,19 @@ def grouped_gemm_wgrad_fp8_kernel(
 
 
 def grouped_gemm_fp8(
-    rows: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    weight_scale: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    row_scale,
+    weight,
+    weight_scale,
+    row_range,
+    out,
     *,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    bias=None,
+    bias_scale=None,
+    zero_tail=False,
+    num_sms=None,
+    config=None,
+):
     quantized_gemm.check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
@@ -175,17 +175,8 @@ def grouped_gemm_fp8(
 
 
 def grouped_gemm_wgrad_fp8(
-    dout: torch.Tensor,
-    dout_scale: torch.Tensor,
-    rows: torch.Tensor,
-    rows_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    dout, dout_scale, rows, rows_scale, row_range, out, *, accumulate=False, num_sms=None, config=None
+):
     quantized_gemm.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     if dout_scale.shape[1] == 0:
         if not accumulate:

@@ -30,7 +30,7 @@ from symmoe.kernels.low_precision.codes import (
     spread,
 )
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.bias import spread_rows, sum_spread_tile
 from symmoe.kernels.triton.tiles import (
@@ -348,18 +348,18 @@ def weight_amax_kernel(
 
 
 def quantize_rows(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
+    rows,
+    row_range,
+    data,
+    scale,
+    block_format,
     *,
-    row_index: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    bias_sums: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-) -> None:
+    row_index=None,
+    amax=None,
+    seeds=None,
+    bias_sums=None,
+    bias_scale=None,
+):
     num_rows, width = data.shape[0], rows.shape[1]
     num_groups = row_range.shape[1]
     if num_rows == 0:
@@ -371,18 +371,7 @@ def quantize_rows(
     launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, bias_sums, bias_scale)
 
 
-def quantize_columns(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    row_index: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    signs: int | None = None,
-    seeds: torch.Tensor | None = None,
-) -> None:
+def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
     check_column_scale("scale", scale)
     width, num_groups = rows.shape[1], row_range.shape[1]
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
@@ -398,14 +387,7 @@ def quantize_columns(
     launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
 
 
-def quantize_weights(
-    weight: torch.Tensor | TensorTable,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    amax: torch.Tensor | None = None,
-) -> None:
+def quantize_weights(weight, data, scale, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
@@ -414,16 +396,7 @@ def quantize_weights(
     launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
 
 
-def quantize_weight_pairs(
-    weight: torch.Tensor | TensorTable,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    transposed_data: torch.Tensor,
-    transposed_scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    amax: torch.Tensor | None = None,
-) -> None:
+def quantize_weight_pairs(weight, data, scale, transposed_data, transposed_scale, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
     buffers = data, scale, transposed_data, transposed_scale
     on_hopper = hopper_choice.hopper_kernels(weight.device, weight.dtype, width)
@@ -436,14 +409,7 @@ def quantize_weight_pairs(
     launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *stored, amax)
 
 
-def group_amax(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    amax: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-    signs: int | None = None,
-) -> None:
+def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     num_rows, width = rows.shape if row_index is None else (row_index.shape[0], rows.shape[1])
     num_groups = amax.shape[0]
     amax.zero_()
@@ -454,7 +420,7 @@ def group_amax(
     launch(group_amax_kernel, grid, constants, rows, row_index, row_range, amax.view(torch.int32), signs or 0)
 
 
-def weight_amax(weight: torch.Tensor | TensorTable, amax: torch.Tensor) -> None:
+def weight_amax(weight, amax):
     num_groups, num_lines, width = weight.shape
     amax.zero_()
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups

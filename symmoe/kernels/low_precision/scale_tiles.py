@@ -91,7 +91,7 @@ def tile_row_start(number, num_blocks):
     return tl.cast(number, tl.int64) * ((num_blocks + (TILE_BLOCKS - 1)) // TILE_BLOCKS * TILE_BYTES)
 
 
-def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor) -> None:
+def swizzle_scales(scale, row_range, swizzled):
     if isinstance(scale, ScaleTable):
         down, across = scale.most_tiles
         grid = scale.sources.shape[0], ceil_div(across, _OF_TABLE.named["TILES"]), down
@@ -104,7 +104,7 @@ def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | N
     launch(swizzle_scales_kernel, (rows_of_tiles, across), constants, *args)
 
 
-def unswizzle_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor) -> None:
+def unswizzle_scales(swizzled, row_range, scale):
     constants = _constants(scale.shape[1], row_range.shape[1])
     launch(unswizzle_scales_kernel, tuple(swizzled.shape[:2]), constants, swizzled, row_range, scale.view(torch.uint8))
 

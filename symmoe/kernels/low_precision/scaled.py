@@ -24,7 +24,7 @@ from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
-from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.gemm import add_bias, zero_matrices
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
@@ -312,22 +312,22 @@ def grouped_gemm_wgrad_scaled_kernel(
 
 
 def grouped_gemm_scaled(
-    rows: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    weight_scale: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    row_scale,
+    weight,
+    weight_scale,
+    row_range,
+    out,
     *,
-    row_global_scale: torch.Tensor | None = None,
-    weight_global_scale: torch.Tensor | None = None,
-    group_range: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    row_global_scale=None,
+    weight_global_scale=None,
+    group_range=None,
+    bias=None,
+    bias_scale=None,
+    zero_tail=False,
+    num_sms=None,
+    config=None,
+):
     block_format = quantized_gemm.check_scaled_gemm(
         *(rows, row_scale, weight, weight_scale, row_range, out),
         *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
@@ -345,19 +345,19 @@ def grouped_gemm_scaled(
 
 
 def grouped_gemm_wgrad_scaled(
-    dout: torch.Tensor,
-    dout_scale: torch.Tensor,
-    rows: torch.Tensor,
-    rows_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
+    dout,
+    dout_scale,
+    rows,
+    rows_scale,
+    row_range,
+    out,
     *,
-    dout_global_scale: torch.Tensor | None = None,
-    rows_global_scale: torch.Tensor | None = None,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-    config: TileConfig | None = None,
-) -> None:
+    dout_global_scale=None,
+    rows_global_scale=None,
+    accumulate=False,
+    num_sms=None,
+    config=None,
+):
     block_format = quantized_gemm.check_scaled_wgrad(
         dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
     )

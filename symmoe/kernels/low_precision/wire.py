@@ -197,7 +197,7 @@ def requantize_columns_kernel(
         store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
 
 
-def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
+def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
     if num_rows == 0:
         return
@@ -205,14 +205,7 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
-def unpack_rows(
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-) -> None:
+def unpack_rows(wire, row_range, data, scale, *, row_index=None):
     num_rows, width = data.shape
     if num_rows == 0:
         return
@@ -223,7 +216,7 @@ def unpack_rows(
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
-def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
+def decode_rows(wire, out, block_format):
     num_rows, width = out.shape
     if num_rows == 0:
         return
@@ -231,16 +224,7 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
-def requantize_columns(
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    dtype: torch.dtype,
-    *,
-    row_index: torch.Tensor | None = None,
-) -> None:
+def requantize_columns(wire, row_range, data, scale, block_format, dtype, *, row_index=None):
     check_column_scale("scale", scale)
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:

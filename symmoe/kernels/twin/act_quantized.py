@@ -10,23 +10,13 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.act_quantized import Buffers, check_act_quantize, check_dact_quantize
-from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
 from symmoe.kernels.twin.gemm import grouped_bias_grad, spans_of
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
-def act_quantize(
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    activation: Activation,
-    block_format: BlockFormat,
-    *,
-    rows: Buffers | None = None,
-    columns: Buffers | None = None,
-) -> None:
+def act_quantize(h, row_scale, row_range, activation, block_format, *, rows=None, columns=None):
     check_act_quantize(h, row_scale, row_range, activation, block_format, rows, columns)
     a = torch.empty((h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device)
     for span in spans_of(row_range):
@@ -35,20 +25,20 @@ def act_quantize(
 
 
 def dact_quantize(
-    da: torch.Tensor,
-    h: torch.Tensor,
-    row_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    dscale: torch.Tensor,
-    workspace: torch.Tensor,
-    activation: Activation,
-    block_format: BlockFormat,
+    da,
+    h,
+    row_scale,
+    row_range,
+    dscale,
+    workspace,
+    activation,
+    block_format,
     *,
-    rows: Buffers | None = None,
-    columns: Buffers | None = None,
-    a_columns: Buffers | None = None,
-    dbias: torch.Tensor | None = None,
-) -> None:
+    rows=None,
+    columns=None,
+    a_columns=None,
+    dbias=None,
+):
     check_dact_quantize(
         da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns, dbias
     )

@@ -12,25 +12,25 @@ from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
-from symmoe.kernels.tensor_table import ScaleTable, TensorTable
+from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.twin.activation import block_sums
 from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, packed, take_rows
 from symmoe.kernels.twin.philox import random_words
 
 
 def quantize_rows(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
+    rows,
+    row_range,
+    data,
+    scale,
+    block_format,
     *,
-    row_index: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    bias_sums: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-) -> None:
+    row_index=None,
+    amax=None,
+    seeds=None,
+    bias_sums=None,
+    bias_scale=None,
+):
     width = rows.shape[1]
     for g, span in filled_groups(row_range):
         lines = take_rows(rows, row_index, span).float()
@@ -43,18 +43,7 @@ def quantize_rows(
             bias_sums[first : first + sums.shape[1]] = sums.t()
 
 
-def quantize_columns(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    row_index: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-    signs: int | None = None,
-    seeds: torch.Tensor | None = None,
-) -> None:
+def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
     check_column_scale("scale", scale)
     first = 0
     for g, span in groups(row_range):
@@ -67,14 +56,7 @@ def quantize_columns(
         first += lines.shape[1]
 
 
-def quantize_weights(
-    weight: torch.Tensor | TensorTable,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    amax: torch.Tensor | None = None,
-) -> None:
+def quantize_weights(weight, data, scale, block_format, *, amax=None):
     num_groups, num_lines, num_columns = weight.shape
     for g in range(num_groups):
         codes, scales = _quantize_lines(matrix(weight, g).float(), block_format, g, amax, None)
@@ -82,33 +64,17 @@ def quantize_weights(
         _bytes(scale)[g] = scales
 
 
-def quantize_weight_pairs(
-    weight: torch.Tensor | TensorTable,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    transposed_data: torch.Tensor,
-    transposed_scale: torch.Tensor,
-    block_format: BlockFormat,
-    *,
-    amax: torch.Tensor | None = None,
-) -> None:
+def quantize_weight_pairs(weight, data, scale, transposed_data, transposed_scale, block_format, *, amax=None):
     quantize_weights(weight, data, scale, block_format, amax=amax)
     quantize_weights(packed(weight).mT, transposed_data, transposed_scale, block_format, amax=amax)
 
 
-def weight_amax(weight: torch.Tensor | TensorTable, amax: torch.Tensor) -> None:
+def weight_amax(weight, amax):
     for g in range(weight.shape[0]):
         amax[g] = _largest_finite(matrix(weight, g).float())
 
 
-def group_amax(
-    rows: torch.Tensor,
-    row_range: torch.Tensor,
-    amax: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-    signs: int | None = None,
-) -> None:
+def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     for g, span in groups(row_range):
         values = take_rows(rows, row_index, span).float()
         values = values if signs is None else _padded_columns(values, signs)
@@ -254,7 +220,7 @@ def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
     return 1.0 - 2.0 * (signs >> torch.arange(formats.HADAMARD_SIZE, device=device) & 1)
 
 
-def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor) -> None:
+def swizzle_scales(scale, row_range, swizzled):
     for scales, tiles in _matrices(scale, row_range, swizzled):
         padded = torch.nn.functional.pad(scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE))
         # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
@@ -262,7 +228,7 @@ def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | N
         tiles.copy_(parts.permute(0, 3, 2, 1, 4).reshape(tiles.shape))
 
 
-def unswizzle_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor) -> None:
+def unswizzle_scales(swizzled, row_range, scale):
     for scales, tiles in _matrices(scale, row_range, swizzled):
         parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
         compact = parts.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)

@@ -36,18 +36,8 @@ from symmoe.kernels.twin.quantize import numbers_of, unswizzle_scales
 
 
 def grouped_gemm_fp8(
-    rows: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    weight_scale: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
+    rows, row_scale, weight, weight_scale, row_range, out, *, bias=None, bias_scale=None, zero_tail=False, num_sms=None
+):
     check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
     for g, span in filled_groups(row_range):
         total = torch.zeros((span.stop - span.start, out.shape[1]), dtype=torch.float32, device=out.device)
@@ -64,17 +54,7 @@ def grouped_gemm_fp8(
         zero_rows(out, row_range)
 
 
-def grouped_gemm_wgrad_fp8(
-    dout: torch.Tensor,
-    dout_scale: torch.Tensor,
-    rows: torch.Tensor,
-    rows_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-) -> None:
+def grouped_gemm_wgrad_fp8(dout, dout_scale, rows, rows_scale, row_range, out, *, accumulate=False, num_sms=None):
     check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     first = 0
     for g, span in groups(row_range):
@@ -90,21 +70,21 @@ def grouped_gemm_wgrad_fp8(
 
 
 def grouped_gemm_scaled(
-    rows: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor | TensorTable,
-    weight_scale: torch.Tensor | TensorTable,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
+    rows,
+    row_scale,
+    weight,
+    weight_scale,
+    row_range,
+    out,
     *,
-    row_global_scale: torch.Tensor | None = None,
-    weight_global_scale: torch.Tensor | None = None,
-    group_range: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
+    row_global_scale=None,
+    weight_global_scale=None,
+    group_range=None,
+    bias=None,
+    bias_scale=None,
+    zero_tail=False,
+    num_sms=None,
+):
     block_format = check_scaled_gemm(
         *(rows, row_scale, weight, weight_scale, row_range, out),
         *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
@@ -129,18 +109,18 @@ def grouped_gemm_scaled(
 
 
 def grouped_gemm_wgrad_scaled(
-    dout: torch.Tensor,
-    dout_scale: torch.Tensor,
-    rows: torch.Tensor,
-    rows_scale: torch.Tensor,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
+    dout,
+    dout_scale,
+    rows,
+    rows_scale,
+    row_range,
+    out,
     *,
-    dout_global_scale: torch.Tensor | None = None,
-    rows_global_scale: torch.Tensor | None = None,
-    accumulate: bool = False,
-    num_sms: int | None = None,
-) -> None:
+    dout_global_scale=None,
+    rows_global_scale=None,
+    accumulate=False,
+    num_sms=None,
+):
     block_format = check_scaled_wgrad(dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale)
     left, right = (
         _numbers(data, scale, equal_groups(1, data.shape[0], data.device), block_format)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups
 from symmoe.kernels.twin.gemm import spans_of, take_rows
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
-def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
+def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
     data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
     scale = rows.new_empty((num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype)
@@ -19,14 +18,7 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     wire[:, :width], wire[:, width:end], wire[:, end:] = data.view(torch.uint8), scale.view(torch.uint8), 0
 
 
-def unpack_rows(
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-) -> None:
+def unpack_rows(wire, row_range, data, scale, *, row_index=None):
     width = data.shape[1]
     for span in spans_of(row_range):
         rows = take_rows(wire, row_index, span)
@@ -34,7 +26,7 @@ def unpack_rows(
         scale[span] = rows[:, width : width + scale.shape[1]]
 
 
-def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
+def decode_rows(wire, out, block_format):
     num_rows, width = out.shape
     num_blocks = block_format.num_blocks(width)
     scale_bytes = num_blocks * block_format.scale_dtype.itemsize
@@ -44,16 +36,7 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     out.copy_(data * spread.view(num_rows, width))
 
 
-def requantize_columns(
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    block_format: BlockFormat,
-    dtype: torch.dtype,
-    *,
-    row_index: torch.Tensor | None = None,
-) -> None:
+def requantize_columns(wire, row_range, data, scale, block_format, dtype, *, row_index=None):
     end = int(row_range[1, -1])
     rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
     decoded = torch.empty((end, data.shape[0]), dtype=dtype, device=wire.device)
