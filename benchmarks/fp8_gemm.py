@@ -26,8 +26,8 @@ from one_gpu import medians_in_turn_ms, parser_of, write
 
 from symmoe import kernels
 from symmoe.grouped.weights import kernel_matrices
-from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.gemm_parts import range_of
+from symmoe.kernels.quantized_gemm import BLOCK, num_blocks
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "deepseek-like": (32, 7168, 2048, 65536),

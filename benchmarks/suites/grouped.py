@@ -23,8 +23,7 @@ from suites.gemm import groups_error, spans_of
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.splits import Splits
-from symmoe.precision.operands import precision_problem
-from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe
+from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
 from symmoe.tools.bench.cases import Shape
 from symmoe.tools.bench.layer import differentiated
 from symmoe.tools.bench.problem import DTYPE, Problem

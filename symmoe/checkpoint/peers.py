@@ -18,14 +18,14 @@ _Result = TypeVar("_Result")
 
 
 class Peers:
-    """A process group that exchanges JSON; only this process if there is none. Every method is collective.
+    """A process group, or that of a heap's bootstrap, that exchanges JSON. Every method is collective.
 
     A block `with peers:` is around all of them. If it is left by an exception that the others do not have (an
     interrupt), they learn it in their next exchange: all exchanges begin with the same message.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._bootstrap = Bootstrap(group)
+    def __init__(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
+        self._bootstrap = group if isinstance(group, Bootstrap) else Bootstrap(group)
         self._is_over = False  # nobody will wait for this rank again
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
 
@@ -73,14 +73,12 @@ class Peers:
 
         def exchange() -> list[bytes]:
             try:
-                sizes = self._bootstrap.all_gather_bytes(len(mine).to_bytes(8, "little"), num_bytes=8)
-                lengths = [int.from_bytes(size, "little") for size in sizes]
-                told = self._bootstrap.all_gather_bytes(mine, num_bytes=max(lengths))
+                told = self._bootstrap.gather_bytes(mine)
                 for rank, theirs in enumerate(told):
                     if theirs[:FAULT_BYTES].strip(b"\0"):
                         raise decode(theirs[:FAULT_BYTES], rank=rank)
                 self._is_over = is_last
-                return [theirs[FAULT_BYTES:length] for theirs, length in zip(told, lengths, strict=True)]
+                return [theirs[FAULT_BYTES:] for theirs in told]
             except PeerError as error:
                 self._is_over = True
                 how = "is gone" if isinstance(error, PeerLost) else "has not come within the process group's timeout"

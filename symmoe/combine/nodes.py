@@ -93,7 +93,8 @@ class FromNodes:
         if out is not None and self._home.rows is not None:
             # To this kernel, home is a group of one rank, on which a token has all that has come for it as its rows.
             rows, zero = self._home.rows.flatten(0, 1), index.new_zeros(1)
-            ops.sum_home(rows, rows, index, zero, index.clamp(max=0), index, ready, ready, out, rank=0)
+            maps = index, zero, index.clamp(max=0), index
+            ops.sum_home((rows, rows), maps, (ready, ready), out, rank=0)
         if values is not None and self._home.values is not None:
             index = self._slot_to_row
             ops.gather_values(self._home.values.flatten(), index, index.new_full((1,), len(values)), values)

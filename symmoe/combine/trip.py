@@ -257,19 +257,19 @@ class Collection:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
         plan, heap = self._plan, self._plan.heap
         with heap.timed("combine"):
-            spoils = None
+            nan_on_failure = None
             if self._from_nodes is not None:
                 self._pull(self._from_nodes.own)
                 self._come()
                 self._from_nodes.add(self.out, self.values, self._ready)
                 self._from_nodes.meet(self._agreed)
-                spoils = self.values if self.out is None else self.out
-            arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=spoils, **self._agreed)
+                nan_on_failure = self.values if self.out is None else self.out
+            arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=nan_on_failure, **self._agreed)
             if self._rows is None or self.out is None or self._pulls:
                 return
             index = plan.token_to_packed_row, plan.packed_start, plan.slot_to_rank, plan.slot_to_row
             rows, trip = (self._rows, self._returned), (self._ready, arrived)
-            self._ops.sum_home(*rows, *index, *trip, self.out, rank=heap.rank, num_ctas=num_ctas)
+            self._ops.sum_home(rows, index, trip, self.out, rank=heap.rank, num_ctas=num_ctas)
 
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)

@@ -146,14 +146,10 @@ class _Index:
         if self.slots is None:
             return
         for region in tokens.regions:
+            own_probs = probs if region.tokens is None or probs is None else probs[region.tokens]
             kernels.for_device(self.slots.device).push_slots(
-                region.slot_to_row,
-                region.slot_to_rank,
-                probs if region.tokens is None or probs is None else probs[region.tokens],
-                region.token_to_packed_row,
-                region.block_tokens,
-                region.packed_start,
-                region.packed_limit,
+                (region.slot_to_row, region.slot_to_rank, own_probs),
+                (region.token_to_packed_row, region.block_tokens, region.packed_start, region.packed_limit),
                 tokens.heap.peers,
                 ready,
                 row_column=READY_SLOTS,
@@ -166,7 +162,7 @@ class _Index:
             return
         made = self.packed_to_row, self.row_to_packed_row, self.row_probs
         probs = None if self.row_probs is None else self.probs
-        kernels.for_device(self.slots.device).index_rows(self.slots, probs, begin, end, ready, arrived, *made)
+        kernels.for_device(self.slots.device).index_rows((self.slots, probs), (begin, end), (ready, arrived), made)
 
 
 @contextmanager

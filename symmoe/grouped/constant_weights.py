@@ -9,7 +9,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.precision.cached_weights import HeldWeight
+from symmoe.precision.operands import HeldWeight
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ from symmoe.grouped.splits import Splits
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
-from symmoe.precision.cached_weights import HeldWeight
+from symmoe.precision.operands import HeldWeight
 from symmoe.precision.recipes import Recipe
 
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
@@ -87,19 +86,11 @@ class GroupedMLP(nn.Module):
             raise ArgumentError(f"activation ({activation!r}) must be a ScaledActivation, or None")
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.activation = ScaledSwiGLU() if activation is None else activation
-        linear = partial(
-            GroupedLinear,
-            num_groups,
-            bias=bias,
-            weights=weights,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-            delay_wgrad=delay_wgrad,
-            precision=precision,
-            dtype=dtype,
-            device=device,
-        )
-        self.fc1 = linear(hidden, self.activation.activation.hidden_width(ffn))
-        self.fc2 = linear(ffn, hidden)
+        options: dict[str, Any] = {"bias": bias, "weights": weights, "precision": precision}
+        options |= {"accumulate_into_main_grad": accumulate_into_main_grad, "delay_wgrad": delay_wgrad}
+        options |= {"dtype": dtype, "device": device}
+        self.fc1 = GroupedLinear(num_groups, hidden, self.activation.activation.hidden_width(ffn), **options)
+        self.fc2 = GroupedLinear(num_groups, ffn, hidden, **options)
 
     @property
     def precision(self) -> Recipe | None:
@@ -171,16 +162,10 @@ def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, sca
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
-    return GroupedMLP(
-        experts.num_groups,
-        experts.hidden,
-        experts.ffn,
-        activation=experts.activation,
-        bias=experts.fc1.has_bias,
-        weights="packed" if experts.fc1.is_packed else "discrete",
-        precision=experts.precision,
-        device="meta",
-    )
+    sizes, bias = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1.has_bias
+    weights: Literal["packed", "discrete"] = "packed" if experts.fc1.is_packed else "discrete"
+    options: dict[str, Any] = {"activation": experts.activation, "precision": experts.precision, "device": "meta"}
+    return GroupedMLP(*sizes, bias=bias, weights=weights, **options)
 
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
@@ -225,7 +210,7 @@ def expert_weights(
 
 @dataclass(frozen=True, slots=True)
 class MLPProducts:
-    """The products of a call, without autograd. trains: as in expert_weights."""
+    """A rows_function.Products of experts. trains: as in expert_weights."""
 
     form: ExpertForm
     layers: tuple[GroupedLinear, GroupedLinear]
@@ -233,14 +218,12 @@ class MLPProducts:
     trains: tuple[bool, bool]
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Hidden:
-        """Fills out [N, H]."""
         x, weights = self._operands(rows)
         return experts_forward(x, weights, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
 
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
     ) -> ExpertsBackward:
-        """kept: what forward has returned. needs: whether the rows and the scale get a gradient."""
         x, weights = self._operands(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])

@@ -22,9 +22,8 @@ from symmoe.grouped.weight_gradients import DelayedGradients, MainGrads, NewGrad
 from symmoe.grouped.weights import addresses, lay_side_by_side
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
-from symmoe.precision.cached_weights import HeldWeight
-from symmoe.precision.operands import precision_problem
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.operands import HeldWeight
+from symmoe.precision.recipes import Recipe, precision_problem
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -22,26 +22,30 @@ from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.cached_weights import weight_operands
-from symmoe.precision.operands import Operand, multiply, multiply_columns
-from symmoe.precision.products import LowPrecision
+from symmoe.precision.operands import (
+    Operand,
+    gradient_columns,
+    gradient_rows,
+    multiply,
+    multiply_columns,
+    operand,
+    weight_operands,
+)
 from symmoe.precision.recipes import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class LinearProducts:
-    """y = W x + bias * scale, += B (A x) with adapters.
+    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters.
 
-    Attributes:
-        layers: the layer.
-        trains_rows: whether backward will ask for the gradient of the rows.
+    trains_rows: whether backward will ask for the gradient of the rows.
     """
 
     layers: tuple[GroupedParameters]
     trains_rows: bool
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
-        """Fills out [N, O]. Returns A x, and the transposed weight in the recipe's numbers if rows are trained."""
+        # Kept are A x, and the transposed weight in the recipe's numbers if rows are trained.
         (layer,), transposed = self.layers, None
         weights, low = _split(layer, rows.tensors)
         (weight,) = kernel_matrices({"weight": weights})
@@ -49,9 +53,9 @@ class LinearProducts:
         if layer.precision is None:
             kernels.for_device(out.device).grouped_gemm(rows.x, weight, rows.row_range, out, **options)
         else:
-            numbers = LowPrecision(layer.precision)
-            left = numbers.rows(rows.x, rows.row_range)
-            right, transposed = weight_operands(numbers, weight, transposed=self.trains_rows, held=layer.held_weight)
+            recipe, held = layer.precision, layer.held_weight
+            left = operand(recipe.quantize(rows.x, rows.row_range))
+            right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
             multiply(left, right, rows.row_range, out, **options)
         t = None
         if low is not None:
@@ -62,7 +66,6 @@ class LinearProducts:
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
     ) -> LinearGradients:
-        """As rows_function.Products says."""
         return LinearGradients(self.layers[0], rows, kept, d_out, needs)
 
 
@@ -96,7 +99,7 @@ class LinearGradients:
                 self._ops.grouped_bias_grad(d_out, row_range, self._d_bias, scale=self._rows.scale)
         else:
             sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
-            lines = LowPrecision(self._recipe).gradient_rows(d_out, row_range, **sums)
+            lines = gradient_rows(self._recipe, d_out, row_range, **sums)
             _, data, scale, global_scale = self._kept
             transposed = Operand(given("data", data), given("scale", scale), global_scale)
             multiply(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
@@ -109,8 +112,8 @@ class LinearGradients:
 
     def weight_gradients(self) -> tuple[Compute, ...]:
         """Needs no weights, so a delayed gradient keeps none of them alive."""
-        inputs = Unmodified(x=self._rows.x, d_y=self._d_out)
-        return (functools.partial(_weight_gradient, self._recipe, self._rows, self._d_out, inputs),)
+        x, row_range, d_out = self._rows.x, self._rows.row_range, self._d_out
+        return (functools.partial(_weight_gradient, self._recipe, x, row_range, d_out, Unmodified(x=x, d_y=d_out)),)
 
     def adapter_gradients(self) -> Gradients:
         """dA and dB; none without adapters."""
@@ -122,21 +125,20 @@ class LinearGradients:
 
 def _weight_gradient(
     recipe: Recipe | None,
-    rows: RowInputs,
+    x: torch.Tensor,
+    row_range: torch.Tensor,
     d_out: torch.Tensor,
     inputs: Unmodified,
     out: torch.Tensor | TensorTable,
     accumulate: bool,
 ) -> None:
-    """out [G, O, C] (+)= d_out_g^T rows_g."""
+    """out [G, O, C] (+)= d_out_g^T x_g."""
     inputs.check()
     if recipe is None:
-        ops = kernels.for_device(d_out.device)
-        ops.grouped_gemm_wgrad(d_out, rows.x, rows.row_range, out, accumulate=accumulate)
+        kernels.for_device(x.device).grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
         return
-    numbers = LowPrecision(recipe)
-    left, right = numbers.gradient_columns(d_out, rows.row_range), numbers.columns(rows.x, rows.row_range)
-    multiply_columns(left, right, rows.row_range, out, accumulate=accumulate)
+    left, right = gradient_columns(recipe, d_out, row_range), operand(recipe.quantize_columns(x, row_range))
+    multiply_columns(left, right, row_range, out, accumulate=accumulate)
 
 
 def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:

@@ -21,10 +21,11 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
 from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
-from symmoe.integrations.transformers.checkpoint import compare, together
+from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.swap import adopt_adapters, heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -90,7 +91,6 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
     layers = {name: layer for name, layer, _ in _adapted(model)}
-    compare(heap, _others(model))
 
     def make() -> None:
         if heap.rank == 0:
@@ -122,8 +122,10 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             (partial / name).replace(folder / name)
         shutil.rmtree(partial)
 
-    for step in (make, write_share, publish):
-        together(heap.agree, step)
+    with Peers(heap.bootstrap) as peers:
+        compare(peers, _others(model))
+        for step in (make, write_share, publish):
+            peers.together(step, is_last=step is publish)
 
 
 @torch.no_grad()
@@ -164,7 +166,8 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             values += [(layer.lora_a, a[here]), (layer.lora_b, b[here])]
         return there, values
 
-    others, values = together(heap.agree, read)
+    with Peers(heap.bootstrap) as peers:
+        others, values = peers.together(read, is_last=True)
     for parameter, value in values:
         parameter.copy_(value)
     set_peft_model_state_dict(model, others, adapter_name=model.active_adapter)

@@ -11,8 +11,7 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import received_layout
-from symmoe.precision.operands import precision_problem
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.recipes import Recipe, precision_problem
 from symmoe.precision.wire import WireFormat, wire_problem
 
 _SIZES = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")

@@ -255,14 +255,20 @@ def _has_elsewhere(module: nn.Module, device: torch.device) -> bool:
     return False
 
 
-def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
-    """Why weight gradients of these experts do not go to `.grad`, where DDP and FSDP look for them, or None."""
-    for name in ("accumulate_into_main_grad", "delay_wgrad"):
-        if getattr(experts.fc1, name) or getattr(experts.fc2, name):
-            return ArgumentError(
-                f"experts.{name} (True) must be False: FSDP and DDP read `.grad` when backward is over"
-            )
+def gradients_option(experts: GroupedMLP) -> str | None:
+    """The option by which weight gradients of these experts go elsewhere than to `.grad`, or None."""
+    for linear in (experts.fc1, experts.fc2):
+        for option in ("delay_wgrad", "accumulate_into_main_grad"):
+            if getattr(linear, option):
+                return option
     return None
+
+
+def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
+    """The error if these weight gradients do not go to `.grad`, where DDP and FSDP look for them, or None."""
+    if (option := gradients_option(experts)) is None:
+        return None
+    return ArgumentError(f"experts.{option} (True) must be False: FSDP and DDP read `.grad` when backward is over")
 
 
 class _ExpertNames:

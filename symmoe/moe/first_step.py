@@ -63,20 +63,41 @@ def watch_first_step(layer: ExpertParallelModule) -> None:
 
 
 class FirstStep:
-    """What the ranks of a heap compare in the plan after a first step.
+    """What the ranks of a heap compare in the plan after a first step: the layers' dense parameters, which must be
+    equal, unless DDP or FSDP reduces their gradients; and their experts, which must not.
 
     Args:
-        dense, experts: parameters of the layers: those that must be equal, and those that must not.
+        given: what the optimizer has, by id.
     """
 
+    @torch.no_grad()
     def __init__(
-        self, layers: Sequence[ExpertParallelModule], dense: list[torch.Tensor], experts: list[torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        layers: Sequence[ExpertParallelModule],
+        given: dict[int, torch.Tensor],
     ) -> None:
+        parameters = [each for layer in layers for each in named_parameters(layer)]
+        experts = [parameter for _, parameter, is_expert in parameters if is_expert]
+        dense: list[torch.Tensor] = [parameter for _, parameter, is_expert in parameters if not is_expert]
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            if any(id(parameter) in given for parameter in experts):
+                raise ArgumentError(
+                    "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites "
+                    "them with those of the rank to which it gives their update: give it the dense parameters only, "
+                    "and the experts an optimizer of their own"
+                )
+        in_ddp = any(layer.replicas.ddp is not None for layer in layers)
+        if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in given.values()):
+            dense = []
+        elif not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more
+            known = {id(parameter) for parameter in experts}
+            dense += [parameter for number, parameter in given.items() if number not in known]
         self._layers, self._dense = [weakref.ref(layer) for layer in layers], [weakref.ref(p) for p in dense]
-        experts = [part for parameter in experts if (part := local_part(parameter)).numel()]
+        parts = [part for parameter in experts if (part := local_part(parameter)).numel()]
         # Copies of one expert (upcycling) say nothing.
-        says_nothing = not experts or _are_copies(layers[0])
-        self._experts = layers[0].heap.rank + 1 if says_nothing else _checksum(experts)
+        says_nothing = not parts or _are_copies(layers[0])
+        self._experts = layers[0].heap.rank + 1 if says_nothing else _checksum(parts)
         self._before = _checksum(dense) << 1  # even: a plan's barrier has a word 1 for something else
 
     def words(self) -> tuple[int, ...]:
@@ -110,34 +131,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _layers.clear()
     for heap in {layer.heap for layer in layers}:
         its_layers = [layer for layer in layers if layer.heap is heap]
-        heap.first_step = _first_step(optimizer, its_layers, given)
+        heap.first_step = FirstStep(optimizer, its_layers, given)
     _layers.difference_update(layers)
-
-
-@torch.no_grad()
-def _first_step(
-    optimizer: torch.optim.Optimizer, layers: list[ExpertParallelModule], given: dict[int, torch.Tensor]
-) -> FirstStep:
-    """What is to be compared: of dense parameters nothing, if DDP or FSDP reduces their gradients."""
-    dense, experts = list[torch.Tensor](), list[torch.Tensor]()
-    for layer in layers:
-        for _, parameter, is_expert in named_parameters(layer):
-            (experts if is_expert else dense).append(parameter)
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        if any(id(parameter) in given for parameter in experts):
-            raise ArgumentError(
-                "optimizer (ZeroRedundancyOptimizer) has experts, which differ from rank to rank, and overwrites them "
-                "with those of the rank to which it gives their update: give it the dense parameters only, and the "
-                "experts an optimizer of their own"
-            )
-    if any(layer.replicas.ddp is not None for layer in layers) or any(
-        hasattr(p, "device_mesh") for p in given.values()
-    ):
-        dense = []
-    elif not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more
-        known = {id(parameter) for parameter in experts}
-        dense += [parameter for number, parameter in given.items() if number not in known]
-    return FirstStep(layers, dense, experts)
 
 
 def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list[int]]:

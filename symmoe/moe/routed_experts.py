@@ -18,9 +18,8 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import device_problem
+from symmoe.moe.ddp_and_fsdp import device_problem, gradients_option
 from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
-from symmoe.moe.overlap import received_layout
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
@@ -61,7 +60,7 @@ class RoutedExperts(torch_operators.EagerStep):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
-        rows than recent ones (symm_mem/room_for_rows.py), before that.
+        rows than recent ones (symm_mem/row_budget.py), before that.
 
         Args:
             tokens: [T, H] in the dtype to compute in.
@@ -103,8 +102,7 @@ class RoutedExperts(torch_operators.EagerStep):
     def words(self) -> dict[str, str]:
         """The options of expert_parallel_mlp."""
         words = {name: getattr(self.config, name) for name in ("order", "stash", "schedule", "quantized_wire")}
-        config = self.config
-        return words | {"layout": received_layout(config.layout, config.ffn, config.precision)}
+        return words | {"layout": self.config.received_layout}
 
     @functools.cached_property
     def _config_number(self) -> int:
@@ -141,4 +139,4 @@ def is_traced(experts: GroupedMLP) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return num_dispatch_modes() > 0 and torch_operators.gradients_option(experts) is None
+    return num_dispatch_modes() > 0 and gradients_option(experts) is None

@@ -35,7 +35,7 @@ from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
+from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_option
 from symmoe.moe.ep_step import STASHES
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -132,15 +132,6 @@ def run_as_operator(
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, expert_load, num_dropped, _ = _moe_forward([tokens, probs, *own, *adapters], topk_idx, list(call))
     return y, expert_load, num_dropped
-
-
-def gradients_option(experts: GroupedMLP) -> str | None:
-    """The option by which weight gradients go where an operator cannot send them, or None."""
-    for linear in (experts.fc1, experts.fc2):
-        for option in ("delay_wgrad", "accumulate_into_main_grad"):
-            if getattr(linear, option):
-                return option
-    return None
 
 
 class _Arguments:

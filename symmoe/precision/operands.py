@@ -1,14 +1,17 @@
 """The operands of grouped GEMMs in a recipe's numbers, and their two products, for all kernels.
 
-    multiply          forward: rows x weight; dgrad: gradient rows x transposed weight
-    multiply_columns  wgrad: gradient columns x columns of the rows
+    forward  rows, along features      x  weight               multiply          y
+    dgrad    d_y, along features       x  transposed weight    multiply          d_x
+    wgrad    d_y, along tokens         x  rows, along tokens   multiply_columns  d_weight
 
-An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 (kernels/fp8.py),
-one-byte ones in 128x4 tiles (kernels/scaled.py). No function synchronises the host.
+An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128, one-byte ones in 128x4
+tiles (kernels/quantized_gemm.py). The weight is quantised in forward, for both directions; backward takes what forward
+has made. Gradients may be rounded stochastically (Recipe). No function synchronises the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +21,8 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
+from symmoe.symm_mem.streams import capture_id
+from symmoe.torch_internals import version_of
 
 
 class Operand(NamedTuple):
@@ -130,13 +135,145 @@ def gradient_seeds(
     return up_to[row_range].diff(dim=0)[0]
 
 
-def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
-    """What keeps a layer with these numbers of features from computing with a precision, or None."""
-    if precision is None:
+def gradient_rows(
+    recipe: Recipe,
+    d_rows: torch.Tensor,
+    row_range: torch.Tensor,
+    row_index: torch.Tensor | None = None,
+    *,
+    dbias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
+) -> Operand:
+    """The gradient rows of dgrad. row_index, dbias [G, O], bias_scale fp32[N]: as in Recipe.quantize."""
+    seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
+    return operand(
+        recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds, dbias=dbias, bias_scale=bias_scale)
+    )
+
+
+def gradient_columns(
+    recipe: Recipe, d_rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None
+) -> Operand:
+    """The gradient columns of wgrad."""
+    seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
+    # Other random words than those that rounded the rows.
+    seeds = None if seeds is None else seeds + 1
+    return operand(recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds))
+
+
+Directions = tuple[Operand, Operand | None]
+
+
+def weight_operands(
+    recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool, held: HeldWeight | None = None
+) -> Directions:
+    """Operands of forward, and of dgrad if `transposed`, from a weight [G, O, C] in the working dtype, packed or a
+    table.
+
+    held: the cache, which is searched first and then filled; None: the operands are made.
+    """
+    if held is not None:
+        return held.operands(recipe, weight, transposed=transposed)
+    if not transposed:
+        return operand(recipe.quantize_weight(weight)), None
+    forward, transposed_weight = recipe.quantize_weight_pair(weight)
+    return operand(forward), operand(transposed_weight)
+
+
+class _Made(NamedTuple):
+    directions: Directions
+    stream: torch.cuda.Stream | None
+    is_there: torch.cuda.Event | None
+
+
+class HeldWeight:
+    """Operands of one layer's weight while it does not change: made when they are first asked for, until `close`.
+
+    A reader on another stream than the one they were made on waits for them there. A copied or pickled layer holds
+    nothing, because nobody would close it.
+
+    Args:
+        parameters: the weight, packed or discrete; DTensors themselves, since their local parts have no version of
+            their own, and what FSDP gathers them into has none that changes. The CUDA graph that the current stream of
+            their device captures, if any, is the only one whose calls get the operands: to another graph, or outside,
+            the memory would mean nothing.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters, self._device = parameters, parameters[0].device
+        self._capture = capture_id(self._device)
+        self._is_open = True
+        self._versions: list[int] | None = None
+        self._dtype_to_made: dict[torch.dtype, _Made] = {}
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def close(self) -> None:
+        """Lets go of the operands; calls that come later, e.g. of a backward pass, make their own."""
+        self._is_open = False
+        self._dtype_to_made.clear()
+
+    def problem(self) -> ArgumentError | None:
+        """What keeps a forward pass from taking what is held: the parameters have been written to since it was made, or
+        the call is captured and the block is not, or the other way round. Does not synchronise the host."""
+        if not self._is_open:
+            return None
+        if capture_id(self._device) != self._capture:
+            return ArgumentError(
+                f"constant_weights was entered {_where(self._capture)}, and this call is "
+                f"{_where(capture_id(self._device))}: enter and leave it in one CUDA graph, or outside of all"
+            )
+        if self._versions is None:
+            return None
+        # Versions do not say which of the discrete weights it was: those made in one storage share a counter.
+        for parameter, found, first in zip(self._parameters, self._versions_now(), self._versions, strict=True):
+            if found != first:
+                return ArgumentError(
+                    f"a weight {list(parameter.shape)} is at version {found}, and was at version {first} when it was "
+                    "quantised: it has been written to inside constant_weights"
+                )
         return None
-    if not isinstance(precision, Recipe):
-        return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
-    for name, width in widths.items():
-        if width % precision.feature_multiple:
-            return ArgumentError(f"{name} ({width}) must be a multiple of {precision.feature_multiple} for {precision}")
-    return None
+
+    def operands(self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool) -> Directions:
+        """Same as weight_operands."""
+        if not self._is_open or capture_id(self._device) != self._capture:
+            return weight_operands(recipe, weight, transposed=transposed)
+        if self._versions is None:
+            self._versions = self._versions_now()
+        made = self._dtype_to_made.get(weight.dtype)
+        if made is None or (transposed and made.directions[1] is None):
+            made = self._dtype_to_made[weight.dtype] = _make(recipe, weight, transposed)
+        _read_here(made)
+        forward, transposed_operand = made.directions
+        return forward, transposed_operand if transposed else None
+
+    def _versions_now(self) -> list[int]:
+        return [0 if parameter.is_inference() else version_of(parameter) for parameter in self._parameters]
+
+
+def _make(recipe: Recipe, weight: torch.Tensor | TensorTable, transposed: bool) -> _Made:
+    directions = weight_operands(recipe, weight, transposed=transposed)
+    if weight.device.type != "cuda":
+        return _Made(directions, None, None)
+    stream, is_there = torch.cuda.current_stream(weight.device), torch.cuda.Event()
+    is_there.record(stream)
+    return _Made(directions, stream, is_there)
+
+
+def _read_here(made: _Made) -> None:
+    """Makes the current stream wait for operands of another one, and their memory for the current stream."""
+    if made.stream is None or made.is_there is None:
+        return
+    stream = torch.cuda.current_stream(made.stream.device)
+    if stream == made.stream:
+        return
+    stream.wait_event(made.is_there)
+    for operand in made.directions:
+        for tensor in operand or ():
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+def _where(capture: int) -> str:
+    return f"inside the capture of CUDA graph {capture}" if capture else "outside of a capture"

@@ -11,8 +11,8 @@ from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import bounds_of, equal_groups
 from symmoe.kernels.operands import given
-from symmoe.precision.block_scaled.hadamard import inverse_hadamard
-from symmoe.precision.block_scaled.scale_tiles import swizzle_scales
+from symmoe.kernels.twin import quantize as twin
+from symmoe.precision.block_scaled import swizzle_scales
 
 Layout = Literal["rows", "columns", "weight", "weight_transposed"]
 
@@ -62,14 +62,10 @@ class Quantized:
     @property
     def global_scale(self) -> torch.Tensor | None:
         """fp32[G], the factor of a group's scales, as a new tensor; None if the format has none."""
-        if self.amax is None:
-            return None
-        # Not divided by a number: on GPUs torch multiplies by its reciprocal, which rounds differently.
-        divisor = torch.full_like(self.amax, formats.GLOBAL_MAX)
-        return (self.amax / divisor).clamp(min=formats.MIN_GLOBAL_SCALE)
+        return None if self.amax is None else twin.global_scale_of(self.amax)
 
     def swizzled_scale(self) -> torch.Tensor:
-        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled/scale_tiles.py).
+        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled.py).
 
         Rows: every group begins at a new tile. Columns: one matrix, in which groups begin at tiles anyway.
         Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.
@@ -122,7 +118,7 @@ class Quantized:
         global_scale = self.global_scale
         values = self._values(None if global_scale is None else global_scale[token_groups])
         if self.signs is not None:
-            values = inverse_hadamard(values, self.signs)
+            values = twin.inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
 
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,17 +130,7 @@ class Quantized:
 
     def _values(self, global_scale: torch.Tensor | None) -> torch.Tensor:
         """data * scale, fp32; scales are spread over their blocks."""
-        values = _numbers(self.data, self.block_format)
+        values = twin.numbers_of(self.data, self.block_format)
         scale = self.scale.float().repeat_interleave(self.block_format.block, dim=-1)[..., : values.shape[-1]]
         scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
         return values * (scale if global_scale is None else scale * global_scale)
-
-
-def _numbers(data: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
-    """The numbers that data holds, unscaled, in fp32."""
-    if block_format.element == "e4m3":
-        return data.float()
-    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).int()
-    exponent, mantissa = codes >> 1 & 3, codes & 1
-    size = torch.where(exponent == 0, 0.5 * mantissa, torch.ldexp(1 + 0.5 * mantissa, exponent - 1))
-    return torch.where(codes >= 8, -size, size)

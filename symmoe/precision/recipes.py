@@ -6,9 +6,8 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -18,16 +17,14 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
-from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
 from symmoe.kernels.operands import FLOATS, check_column_scale, check_contiguous, check_operand
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.block_scaled.hadamard import check_signs
-from symmoe.precision.block_scaled.scale_tiles import checked_row_range
+from symmoe.precision.block_scaled import check_signs, checked_row_range
 from symmoe.precision.quantized import Layout, Quantized
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Recipe(ABC):
@@ -60,9 +57,9 @@ class Recipe(ABC):
         """The format of activations and gradients, along features or tokens."""
 
     @property
-    @abstractmethod
     def weight_format(self) -> BlockFormat:
         """The format of weights."""
+        return self.row_format
 
     @property
     def column_signs(self) -> int | None:
@@ -77,30 +74,23 @@ class Recipe(ABC):
         row_format = self.row_format
         return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
 
-    def empty_rows(
-        self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None = None
+    def empty(
+        self,
+        layout: Literal["rows", "columns"],
+        num_rows: int,
+        features: int,
+        row_range: torch.Tensor,
+        out: Buffers | None = None,
     ) -> Quantized:
-        """An uninitialised result of quantize, for kernels that fill it, but for what a global scale needs."""
-        row_format = self.row_format
-        shapes = (num_rows, row_format.data_width(features)), (num_rows, row_format.num_blocks(features))
-        data, scale = _buffers(out, row_format, *shapes, row_range)
+        """An uninitialised result of quantize or quantize_columns, for kernels that fill it, but for what a global
+        scale needs."""
+        row_format, lines, length = self.row_format, num_rows, features
+        if layout == "columns":
+            lines, length = features, TILE * max_tiles(num_rows, row_range.shape[1])
+        shapes = (lines, row_format.data_width(length)), (lines, row_format.num_blocks(length))
+        data, scale = _buffers(out, row_format, *shapes, row_range.device, of_columns=layout == "columns")
         return Quantized(
-            data=data, scale=scale, block_format=row_format, layout="rows", num_rows=num_rows, row_range=row_range
-        )
-
-    def empty_columns(
-        self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None = None
-    ) -> Quantized:
-        """An uninitialised result of quantize_columns, but for what a global scale needs."""
-        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_range.shape[1])
-        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, row_format.num_blocks(padded))
-        if out is None and row_format.scale_dtype == torch.float32:
-            data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_range)
-            scale = scale.t()
-        else:
-            data, scale = _buffers(out, row_format, data_shape, scale_shape, row_range, check_column_scale)
-        return Quantized(
-            data=data, scale=scale, block_format=row_format, layout="columns", num_rows=num_rows, row_range=row_range
+            data=data, scale=scale, block_format=row_format, layout=layout, num_rows=num_rows, row_range=row_range
         )
 
     @torch.no_grad()
@@ -131,14 +121,13 @@ class Recipe(ABC):
         Raises:
             ArgumentError: an argument is not as described, or there are seeds without stochastic_gradients.
         """
-        row_range = self._row_range(rows, row_start, seeds, row_index)
-        num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
-        row_format, result = self.row_format, self.empty_rows(num_rows, width, row_range, out)
+        row_range = _row_range(self, rows, row_start, seeds, row_index)
+        num_rows, row_format = (rows if row_index is None else row_index).shape[0], self.row_format
+        result = self.empty("rows", num_rows, rows.shape[1], row_range, out)
         ops = kernels.for_device(rows.device)
-        amax = _amax(row_format, rows, row_range, row_index=row_index)
-        sums = None
+        amax, sums = _amax(row_format, rows, row_range, row_index), None
         if dbias is not None:
-            check_operand("dbias", dbias, (row_range.shape[1], width), FLOATS)
+            check_operand("dbias", dbias, (row_range.shape[1], rows.shape[1]), FLOATS)
             if bias_scale is not None:
                 check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
             sums = empty_row_sums(num_rows, dbias)
@@ -158,19 +147,12 @@ class Recipe(ABC):
         seeds: torch.Tensor | None = None,
         out: Buffers | None = None,
     ) -> Quantized:
-        """Transposed rows with scales along the tokens of a group: an operand of wgrad.
-
-        Args:
-            rows, row_start, row_index, seeds, out: as in quantize.
-
-        Raises:
-            ArgumentError: as in quantize.
-        """
-        row_range = self._row_range(rows, row_start, seeds, row_index)
-        num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
+        """Transposed rows with scales along the tokens of a group: an operand of wgrad. Arguments, errors: quantize."""
+        row_range = _row_range(self, rows, row_start, seeds, row_index)
+        num_rows = (rows if row_index is None else row_index).shape[0]
         row_format, signs = self.row_format, self.column_signs
-        result = self.empty_columns(num_rows, width, row_range, out)
-        amax = _amax(row_format, rows, row_range, row_index=row_index, signs=signs)
+        result = self.empty("columns", num_rows, rows.shape[1], row_range, out)
+        amax = _amax(row_format, rows, row_range, row_index, signs)
         ops, operands = kernels.for_device(rows.device), (rows, row_range, result.data, result.scale, row_format)
         ops.quantize_columns(*operands, row_index=row_index, amax=amax, signs=signs, seeds=seeds)
         return result if amax is None and signs is None else dataclasses.replace(result, amax=amax, signs=signs)
@@ -186,105 +168,19 @@ class Recipe(ABC):
         Raises:
             ArgumentError: an argument is not as described.
         """
-        amax = self._weight_amax(weight)
-        return self._quantize_lines(weight, self._empty_weight(weight, "weight", out, amax))
+        return _quantize_weights(self, weight, {"weight": out})[0]
 
     def quantize_weight_transposed(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
         """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
 
         Where weights have square blocks, the numbers are those of quantize_weight: both products see the same weight.
         """
-        amax = self._weight_amax(weight)
-        return self._quantize_lines(weight.mT, self._empty_weight(weight, "weight_transposed", out, amax))
+        return _quantize_weights(self, weight, {"weight_transposed": out})[0]
 
-    @torch.no_grad()
     def quantize_weight_pair(self, weight: torch.Tensor | TensorTable) -> tuple[Quantized, Quantized]:
         """Results of quantize_weight and quantize_weight_transposed, of one read. Arguments as in quantize_weight."""
-        amax = self._weight_amax(weight)
-        forward = self._empty_weight(weight, "weight", None, amax)
-        transposed = self._empty_weight(weight, "weight_transposed", None, amax)
-        if math.prod(weight.shape):
-            buffers = (forward.data, forward.scale, transposed.data, transposed.scale)
-            kernels.for_device(weight.device).quantize_weight_pairs(weight, *buffers, self.weight_format, amax=amax)
+        forward, transposed = _quantize_weights(self, weight, {"weight": None, "weight_transposed": None})
         return forward, transposed
-
-    @torch.no_grad()
-    def _quantize_lines(self, lines: torch.Tensor | TensorTable, result: Quantized) -> Quantized:
-        if math.prod(lines.shape):
-            quantize = kernels.for_device(lines.device).quantize_weights
-            quantize(lines, result.data, result.scale, self.weight_format, amax=result.amax)
-        return result
-
-    @torch.no_grad()
-    def _weight_amax(self, weight: torch.Tensor | TensorTable) -> torch.Tensor | None:
-        """The largest finite |x| of each weight, if the format has a global scale; ArgumentError if not a weight."""
-        is_contiguous = isinstance(weight, TensorTable) or weight.is_contiguous()
-        if len(weight.shape) != 3 or weight.dtype not in DTYPES or not is_contiguous:
-            raise ArgumentError(
-                f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {DTYPES}"
-            )
-        for name, width in zip(("O", "C"), weight.shape[1:], strict=True):
-            self._check_width(f"{name} of weight", width)
-        raise_for(e4m3_problem(self, weight.device))
-        if not self.weight_format.has_global_scale:
-            return None
-        amax = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-        kernels.for_device(weight.device).weight_amax(weight, amax)
-        return amax
-
-    def _empty_weight(
-        self, weight: torch.Tensor | TensorTable, layout: Layout, out: Buffers | None, amax: torch.Tensor | None
-    ) -> Quantized:
-        """An uninitialised result in a layout; in the caller's buffers if given."""
-        num_groups, num_lines, width = weight.shape
-        if layout != "weight":
-            num_lines, width = width, num_lines
-        weight_format = self.weight_format
-        data_shape = num_groups, num_lines, weight_format.data_width(width)
-        scale_shape = num_groups, -(-num_lines // weight_format.block_lines), weight_format.num_blocks(width)
-        data, scale = _buffers(out, weight_format, data_shape, scale_shape, weight)
-        return Quantized(
-            data=data, scale=scale, block_format=weight_format, layout=layout, num_rows=num_lines, amax=amax
-        )
-
-    def _row_range(
-        self,
-        rows: torch.Tensor,
-        row_start: torch.Tensor | None,
-        seeds: torch.Tensor | None,
-        row_index: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
-        if rows.dim() != 2 or rows.dtype not in DTYPES or not rows.is_contiguous():
-            raise ArgumentError(
-                f"rows is {rows.dtype} {list(rows.shape)}; it must be contiguous [N, C] of one of {DTYPES}"
-            )
-        self._check_width("features of rows", rows.shape[1])
-        raise_for(e4m3_problem(self, rows.device))
-        if row_index is not None and (
-            row_index.dtype != torch.int32
-            or row_index.dim() != 1
-            or row_index.device != rows.device
-            or not row_index.is_contiguous()
-        ):
-            given = f"{row_index.dtype} {list(row_index.shape)} on {row_index.device}"
-            raise ArgumentError(f"row_index is {given}; it must be contiguous torch.int32 [N] on {rows.device}")
-        if row_start is None:
-            row_start = equal_groups(1, (rows if row_index is None else row_index).shape[0], rows.device)
-        row_range = checked_row_range(row_start, rows)
-        num_groups = row_range.shape[1]
-        if seeds is None:
-            return row_range
-        if not self.stochastic_gradients:
-            raise ArgumentError(f"seeds are given; {self} rounds to nearest")
-        if seeds.dtype != torch.int64 or seeds.shape != (num_groups,) or seeds.device != rows.device:
-            given = f"{seeds.dtype} {list(seeds.shape)} on {seeds.device}"
-            raise ArgumentError(f"seeds is {given}; it must be torch.int64 [{num_groups}] on {rows.device}")
-        return row_range
-
-    def _check_width(self, name: str, width: int) -> None:
-        if width == 0 or width % self.feature_multiple:
-            raise ArgumentError(f"{name} ({width}) must be a multiple of {self.feature_multiple} for {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,15 +194,11 @@ class Float8Block(Recipe):
 
     @property
     def row_format(self) -> BlockFormat:
-        return BlockFormat(element="e4m3", scale=self._scale, block=128)
+        return BlockFormat(element="e4m3", scale="power_of_two" if self.power_of_two else "fp32", block=128)
 
     @property
     def weight_format(self) -> BlockFormat:
-        return BlockFormat(element="e4m3", scale=self._scale, block=128, block_lines=128)
-
-    @property
-    def _scale(self) -> ScaleKind:
-        return "power_of_two" if self.power_of_two else "fp32"
+        return BlockFormat(element="e4m3", scale=self.row_format.scale, block=128, block_lines=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,10 +214,6 @@ class MXFP8(Recipe):
     def row_format(self) -> BlockFormat:
         return BlockFormat(element="e4m3", scale="e8m0", block=32)
 
-    @property
-    def weight_format(self) -> BlockFormat:
-        return self.row_format
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NVFP4(Recipe):
@@ -335,7 +223,7 @@ class NVFP4(Recipe):
 
     Attributes:
         hadamard_signs: both operands of wgrad first go through a Hadamard transform with these 16 signs
-            (precision/block_scaled/hadamard.py); None: they do not.
+            (precision/block_scaled.py); None: they do not.
         stochastic_gradients: whether gradients are rounded stochastically; then seeds are accepted.
     """
 
@@ -380,12 +268,95 @@ def precision_word(recipe: Recipe | None) -> int:
     return checksum << control.PRECISION_BITS | index
 
 
+def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
+    """What keeps a layer with these numbers of features from computing with a precision, or None."""
+    if precision is None:
+        return None
+    if not isinstance(precision, Recipe):
+        return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
+    for name, width in widths.items():
+        if width % precision.feature_multiple:
+            return ArgumentError(f"{name} ({width}) must be a multiple of {precision.feature_multiple} for {precision}")
+    return None
+
+
+@torch.no_grad()
+def _quantize_weights(
+    recipe: Recipe, weight: torch.Tensor | TensorTable, layout_to_out: dict[Layout, Buffers | None]
+) -> list[Quantized]:
+    """Weights in one layout, or in both by one read, in the caller's buffers if given."""
+    is_contiguous = isinstance(weight, TensorTable) or weight.is_contiguous()
+    if len(weight.shape) != 3 or weight.dtype not in FLOATS or not is_contiguous:
+        raise ArgumentError(
+            f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {FLOATS}"
+        )
+    num_groups, *widths = weight.shape
+    for name, width in zip(("O", "C"), widths, strict=True):
+        _check_width(recipe, f"{name} of weight", width)
+    raise_for(e4m3_problem(recipe, weight.device))
+    ops, weight_format, amax = kernels.for_device(weight.device), recipe.weight_format, None
+    if weight_format.has_global_scale:
+        amax = torch.empty(num_groups, dtype=torch.float32, device=weight.device)
+        ops.weight_amax(weight, amax)
+    results = []
+    for layout, out in layout_to_out.items():
+        num_lines, width = widths if layout == "weight" else reversed(widths)
+        data_shape = num_groups, num_lines, weight_format.data_width(width)
+        scale_shape = num_groups, -(-num_lines // weight_format.block_lines), weight_format.num_blocks(width)
+        data, scale = _buffers(out, weight_format, data_shape, scale_shape, weight.device)
+        results.append(
+            Quantized(data=data, scale=scale, block_format=weight_format, layout=layout, num_rows=num_lines, amax=amax)
+        )
+    one, other = results[0], results[-1]
+    if math.prod(weight.shape) and one is not other:
+        ops.quantize_weight_pairs(weight, one.data, one.scale, other.data, other.scale, weight_format, amax=amax)
+    elif math.prod(weight.shape):
+        lines = weight.mT if isinstance(weight, torch.Tensor) and one.layout == "weight_transposed" else weight
+        ops.quantize_weights(lines, one.data, one.scale, weight_format, amax=amax)
+    return results
+
+
+def _row_range(
+    recipe: Recipe,
+    rows: torch.Tensor,
+    row_start: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    row_index: torch.Tensor | None,
+) -> torch.Tensor:
+    """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
+    if rows.dim() != 2 or rows.dtype not in FLOATS or not rows.is_contiguous():
+        raise ArgumentError(f"rows is {rows.dtype} {list(rows.shape)}; it must be contiguous [N, C] of one of {FLOATS}")
+    _check_width(recipe, "features of rows", rows.shape[1])
+    raise_for(e4m3_problem(recipe, rows.device))
+    if row_index is not None:
+        is_list = row_index.dtype == torch.int32 and row_index.dim() == 1 and row_index.is_contiguous()
+        if not is_list or row_index.device != rows.device:
+            given = f"{row_index.dtype} {list(row_index.shape)} on {row_index.device}"
+            raise ArgumentError(f"row_index is {given}; it must be contiguous torch.int32 [N] on {rows.device}")
+    if row_start is None:
+        row_start = equal_groups(1, (rows if row_index is None else row_index).shape[0], rows.device)
+    row_range = checked_row_range(row_start, rows)
+    if seeds is None:
+        return row_range
+    num_groups = row_range.shape[1]
+    if not recipe.stochastic_gradients:
+        raise ArgumentError(f"seeds are given; {recipe} rounds to nearest")
+    if seeds.dtype != torch.int64 or seeds.shape != (num_groups,) or seeds.device != rows.device:
+        given = f"{seeds.dtype} {list(seeds.shape)} on {seeds.device}"
+        raise ArgumentError(f"seeds is {given}; it must be torch.int64 [{num_groups}] on {rows.device}")
+    return row_range
+
+
+def _check_width(recipe: Recipe, name: str, width: int) -> None:
+    if width == 0 or width % recipe.feature_multiple:
+        raise ArgumentError(f"{name} ({width}) must be a multiple of {recipe.feature_multiple} for {recipe}")
+
+
 def _amax(
     block_format: BlockFormat,
     rows: torch.Tensor,
     row_range: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
+    row_index: torch.Tensor | None,
     signs: int | None = None,
 ) -> torch.Tensor | None:
     """The largest finite |x| of every group, if the format has a global scale."""
@@ -401,22 +372,27 @@ def _buffers(
     block_format: BlockFormat,
     data_shape: tuple[int, ...],
     scale_shape: tuple[int, ...],
-    source: torch.Tensor | TensorTable,
-    check_scale: Callable[[str, torch.Tensor], None] = check_contiguous,
+    device: torch.device,
+    *,
+    of_columns: bool = False,
 ) -> Buffers:
-    """The caller's buffers for data and scale, checked, or new ones. check_scale: checks a given scale's strides."""
-    wanted = {"data": (data_shape, block_format.data_dtype), "scale": (scale_shape, block_format.scale_dtype)}
+    """The caller's buffers for data and scale, checked, or new ones; fp32 scales of columns are block-major."""
     if out is None:
-        data, scale = (torch.empty(shape, dtype=dtype, device=source.device) for shape, dtype in wanted.values())
-        return data, scale
-    checks = check_contiguous, check_scale
-    for (name, (shape, dtype)), buffer, check in zip(wanted.items(), out, checks, strict=True):
-        if buffer.shape != shape or buffer.dtype != dtype or buffer.device != source.device:
+        data = torch.empty(data_shape, dtype=block_format.data_dtype, device=device)
+        is_turned = of_columns and block_format.scale_dtype == torch.float32
+        scale = torch.empty(
+            scale_shape[::-1] if is_turned else scale_shape, dtype=block_format.scale_dtype, device=device
+        )
+        return data, scale.t() if is_turned else scale
+    wanted = (data_shape, block_format.data_dtype), (scale_shape, block_format.scale_dtype)
+    for name, buffer, (shape, dtype) in zip(("data of out", "scale of out"), out, wanted, strict=True):
+        if buffer.shape != shape or buffer.dtype != dtype or buffer.device != device:
             raise ArgumentError(
-                f"{name} of out is {buffer.dtype} {list(buffer.shape)} on {buffer.device}; it must be {dtype} "
-                f"{list(shape)} on {source.device}"
+                f"{name} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}; it must be {dtype} {list(shape)} "
+                f"on {device}"
             )
-        check(f"{name} of out", buffer)
+    check_contiguous("data of out", out[0])
+    (check_column_scale if of_columns else check_contiguous)("scale of out", out[1])
     for buffer in out:
         wrote_into(buffer)
     return out

@@ -15,8 +15,9 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
+from symmoe.kernels.operands import FLOATS
 from symmoe.precision.quantized import Quantized
-from symmoe.precision.recipes import DTYPES, Recipe
+from symmoe.precision.recipes import Recipe
 
 # Dtype of travelling rows: 16-bit words, which hopper/rows.py takes too. No arithmetic is done with them.
 WORD = torch.bfloat16
@@ -46,9 +47,9 @@ class WireFormat:
         Raises:
             ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features, or its GPU has no E4M3 numbers.
         """
-        if x.dim() != 2 or x.dtype not in DTYPES or not x.is_contiguous() or x.shape[1] != self.hidden:
+        if x.dim() != 2 or x.dtype not in FLOATS or not x.is_contiguous() or x.shape[1] != self.hidden:
             raise ArgumentError(
-                f"x is {x.dtype} {list(x.shape)}; it must be contiguous [T, {self.hidden}] of one of {DTYPES}"
+                f"x is {x.dtype} {list(x.shape)}; it must be contiguous [T, {self.hidden}] of one of {FLOATS}"
             )
         raise_for(e4m3_problem(self.recipe, x.device))
         sent = torch.empty((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
@@ -60,14 +61,14 @@ class WireFormat:
     ) -> Quantized:
         """The result of Recipe.quantize for rows received[row_index[r]], or received[r] without an index."""
         num_rows = (received if row_index is None else row_index).shape[0]
-        rows = self.recipe.empty_rows(num_rows, self.hidden, row_range)
+        rows = self.recipe.empty("rows", num_rows, self.hidden, row_range)
         self.unpack(received, row_range, rows, row_index)
         return rows
 
     def unpack(
         self, received: torch.Tensor, row_range: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
     ) -> None:
-        """Fills the result of Recipe.empty_rows as `quantized` does, the rows of row_range."""
+        """Fills the result of Recipe.empty as `quantized` does, the rows of row_range."""
         data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
         ops = kernels.for_device(received.device)
         ops.unpack_rows(received.view(torch.uint8), row_range, data, scale, row_index=row_index)
@@ -77,7 +78,7 @@ class WireFormat:
     ) -> Quantized:
         """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
-        columns = self.recipe.empty_columns(num_rows, self.hidden, row_range)
+        columns = self.recipe.empty("columns", num_rows, self.hidden, row_range)
         ops, row_format = kernels.for_device(received.device), self.recipe.row_format
         ops.requantize_columns(
             received.view(torch.uint8), row_range, columns.data, columns.scale, row_format, dtype, row_index=row_index

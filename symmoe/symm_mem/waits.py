@@ -198,7 +198,7 @@ class Waits:
             call=call,
             fault=fault,
             timeout_ns=timeout_ns,
-            spoils=nan_on_failure,
+            nan_on_failure=nan_on_failure,
         )
         self.is_inside = False
         return received
@@ -215,7 +215,7 @@ class Waits:
             )
         self.is_inside = True
         self.kernels().wait_for_signal(
-            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=nan_on_failure
+            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, nan_on_failure=nan_on_failure
         )
         self.is_inside = False
         return arrived

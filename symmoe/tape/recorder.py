@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
         template: tuple[Any, ...],
         numbers: Mapping[str, Any],
         results: Sequence[str],
-        spoils: torch.Tensor | None,
+        nan_on_failure: torch.Tensor | None,
     ) -> Sequence[Any]:
         """Calls a function of integers in this call and in later ones; its results are arguments of the next launch.
 
@@ -223,14 +223,14 @@ class Recorder(TorchDispatchMode):
             template: the arguments, numbers of the call as CallInteger.
             numbers: where other arguments of the launch come from, by the parameter's name.
             results: the names of those that the function returns.
-            spoils: the tensor whose address is the argument `spoiled`.
+            nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
         result = function(*[self.numbers[each.name] if type(each) is CallInteger else each for each in template])
         slot = self._new_slot()
         self.entries.append(Call(function, (template, {}), slot, NOTE, self.is_owed))
         self._next_numbers = {**numbers, **{name: ResultField(slot, n) for n, name in enumerate(results)}}
-        if spoils is not None:
-            self._next_numbers["spoiled"] = self._memory(spoils)
+        if nan_on_failure is not None:
+            self._next_numbers["spoiled"] = self._memory(nan_on_failure)
         return result
 
     def launch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -144,9 +144,9 @@ def fill_in(template: Any, playing: Playing) -> Any:
     if kind in _PLACES:
         return template.get(playing)
     if kind is tuple or kind is list:
-        return kind([fill_in(part, playing) for part in template])
+        return kind(map(fill_in, template, repeat(playing)))
     if kind is dict:
-        return {name: fill_in(part, playing) for name, part in template.items()}
+        return dict(zip(template, map(fill_in, template.values(), repeat(playing)), strict=True))
     return template
 
 
@@ -262,7 +262,9 @@ class Call(Entry):
 
     def play(self, playing: Playing) -> None:
         """Calls the function."""
-        args, kwargs = self.template if self._is_constant else fill_in(self.template, playing)
+        args, kwargs = self.template
+        if not self._is_constant:
+            args, kwargs = fill_in(args, playing), fill_in(kwargs, playing)
         function = self.function
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)

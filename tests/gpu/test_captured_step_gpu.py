@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from test_captured_step import Batch, H, Model, T, check_changes, check_exact
+from captured_cases import Batch, H, Model, T, check_changes, check_exact
 from worker import Findings, open_heap
 
 import symmoe

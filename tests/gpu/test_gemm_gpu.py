@@ -29,7 +29,6 @@ from gemm_problem import (
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels.triton import bias, gemm, tiles
-from symmoe.kernels.triton.splits import splits_to_row_range
 
 pytestmark = pytest.mark.gpu
 
@@ -141,7 +140,7 @@ VARIANTS = {
     "flatten": {"flatten": True, "block_n": 128},
     "wide": {"block_n": 256},
     "flatten groups": {"flatten": True, "block_n": 128, "group_m": 16},
-    "two programs": {"programs_per_sm": 2, "block_n": 64},
+    "narrow": {"block_n": 64},
 }
 
 
@@ -231,58 +230,18 @@ def test_a_rows_bits_do_not_depend_on_its_place(dtype):
         assert torch.equal(tensor[:777].flip(0), rows[name][:777]), name
 
 
-def test_graph_replay_with_other_splits():
-    """One capture serves every routing that fits the capacity."""
-    first, second = (300, 0, 1, 777, 128, 0, 0), (0, 900, 300, 3, 0, 0, 3)
-    assert sum(first) == sum(second)
-    p = Problem(first, WIDTHS[0], torch.bfloat16)
-    splits = torch.tensor(first, device="cuda")
-
-    def step():
-        splits_to_row_range(splits, p.row_range, p.capacity)
-        return all_results(p)
-
-    step()  # compile outside of the capture
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for sizes in (first, second, first):
-        splits.copy_(torch.tensor(sizes))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(p.row_range.cpu(), whole_groups(sizes))
-        assert_same_bits(captured, step())
-
-
 def test_splits():
     check_splits(kernels, "cuda")
 
 
 def test_no_rows():
     """A capacity of zero: nothing to launch but the zeros of the gradients."""
-    dout, rows = (torch.empty(0, n, dtype=torch.bfloat16, device="cuda") for n in (192, 64))
-    row_range = whole_groups((0, 0, 0), device="cuda")
-    weight = torch.ones(3, 192, 64, dtype=torch.bfloat16, device="cuda")
-    scattered = Scattered(weight)
-    gemm.grouped_gemm(rows, weight, row_range, dout, zero_tail=True)
-    gemm.grouped_gemm_dgrad(dout, weight, row_range, rows, zero_tail=True)
-    for out in (weight, scattered.table):
-        gemm.grouped_gemm_wgrad(dout, rows, row_range, out, accumulate=True)
-    assert (weight == 1).all()
-    assert (scattered.packed() == 1).all()
-    for out in (weight, scattered.table):
-        gemm.grouped_gemm_wgrad(dout, rows, row_range, out)
-    assert not weight.any()
-    assert not scattered.packed().any()
-    dbias = torch.ones(3, 192, dtype=torch.bfloat16, device="cuda")
-    bias.grouped_bias_dot(dout, dbias, row_range, torch.empty(0, device="cuda"))
-    bias.grouped_bias_grad(dout, row_range, dbias)
-    assert not dbias.any()
+    p = Problem((0, 0, 0), (64, 192), torch.bfloat16, capacity=0)
+    check_gemm(kernels, p, False, False, "none", True)
+    check_dgrad(kernels, p, False, False, True)
+    for accumulate in BOTH:
+        check_wgrad(kernels, p, False, False, True, accumulate, torch.bfloat16)
+    check_biases(kernels, p, False, False, False)
 
 
 def test_offsets_beyond_32_bits():

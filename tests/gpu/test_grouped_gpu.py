@@ -31,6 +31,7 @@ from grouped_cases import (
     linear_inputs,
     make_inputs,
     make_linear,
+    make_way,
     matrix,
     run,
     run_experts,
@@ -151,34 +152,12 @@ def test_the_same_bits_every_time(dtype):
 
 def model_of(path: str, case: Case, inputs: Inputs, **options):
     """(call(x, scale, splits, out, grad_input_out), the layers)."""
-    fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
-    if path == "linear":
+    made, layers = make_way(path, case, inputs, **options)
 
-        def linear(x, scale, splits, out, grad_input_out):
-            first = {"is_first_microbatch": True, "grad_input_out": grad_input_out}
-            return fc1(x, splits, out=out, **first)
+    def call(x, scale, splits, out, grad_input_out):
+        return made(x, scale, splits, out=out, grad_input_out=grad_input_out, is_first_microbatch=True)
 
-        return linear, (fc1,)
-    fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
-    if path == "mlp":
-        mlp = GroupedMLP(fc1.num_groups, fc1.in_features, fc2.in_features, device=inputs.x.device)
-        mlp.fc1, mlp.fc2 = fc1, fc2
-
-        def fused(x, scale, splits, out, grad_input_out):
-            return mlp(x, splits, scale, out=out, grad_input_out=grad_input_out, is_first_microbatch=True)
-
-        return fused, (fc1, fc2)
-    activation = ScaledSwiGLU()
-    model = Sequential(fc1, activation, fc2)
-    if path == "modules":
-        activation.register_forward_hook(lambda *_: None)  # keeps them apart
-
-    def experts(x, scale, splits, out, grad_input_out):
-        first = {"grad_input_out": grad_input_out, "is_first_microbatch": True}
-        last = {"out": out, "is_first_microbatch": True} | ({"bias_scale": scale} if case.bias else {})
-        return model(x, splits, scale, splits, op_kwargs={0: first, -1: last})
-
-    return experts, (fc1, fc2)
+    return call, tuple(layers.values())
 
 
 REPLAYED = [((70, 0, 3, 55), 1), ((0, 0, 0, 0), 2), ((1, 130, 0, 1), 3), ((0, 0, 0, 131), 4), ((33, 33, 33, 33), 5)]

@@ -152,14 +152,14 @@ def test_sum_home(case, dtype):
         arrived, results = arrived.cuda(), []
         for num_ctas in (None, 1, 6):
             results.append(torch.full((p.T, p.H), 7.0, dtype=dtype, device="cuda"))
-            tables = (rows, returned, packed, start, slot_to_rank, slot_to_row, ready, arrived, results[-1])
-            tokens.sum_home(*tables, rank=rank, num_ctas=num_ctas)
+            tables = (rows, returned), (packed, start, slot_to_rank, slot_to_row)
+            tokens.sum_home(*tables, (ready, arrived), results[-1], rank=rank, num_ctas=num_ctas)
         assert not (results[0] == 7.0).all()
         assert same(results[0], results[1])
         assert same(results[0], results[2])
         for failed in ((ready - 1, arrived), (ready, arrived - 1)):
             out = torch.zeros(p.T, p.H, dtype=dtype, device="cuda")
-            tokens.sum_home(*tables[:-3], *failed, out, rank=rank, num_ctas=3)
+            tokens.sum_home(*tables, failed, out, rank=rank, num_ctas=3)
             assert out.isnan().all()
 
 

@@ -25,23 +25,12 @@ from grouped_cases import (
     run_linear,
 )
 from layers import WAYS
+from low_precision_cases import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
+from low_precision_checks import NAMES, check_layer, check_second_bias, check_ways, run_cut
 from low_precision_oracle import relative_error
-from quantize_cases import FORMATS, filled, hard_rows, row_range_of
-from test_low_precision import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
-from test_low_precision_layer import (
-    NAMES,
-    WIRE_RECIPES,
-    check_biases,
-    check_layer,
-    check_second_bias,
-    check_ways,
-    run_cut,
-)
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
-from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
-from symmoe.precision.wire import WireFormat
 from symmoe.tools.bench.steps import trace_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
@@ -50,47 +39,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 SIZES = Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)
 ODD = replace(SIZES, hidden=544, ffn=288)
 BF16 = torch.bfloat16
-
-
-# -- kernels against twins --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_an_index_are_the_twins(name):
-    row_format, row_range = FORMATS[name], row_range_of()
-    rows = hard_rows(90, 288, BF16)
-    index = torch.randint(90, (int(row_range[1, -1]) + 9,), dtype=torch.int32)
-    amax = None
-    if row_format.has_global_scale:
-        amax = torch.empty(row_range.shape[1])
-        twin.group_amax(rows, row_range, amax, row_index=index)
-    found = []
-    for ops, device in ((twin, "cpu"), (gpu, "cuda")):
-        data = filled((len(index), row_format.data_width(288)), row_format.data_dtype).to(device)
-        scale = filled((len(index), row_format.num_blocks(288)), row_format.scale_dtype).to(device)
-        options = {"row_index": index.to(device), "amax": None if amax is None else amax.to(device)}
-        ops.quantize_rows(rows.to(device), row_range.to(device), data, scale, row_format, **options)
-        found.append([tensor.cpu().view(torch.uint8) for tensor in (data, scale)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
-@pytest.mark.parametrize("hidden", [64, 544, 7168])
-def test_rows_on_the_wire_are_the_twins(recipe, hidden):
-    wire, x, row_range = WireFormat(recipe, hidden), torch.randn(300, hidden).to(BF16), row_range_of((130, 0, 60))
-    index = torch.randint(300, (200,), dtype=torch.int32)
-    sent = wire.encode(x)
-    on_gpu = wire.encode(x.cuda())
-    assert torch.equal(on_gpu.cpu().view(torch.uint8), sent.view(torch.uint8))
-    for row_index in (None, index):
-        one = wire.quantized(sent, row_range, row_index)
-        other = wire.quantized(on_gpu, row_range.cuda(), None if row_index is None else row_index.cuda())
-        for name in ("data", "scale"):
-            left, right = (getattr(q, name)[:190].cpu().view(torch.uint8) for q in (one, other))
-            assert torch.equal(left, right), name
-    for dtype in (BF16, torch.float32):
-        assert torch.equal(wire.decode(on_gpu, dtype).cpu(), wire.decode(sent, dtype))
 
 
 # -- grouped layers ---------------------------------------------------------------------------------------------------
@@ -203,11 +151,6 @@ def test_layers(cluster, num_ranks: int, recipe, wire):
 )
 def test_second_bias(cluster, num_ranks: int, recipe, wire: str):
     assert cluster(num_ranks, "cuda").findings(check_second_bias, "cuda", recipe, wire) == []
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_biases(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_biases, "cuda", Float8Block(), "both") == []
 
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")], ids=str)

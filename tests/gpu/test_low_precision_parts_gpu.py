@@ -6,11 +6,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from quantize_cases import FORMATS, as_bytes, encode_rows, filled, hard_rows, row_range_of
+from low_precision_parts import check_parts
+from quantize_cases import FORMATS, as_bytes, filled, row_range_of
 from row_ranges import random_ranges, rows_of
-from test_low_precision_parts import check_parts
 
-from symmoe.kernels import gpu, twin
+from symmoe.kernels import gpu
 from symmoe.kernels.activation import Activation
 from symmoe.precision import Float8Block
 
@@ -38,27 +38,6 @@ def check_rows(call, buffers):
 
 def e4m3_buffers(width: int):
     return filled((CAPACITY, width), E4M3, "cuda"), filled((CAPACITY, -(-width // 128)), torch.float32, "cuda")
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_rows_that_are_quantised(dtype):
-    rows, index = hard_rows(90, WIDTH, dtype), torch.randint(90, (CAPACITY,), dtype=torch.int32)
-    on_gpu = rows.cuda(), index.cuda()
-
-    def call(row_range, data, scale):
-        gpu.quantize_rows(on_gpu[0], row_range, data, scale, FORMATS["float8_block"], row_index=on_gpu[1])
-
-    check_rows(call, lambda: e4m3_buffers(WIDTH))
-    sent = encode_rows(twin, rows, "float8_block").cuda()
-
-    def unpack(row_range, data, scale):
-        gpu.unpack_rows(sent, row_range, data.view(torch.uint8), scale.view(torch.uint8), row_index=on_gpu[1])
-
-    check_rows(unpack, lambda: e4m3_buffers(WIDTH))
-    found = [e4m3_buffers(WIDTH) for _ in range(2)]
-    call(row_range_of(SPLITS).cuda(), *found[0])
-    unpack(row_range_of(SPLITS).cuda(), *found[1])
-    assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

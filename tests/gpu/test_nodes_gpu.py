@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import routings
 import torch
+from captured_cases import check_exact
 from cluster import Cluster
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, Ready, check_survivors, drop_on_rails, lose, train, wrong_calls
-from test_captured_step import check_exact
 from trip_checks import check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 

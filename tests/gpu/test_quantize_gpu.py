@@ -17,22 +17,19 @@ from quantize_cases import (
     Scattered,
     as_bytes,
     check_bias_sums,
-    decoded_columns,
     differences,
-    encode_rows,
     filled,
     filled_column_scale,
     hard_rows,
-    joined_rows,
     quantize_all,
     quantize_weight_pairs,
     quantize_weights,
-    requantize_columns,
     row_range_of,
 )
+from quantize_checks import check_columns, check_ranges, check_received, check_rows_of_an_index, check_sent, check_tiles
 
 from symmoe.kernels import gpu, twin
-from symmoe.precision import MXFP8, NVFP4, Float8Block, swizzle_scales, unswizzle_scales
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 pytestmark = pytest.mark.gpu
 
@@ -65,26 +62,22 @@ def test_weights(name, shape):
     assert differences(quantize_weight_pairs(gpu, weight.cuda(), name), wanted) == []
 
 
-@pytest.mark.parametrize("width", [160, 2880, 7168])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
-def test_rows_put_on_the_wire(name, dtype, width):
-    rows = hard_rows(ROWS, width, dtype)
-    assert torch.equal(encode_rows(gpu, rows.cuda(), name).cpu(), joined_rows(twin, rows, name))
+def test_the_wire(name, dtype):
+    for width in (64, 160, 272, 544, 2880, 7168):
+        check_sent(gpu, name, hard_rows(ROWS, width, dtype), "cuda")
+        check_received(gpu, name, width, row_range_of(), dtype, "cuda")
+    for width in (272, 2880, 7168):
+        check_columns(gpu, name, hard_rows(90, width, dtype), row_range_of(), ROWS, "cuda")
 
 
-@pytest.mark.parametrize("width", [272, 2880, 7168])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].element == "e4m3" and FORMATS[n].block])
-def test_columns_of_rows_on_the_wire(name, dtype, width):
-    sent = encode_rows(twin, hard_rows(90, width, dtype), name)[:90]
-    index = torch.randint(90, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    for wire, row_index in ((sent, index), (sent[index.long()], None)):
-        expected = requantize_columns(twin, wire, row_range_of(), width, name, dtype, row_index)
-        index = None if row_index is None else row_index.cuda()
-        on_gpu = (wire.cuda(), row_range_of().cuda(), width, name, dtype, index)
-        assert differences(requantize_columns(gpu, *on_gpu), expected) == []
-        assert differences(decoded_columns(gpu, *on_gpu), expected) == []
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_an_index_and_of_ranges(name, dtype):
+    check_rows_of_an_index(gpu, name, hard_rows(90, 288, dtype), row_range_of(), "cuda")
+    if FORMATS[name].element == "e4m3":
+        check_ranges(gpu, name, (0, 133, 1, 300, 0, 128, 777), hard_rows(90, 1040, dtype), "cuda")
 
 
 @pytest.mark.parametrize("num_sms", [1, None])
@@ -136,12 +129,7 @@ def test_every_bf16_number():
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 6, 90])
 def test_swizzled_scales(num_blocks):
-    scale = torch.randint(0, 256, (ROWS, num_blocks)).to(torch.uint8)
-    expected = swizzle_scales(scale, row_range_of())
-    found = swizzle_scales(scale.cuda(), row_range_of().cuda())
-    assert torch.equal(found.cpu(), expected)
-    back = unswizzle_scales(found, row_range_of().cuda(), num_rows=ROWS, num_blocks=num_blocks)
-    assert torch.equal(back.cpu()[: sum(SPLITS)], scale[: sum(SPLITS)])
+    check_tiles(gpu, row_range_of(), ROWS, num_blocks, "cuda")
 
 
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)

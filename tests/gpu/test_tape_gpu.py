@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_tape import AROUND, OPTIONS, check_bits, make_calls, make_layer, step
+from tape_cases import AROUND, OPTIONS, check_bits, make_calls, make_layer, step
 from worker import open_heap
 
 from symmoe.kernels.launch import player

@@ -8,7 +8,7 @@ from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, Case, differences, run_case
 
 from symmoe.kernels import control, twin
-from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
+from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.routing_rule import RoutingRule
 
 pytestmark = pytest.mark.gpu
@@ -190,111 +190,6 @@ def test_barrier_in_a_graph(gpu, num_ranks):
         assert ranks.counters(rank).tolist()[:2] == [100, 0]
         assert ranks.received[rank].tolist() == [[peer, 7, 8] for peer in range(num_ranks)]
         assert not ranks.status[rank].any()
-
-
-def test_layer_call_in_a_graph(gpu):
-    """All kernels of a call on one rank in one graph; the routing changes from replay to replay."""
-    num_tokens, hidden, num_experts, top_k, capacity = 1000, 512, 16, 4, 4000
-    layout = ControlLayout(1)
-    arena = torch.zeros(layout.num_bytes + (64 << 20), dtype=torch.uint8, device=DEVICE)
-    bases = torch.tensor([arena.data_ptr()], device=DEVICE)
-    peers = Peers(rank=0, num_ranks=1, bases=bases, views=(arena,), layout=layout)
-    status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=True)
-    offsets = (layout.num_bytes, layout.num_bytes + (32 << 20), layout.num_bytes + (48 << 20))
-    topk_idx = torch.zeros((num_tokens, top_k), dtype=torch.int64, device=DEVICE)
-    x = torch.randn((num_tokens, hidden), device=DEVICE, dtype=torch.bfloat16)
-    probs = torch.rand((num_tokens, top_k), device=DEVICE)
-
-    def int32(*shape):
-        return torch.empty(shape, dtype=torch.int32, device=DEVICE)
-
-    def barrier(words):
-        received = torch.empty((1, control.NUM_PUBLISHED), dtype=torch.int64, device=DEVICE)
-        gpu.barrier(peers, words, received, status, call=1, fault=False, timeout_ns=10**9)
-        return received
-
-    def call():
-        num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-        counts, starts = int32(num_blocks, num_experts + 3), int32(num_blocks, num_experts)
-        gpu.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=1)
-        words = {control.HEAD_NUM_TOKENS: num_tokens, control.HEAD_CAPACITY: capacity, control.HEAD_PACKED_CAPACITY: -1}
-        header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
-        gpu.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
-        numel, layout = plan_layout(num_tokens, top_k, num_experts, 1)
-        plan = PlanIntegers(int32(numel), layout)
-        options = {"capacity": capacity, "packed_capacity": -1, "drop": False, "record_errors": True}
-        gpu.lay_out(peers, barrier((0, 0, 0)), status, plan, **options)
-        gpu.assign_rows(topk_idx, starts, plan)
-        gpu.assign_packed_rows(plan)
-        ready = barrier(offsets)
-        gpu.push_rows(x, plan.token_to_primary_row, peers, ready, column=0)
-        gpu.push_slots(
-            plan.slot_to_row,
-            plan.slot_to_rank,
-            probs,
-            plan.token_to_packed_row,
-            plan.block_tokens,
-            plan.packed_start,
-            plan.packed_limit,
-            peers,
-            ready,
-            row_column=1,
-            prob_column=2,
-        )
-        gpu.send_signal(peers, 0)
-        arrived = torch.empty(1, dtype=torch.int64, device=DEVICE)
-        gpu.wait_for_signal(peers, 0, arrived, status, phase=3, timeout_ns=10**9)
-        gpu.split_by_source(plan.source_to_row_start, plan.source_to_rows, rank=0)
-        packed_to_row, row_to_packed = int32(num_tokens, top_k), int32(capacity)
-        row_probs = torch.empty(capacity, device=DEVICE)
-        source_start, slots = plan.source_to_packed_start, (plan.slot_to_rank, plan.slot_to_row)
-        gpu.index_rows(
-            peers.region(0, offsets[1], (num_tokens, top_k), torch.int32),
-            peers.region(0, offsets[2], (num_tokens, top_k), torch.float32),
-            source_start[:1],
-            source_start[1:],
-            ready,
-            arrived,
-            packed_to_row,
-            row_to_packed,
-            row_probs,
-        )
-        rows = peers.region(0, offsets[0], (capacity, hidden), torch.bfloat16)
-        gpu.place_rows(x, *slots, rows, ready, rank=0)
-        by_slot, by_rank, values = torch.empty_like(x), torch.empty_like(x), torch.empty_like(probs)
-        gpu.pull_rows(*slots, peers, ready, by_slot, column=0)
-        gpu.gather_values(
-            row_probs,
-            packed_to_row,
-            source_start[1:],
-            peers.region(0, offsets[2], (num_tokens, top_k), torch.float32),
-        )
-        packed = plan.token_to_packed_row
-        gpu.sum_home(rows, rows, packed, source_start[:1], *slots, ready, arrived, by_rank, rank=0)
-        gpu.pull_values(plan.slot_to_rank, packed, peers, ready, values, column=2)
-        barrier((0, 0, 0))
-        return by_slot, by_rank, values, plan.expert_load, plan.source_to_rows
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        by_slot, by_rank, values, load, parts = call()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        topk_idx.copy_(torch.randint(-1, num_experts, topk_idx.shape))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert not status.any()
-        assert torch.equal(load.long(), torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts))
-        assert torch.equal(parts[0, 1] - parts[0, 0], load)
-        assert torch.equal(parts[0, 1], load.cumsum(0).int())
-        expected = torch.zeros_like(x, dtype=torch.float32)
-        for k in range(top_k):
-            expected += x.float() * (topk_idx[:, k : k + 1] >= 0)
-        assert torch.equal(by_slot, expected.bfloat16())
-        assert torch.equal(by_rank, expected.bfloat16())
-        assert torch.equal(values, probs * (topk_idx >= 0))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_captured_step import H, T, batches
+from captured_cases import H, T, batches
 from torch import nn
 from torch._inductor import config
 from worker import Findings, open_heap, without_semaphores

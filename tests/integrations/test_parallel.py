@@ -93,7 +93,7 @@ def sharded(
     else:
         mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "efsdp", "ep"))
     with open_heap(mesh, ranks_per_node) as heap:
-        assert heap.nodes is not None == (ranks_per_node is not None)
+        assert (heap.nodes is not None) == (ranks_per_node is not None)
         model = on_mesh(mesh, heap, wrap, config)
         if wrong_factor:  # what FSDP would do by itself: the mean over the replicas
             for module in model.modules():

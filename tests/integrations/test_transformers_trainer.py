@@ -111,7 +111,7 @@ def without_optimizer(rank: int, num_ranks: int, folder: str) -> None:
         if rank == 0:
             file.write_bytes(file.read_bytes()[:-1])
         heap.agree(None)
-        text = r"rank-00001-0000.safetensors has \d+ bytes; manifest.json says \d+"
+        text = r"rank-00001-0000.safetensors has \d+ bytes .*; manifest.json says \d+"
         with pytest.raises(CheckpointError, match=text):
             resumed(swap_moe(small_model(), heap), folder, num_ranks)
 

@@ -7,36 +7,22 @@ exactly, converts with saturation and flushes nothing), wide accesses, registers
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from act_quantize_cases import ACTIVATIONS
+from act_quantize_launches import CASES, FP16, flushing, launch_act, launch_dact
 from ahead_of_time import since
-from compiled_launches import access_bits, atomics, catch_launches, meta
+from compiled_launches import access_bits, atomics, catch_launches
 from quantize_cases import FORMATS
 
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
-from symmoe.kernels.activation import GELU
-from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.formats import TILE
 from symmoe.kernels.low_precision import act_quantized
 from symmoe.kernels.triton import bias, gemm_act
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-N, G = 65536, 32
 # Bytes, of a strip: MXFP8 has four times the blocks.
 MAX_SPILLED = {"mxfp8": 64, "float8_block": since(("3.6", 8), ("3.9", 224))}
 MAX_SPILLED_BY_SUMS = since(("3.6", 136), ("3.9", 336))
-CASES = [  # activation, FFN width, format
-    ("swiglu", 2048, "float8_block"),
-    ("swiglu", 2048, "mxfp8"),
-    ("clamped", 2880, "mxfp8"),
-    ("interleaved", 2880, "float8_block"),
-    ("interleaved 32", 2880, "mxfp8"),
-    ("srelu", 2048, "float8_block_powers"),
-    ("geglu", 2048, "float8_block"),
-    ("tanh gelu", 2048, "mxfp8"),
-]
 cases = pytest.mark.parametrize(
     ("name", "ffn", "block_format", "arch"),
     [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])],
@@ -47,49 +33,6 @@ cases = pytest.mark.parametrize(
 @pytest.fixture
 def launches(monkeypatch):
     return catch_launches(monkeypatch, act_quantized, gemm_act, bias)
-
-
-def buffers(width, name, *, columns=False):
-    block_format = FORMATS[name]
-    lines, length = (width, TILE * max_tiles(N, G)) if columns else (N, width)
-    scales = meta(lines, block_format.num_blocks(length), dtype=block_format.scale_dtype)
-    if columns and scales.dtype == FP32:
-        scales = scales.view(scales.shape[::-1]).t()  # block-major
-    return meta(lines, length, dtype=block_format.data_dtype), scales
-
-
-def launch_act(name, ffn, block_format, operand, dtype=BF16):
-    activation = ACTIVATIONS[name]
-    h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
-    options = {operand: buffers(ffn, block_format, columns=operand == "columns")}
-    row_range = meta(2, G, dtype=torch.int32)
-    act_quantized.act_quantize(h, row_scale, row_range, activation, FORMATS[block_format], **options)
-
-
-def launch_dact(name, ffn, block_format, dtype=BF16, *, with_dbias=False):
-    activation = ACTIVATIONS[name]
-    hidden = activation.hidden_width(ffn)
-    dbias = meta(G, hidden, dtype=dtype) if with_dbias else None
-    workspace = meta(dact_quantize_workspace_numel(N, ffn, dbias), dtype=FP32)
-    act_quantized.dact_quantize(
-        meta(N, ffn, dtype=dtype),
-        meta(N, hidden, dtype=dtype),
-        meta(N, dtype=FP32),
-        meta(2, G, dtype=torch.int32),
-        meta(N, dtype=FP32),
-        workspace,
-        activation,
-        FORMATS[block_format],
-        rows=buffers(hidden, block_format),
-        columns=buffers(hidden, block_format, columns=True),
-        a_columns=buffers(ffn, block_format, columns=True),
-        dbias=dbias,
-    )
-
-
-def flushing(activation):
-    """Instructions that may take subnormal numbers for zeros: of the sigmoid, and of libdevice's erf."""
-    return {"ex2.approx.ftz.f32"} | ({"abs.ftz.f32", "fma.rn.ftz.f32"} if activation.function == GELU else set())
 
 
 def check(code, name, block_format, most_spilled=None):

@@ -11,7 +11,8 @@ triton = pytest.importorskip("triton")
 from ahead_of_time import since  # noqa: E402
 from combinations import every_combination  # noqa: E402
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, assert_compiled_once, catch_launches, meta  # noqa: E402
-from test_quantize_compile import FORMATS, C, G, N, column_scale  # noqa: E402
+from quantize_cases import FORMATS  # noqa: E402
+from quantize_launches import C, G, N, operand  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -45,8 +46,7 @@ def compile_launch(monkeypatch):
 
 
 def buffers(width, block_format):
-    tokens = TILE * max_tiles(N, G)
-    return meta(width, tokens, dtype=torch.uint8), column_scale(width, tokens // TILE, block_format)
+    return operand(width, TILE * max_tiles(N, G), block_format, columns=True)
 
 
 def check(ptx, names, copies, most_spilled=0):
@@ -110,12 +110,7 @@ def test_weight_pairs(compile_launch, options, dtype):
 
 
 def test_powers_of_two_are_not_divided(compile_launch):
-    from symmoe.kernels.formats import BlockFormat
-
-    block_format, row_range = (
-        BlockFormat(element="e4m3", scale="power_of_two", block=128),
-        meta(2, G, dtype=torch.int32),
-    )
+    block_format, row_range = FORMATS["float8_block_powers"], meta(2, G, dtype=torch.int32)
     rows = meta(N, C, dtype=torch.float16)
     hopper_columns.launch_quantize_columns(rows, row_range, *buffers(C, block_format), block_format, num_sms=SMS)
     ptx, names = compile_launch()

@@ -7,9 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from act_quantize_launches import buffers, flushing  # noqa: E402
 from ahead_of_time import since  # noqa: E402
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches, meta  # noqa: E402
-from test_act_quantize_compile import buffers, flushing  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402

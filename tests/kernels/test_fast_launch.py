@@ -5,6 +5,7 @@ import importlib
 import itertools
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,15 +16,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from fake_cuda import (  # noqa: E402
-    STREAM,
-    FakeCompiled,
-    FakeJIT,
-    Launched,
-    assert_only_the_first_compiles,
-    fake_cuda,  # noqa: F401
-    fake_jits,
-)
+from fake_cuda import STREAM, FakeCompiled, FakeJIT, Launched, assert_only_the_first_compiles, fake_jits  # noqa: E402
 from limits import HANG_S  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
@@ -65,12 +58,27 @@ def example_kernel(
     tl.store(x, FIRST_GLOBAL + SECOND_GLOBAL + WIDTH)
 
 
+class Example:
+    """A fresh wrapper of the example, its JIT, and the driver."""
+
+    def __init__(self, fake_cuda, monkeypatch):
+        self.cuda, self.jit = fake_cuda, FakeJIT(example_kernel, fake_cuda)
+        monkeypatch.setattr(example_kernel, "run", self.jit, raising=False)
+        self.kernel = fast_launch(example_kernel)
+
+    def call(self, grid=(1,), **changes):
+        args, kwargs = arguments(**changes)
+        return self.kernel[grid](*args, **kwargs)
+
+    @property
+    def seen(self):
+        """How many launches the JIT has made."""
+        return len(self.jit.calls)
+
+
 @pytest.fixture
-def launch(fake_cuda, monkeypatch):  # noqa: F811
-    """A fresh wrapper of the example, and its JIT."""
-    jit = FakeJIT(example_kernel, fake_cuda)
-    monkeypatch.setattr(example_kernel, "run", jit, raising=False)
-    return fast_launch(example_kernel), jit
+def example(fake_cuda, monkeypatch):
+    return Example(fake_cuda, monkeypatch)
 
 
 def unaligned(tensor):
@@ -126,8 +134,8 @@ def words(args):
     return (*[torch.tensor(v).view(torch.int32).item() if type(v) is float else int(v) for v in values], 0, 0)
 
 
-def test_a_known_call_goes_straight_to_the_compiled_kernel(launch, fake_cuda):  # noqa: F811
-    kernel, jit = launch
+def test_a_known_call_goes_straight_to_the_compiled_kernel(example):
+    kernel, jit, fake_cuda = example.kernel, example.jit, example.cuda
     num_compiled = kernels.compiled_counter(torch.device("cuda"))
     before = num_compiled()
     args, kwargs = arguments()
@@ -147,26 +155,22 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(launch, fake_cuda):  
     assert fake_cuda.launches == [Launched(first.function, (5, 1, 2), 128, 1000, STREAM, tuple(bits))]
 
 
-def test_nothing_is_launched_in_an_empty_grid(launch, fake_cuda):  # noqa: F811
-    kernel, _ = launch
-    args, kwargs = arguments()
+def test_nothing_is_launched_in_an_empty_grid(example):
     for grid in ((1,), (0,), (3, 0)):
-        kernel[grid](*args, **kwargs)
-    assert not fake_cuda.happened
+        example.call(grid)
+    assert not example.cuda.happened
 
 
-def test_an_error_of_the_driver_is_raised(launch, fake_cuda, monkeypatch):  # noqa: F811
-    kernel, _ = launch
-    args, kwargs = arguments()
-    kernel[(1,)](*args, **kwargs)
-    fake_cuda.fails = 700
+def test_an_error_of_the_driver_is_raised(example, monkeypatch):
+    example.call()
+    example.cuda.fails = 700
     monkeypatch.setattr(driver, "check", lambda error, what: (_ for _ in ()).throw(SymmoeError(f"{what}: {error}")))
     with pytest.raises(SymmoeError, match="the launch of example_kernel: 700"):
-        kernel[(1,)](*args, **kwargs)
+        example.call()
 
 
-def test_keywords_may_come_in_any_order_and_for_any_parameter(launch, fake_cuda):  # noqa: F811
-    kernel, jit = launch
+def test_keywords_may_come_in_any_order_and_for_any_parameter(example):
+    kernel, jit, fake_cuda = example.kernel, example.jit, example.cuda
     args, kwargs = arguments()
     names = [*kernel.arg_names[: len(args)]]
     for split in range(len(args) + 1):
@@ -186,9 +190,9 @@ def test_keywords_may_come_in_any_order_and_for_any_parameter(launch, fake_cuda)
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_everything_that_changes_code_changes_the_key(launch, name):
+def test_everything_that_changes_code_changes_the_key(example, name):
     """Two calls that the JIT would compile differently never share a variant; the JIT itself says which those are."""
-    kernel, _ = launch
+    kernel = example.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
 
     def jit_key(args, kwargs):
@@ -201,24 +205,19 @@ def test_everything_that_changes_code_changes_the_key(launch, name):
         assert first is not second or jit_key(*a) == jit_key(*b), (a, b)
 
 
-def test_numbers_of_a_fixed_type_and_addresses_are_not_in_the_key(launch):
-    kernel, jit = launch
+def test_numbers_of_a_fixed_type_and_addresses_are_not_in_the_key(example):
     for count, fraction in ((7, 0.5), (1, 1.0), (16, 2.0), (2**40, 0.25)):
-        args, kwargs = arguments(count=count, fraction=fraction, index=torch.zeros(4, dtype=torch.int32))
-        kernel[(count % 5,)](*args, **kwargs)
+        example.call((count % 5,), count=count, fraction=fraction, index=torch.zeros(4, dtype=torch.int32))
     for number in (7, 9, 10, 2**30 + 1):
-        args, kwargs = arguments(number=number, typed=number, plain=number, index=unaligned(torch.zeros(4).int()))
-        kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == 1
+        example.call(number=number, typed=number, plain=number, index=unaligned(torch.zeros(4).int()))
+    assert example.seen == 1
 
 
-def test_the_device_is_in_the_key(launch, fake_cuda):  # noqa: F811
-    kernel, jit = launch
-    args, kwargs = arguments(desc=None, x=None, index=None)
+def test_the_device_is_in_the_key(example):
     for device in (0, 1, 0, 1):
-        fake_cuda.device = device
-        kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == 2
+        example.cuda.device = device
+        example.call(desc=None, x=None, index=None)
+    assert example.seen == 2
 
 
 NOT_UNDERSTOOD = {
@@ -236,65 +235,56 @@ NOT_UNDERSTOOD = {
 
 
 @pytest.mark.parametrize("what", NOT_UNDERSTOOD)
-def test_what_is_not_understood_takes_the_ordinary_way(launch, what):
-    kernel, jit = launch
-    kernel[(1,)](*arguments()[0], **arguments()[1])
+def test_what_is_not_understood_takes_the_ordinary_way(example, what):
+    example.call()
     args, kwargs = arguments(**NOT_UNDERSTOOD[what])
     for count in (2, 3, 4):
-        kernel[(1,)](*args, **kwargs)
-        assert len(jit.calls) == count
-    got, _, options = jit.calls[-1]
+        example.kernel[(1,)](*args, **kwargs)
+        assert example.seen == count
+    got, _, options = example.jit.calls[-1]
     assert all(a is b for a, b in zip(got, args, strict=True))
     assert options == kwargs
 
 
 @pytest.mark.parametrize("others", [{"desc": None, "index": None}, {"x": None, "index": None}, {}])
-def test_tensors_of_another_device_take_the_ordinary_way(launch, fake_cuda, others):  # noqa: F811
+def test_tensors_of_another_device_take_the_ordinary_way(example, others):
     """The JIT's launcher refuses a CPU tensor, which an address alone does not show."""
-    kernel, jit = launch
-    fake_cuda.device = 0
-    args, kwargs = arguments(**others)
+    example.cuda.device = 0
     for count in (1, 2, 3):
-        kernel[(1,)](*args, **kwargs)
-        assert len(jit.calls) == count
+        example.call(**others)
+        assert example.seen == count
 
 
 @pytest.mark.parametrize(
     ("what", "most", "tried"),
     [("shared memory", 2, [4, 3, 2]), ("shared memory", 0, [4, 3, 2, 1]), ("threads", 2, [4])],
 )
-def test_what_does_not_fit_takes_fewer_stages(launch, monkeypatch, what, most, tried):
+def test_what_does_not_fit_takes_fewer_stages(example, monkeypatch, what, most, tried):
     """Only as few as it must, and known calls no attempt; what no stage helps is Triton's error."""
-    kernel, jit = launch
 
     def run(*args, num_stages, **options):
-        compiled = jit(*args, num_stages=num_stages, **options)
+        compiled = example.jit(*args, num_stages=num_stages, **options)
         if num_stages > most:
             raise triton.OutOfResources(200, 100, what)
         return compiled
 
     monkeypatch.setattr(example_kernel, "run", run)
-    args, kwargs = arguments(num_stages=4)
+    fits = tried[-1] <= most
     for _ in range(2):
-        if tried[-1] > most:
-            with pytest.raises(triton.OutOfResources):
-                kernel[(1,)](*args, **kwargs)
-        else:
-            kernel[(1,)](*args, **kwargs)
-    calls = [options["num_stages"] for _, _, options in jit.calls]
-    assert calls == (tried if tried[-1] <= most else tried * 2)
+        with nullcontext() if fits else pytest.raises(triton.OutOfResources):
+            example.call(num_stages=4)
+    calls = [options["num_stages"] for _, _, options in example.jit.calls]
+    assert calls == (tried if fits else tried * 2)
 
 
-def test_a_callable_grid_takes_the_ordinary_way(launch):
-    kernel, jit = launch
-    args, kwargs = arguments()
+def test_a_callable_grid_takes_the_ordinary_way(example):
     for _ in range(3):
-        kernel[lambda meta: (1,)](*args, **kwargs)
-        kernel[[1]](*args, **kwargs)
-    assert len(jit.calls) == 6
+        example.call(lambda meta: (1,))
+        example.call([1])
+    assert example.seen == 6
 
 
-def test_wrong_calls_are_refused_by_the_jit(fake_cuda):  # noqa: F811
+def test_wrong_calls_are_refused_by_the_jit(fake_cuda):
     kernel = fast_launch(example_kernel)
     args, kwargs = arguments()
     for wrong_args, wrong_kwargs in (
@@ -323,65 +313,55 @@ no_hook = Mock()
         (example_kernel, "pre_run_hooks", [no_hook]),
     ],
 )
-def test_watched_launches_take_the_ordinary_way(launch, monkeypatch, where, name, value):
-    kernel, jit = launch
-    args, kwargs = arguments()
-    kernel[(1,)](*args, **kwargs)
+def test_watched_launches_take_the_ordinary_way(example, monkeypatch, where, name, value):
+    example.call()
     with monkeypatch.context() as patch:
         patch.setattr(where, name, value)
-        kernel[(1,)](*args, **kwargs)
-        assert len(jit.calls) == 2
-    kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == 2
+        example.call()
+        assert example.seen == 2
+    example.call()
+    assert example.seen == 2
 
 
-def test_hooks_in_tritons_chains_are_seen(launch):
-    kernel, jit = launch
-    args, kwargs = arguments()
-    kernel[(1,)](*args, **kwargs)
-    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+def test_hooks_in_tritons_chains_are_seen(example):
+    example.call()
+    for count, chain in enumerate((knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)):
         chain.add(no_hook)
         try:
-            before = len(jit.calls)
-            kernel[(1,)](*args, **kwargs)
-            assert len(jit.calls) == before + 1
+            example.call()
+            assert example.seen == count + 2
         finally:
             chain.remove(no_hook)
-    before = len(jit.calls)
-    kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == before
+    example.call()
+    assert example.seen == 3
 
 
-def test_changed_globals_take_the_ordinary_way(launch, monkeypatch):
+def test_changed_globals_take_the_ordinary_way(example, monkeypatch):
     """The JIT raises when a global that was compiled in has changed; it gets to see every such launch."""
-    kernel, jit = launch
-    args, kwargs = arguments()
-    kernel[(1,)](*args, **kwargs)
-    kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == 1
+    example.call()
+    example.call()
+    assert example.seen == 1
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "SECOND_GLOBAL", tl.constexpr(5))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="SECOND_GLOBAL has changed"):
-                kernel[(1,)](*args, **kwargs)
+                example.call()
         patch.delitem(globals(), "SECOND_GLOBAL")
         with pytest.raises(RuntimeError, match="SECOND_GLOBAL has changed"):
-            kernel[(1,)](*args, **kwargs)
+            example.call()
         patch.setitem(globals(), "SECOND_GLOBAL", tl.constexpr(4))  # an equal one
-        kernel[(1,)](*args, **kwargs)
-    kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == 4
+        example.call()
+    example.call()
+    assert example.seen == 4
 
 
-def test_a_launch_that_compiles_nothing_is_not_remembered(launch, monkeypatch):
+def test_a_launch_that_compiles_nothing_is_not_remembered(example, monkeypatch):
     """A cache hook may keep the JIT from compiling; an asynchronous compilation returns no kernel yet."""
-    kernel, jit = launch
-    args, kwargs = arguments()
-    monkeypatch.setattr(example_kernel, "run", lambda *args, **kwargs: None)
-    assert kernel[(1,)](*args, **kwargs) is None
-    monkeypatch.setattr(example_kernel, "run", jit)
-    kernel[(1,)](*args, **kwargs)
-    assert len(jit.calls) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(example_kernel, "run", lambda *args, **kwargs: None)
+        assert example.call() is None
+    example.call()
+    assert example.seen == 1
 
 
 def test_every_kernel_is_compiled_with_the_options_of_all():
@@ -400,7 +380,7 @@ def test_every_kernel_is_compiled_with_the_options_of_all():
     assert launches.OPTIONS == {"enable_fp_fusion": True}
 
 
-def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     """All launches of a step after the first one are fast, whatever changes from step to step."""
     jits = fake_jits(monkeypatch, fake_cuda, sync, plan, tokens)
 
@@ -420,7 +400,7 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     assert_only_the_first_compiles(jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others)))
 
 
-def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
     jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act, splits)
 
@@ -448,7 +428,7 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
-def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):  # noqa: F811
+def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     jits = fake_jits(monkeypatch, fake_cuda, hopper_gemm, act, wgrad, rows)
     arena = torch.zeros(1 << 16, dtype=torch.uint8)
     peers = Peers(rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2))
@@ -472,7 +452,8 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
         starts = empty(3, dtype=torch.int32)
         rows.launch_fan_out(wide, table, starts, source=num_rows % 2, num_ctas=num_rows % 7)
         rows.launch_push_sums(wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3)
-        rows.launch_sum_home(wide, wide, table, starts[:2], table, table, received, received, wide, rank=0, num_ctas=3)
+        index = table, starts[:2], table, table
+        rows.launch_sum_home((wide, wide), index, (received, received), wide, rank=0, num_ctas=3)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
@@ -485,8 +466,8 @@ def table(matrices):
 class Described:
     """Calls of the example with a descriptor for its first argument."""
 
-    def __init__(self, kernel, jit, cuda):
-        self.kernel, self.jit, self.cuda = kernel, jit, cuda
+    def __init__(self, kernel, jit, fake_cuda):
+        self.kernel, self.jit, self.cuda = kernel, jit, fake_cuda
         self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])})
 
     def launch(self, desc, x=F32, index=None):
@@ -496,8 +477,8 @@ class Described:
 
 
 @pytest.fixture
-def described(launch, fake_cuda):  # noqa: F811
-    return Described(*launch, fake_cuda)
+def described(example):
+    return Described(example.kernel, example.jit, example.cuda)
 
 
 def test_tensor_maps_are_encoded_once_for_each_shape(described):
@@ -570,9 +551,9 @@ def test_where_c_cannot_be_compiled_the_jit_launches(described, monkeypatch):
     assert len(described.jit.calls) == 3
 
 
-def test_an_unknown_triton_launches_by_itself(launch, monkeypatch):
+def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
     """Its JIT sees every call, and what it compiles is counted: peers wait longer for a rank that compiles."""
-    kernel, jit = launch
+    kernel, jit = example.kernel, example.jit
     monkeypatch.setattr(triton_internals, "IS_KNOWN", False)
     num_compiled, before = kernels.compiled_counter(torch.device("cuda")), launches.num_compiled()
     compiled = FakeCompiled()
@@ -615,7 +596,7 @@ def test_a_triton_without_the_insides_that_are_read():
     assert done.returncode == 0, done.stderr
 
 
-def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda, monkeypatch):  # noqa: F811
+def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda, monkeypatch):
     """Only a call that is not known for the current device asks; the switch is undone after it."""
     devices = []
 
@@ -645,7 +626,7 @@ def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda,
     assert (devices, len(described.jit.calls)) == ([1, 1, 1], 2)
 
 
-def test_a_context_is_current_before_anything_is_encoded_or_launched(described, fake_cuda, monkeypatch):  # noqa: F811
+def test_a_context_is_current_before_anything_is_encoded_or_launched(described, fake_cuda, monkeypatch):
     order = []
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
     monkeypatch.setattr(

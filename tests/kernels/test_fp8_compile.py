@@ -9,19 +9,14 @@ pytest.importorskip("triton")
 
 from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, atomics, catch_launches, meta
+from quantized_gemm_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad
 from symmoe.kernels.tensor_table import TensorTable
 
-E4M3, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
-SHAPES = {  # G, O, C, N of a product
-    "deepseek-like FC1": (32, 4096, 7168, 65536),
-    "odd": (3, 712, 1040, 999),  # parts of tiles and of blocks
-}
 MAX_SPILLED = since(("3.6", 8), ("3.9", 20))  # bytes: of a tile, not of its stages
 # Of grouped_gemm_fp8: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of
 # what Triton 3.7 writes: mostly what a tile needs before and after its stages; eight bytes are read in a stage, by one
@@ -34,30 +29,20 @@ PRODUCTS = "m64n128k32.f32.e4m3.e4m3"
 STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 
 
+SHAPES = {"deepseek-like FC1": (32, 4096, 7168, 65536), "odd": (3, 712, 1040, 999)}  # G, O, C, N of a product
+
+
+def gemm_arguments(shape, dtype=BF16):
+    return gemm_operands("fp8", shape, dtype)[0]
+
+
+def wgrad_arguments(shape, dtype=BF16):
+    return wgrad_operands("fp8", shape, dtype)[0]
+
+
 @pytest.fixture
 def launches(monkeypatch):
     return catch_launches(monkeypatch, gpu_fp8, hopper_fp8, hopper_fp8_wgrad)
-
-
-def gemm_operands(shape, dtype=BF16):
-    G, O, C, N = shape
-    return (
-        meta(N, C, dtype=E4M3),
-        meta(N, num_blocks(C), dtype=FP32),
-        meta(G, O, C, dtype=E4M3),
-        meta(G, num_blocks(O), num_blocks(C), dtype=FP32),
-        meta(2, G, dtype=torch.int32),
-        meta(N, O, dtype=dtype),
-    )
-
-
-def wgrad_operands(shape, dtype=BF16):
-    G, O, C, N = shape
-    scales = num_blocks(N + (BLOCK - 1) * G)
-    tokens = scales * BLOCK
-    dout, rows = meta(O, tokens, dtype=E4M3), meta(C, tokens, dtype=E4M3)
-    scale = [meta(scales, width, dtype=FP32).t() for width in (O, C)]
-    return dout, scale[0], rows, scale[1], meta(2, G, dtype=torch.int32), meta(G, O, C, dtype=dtype)
 
 
 def check_products(ptx):
@@ -87,7 +72,7 @@ def check_column_scales(ptx):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(launches, shape):
-    launchers.launch_fp8_gemm(*gemm_operands(SHAPES[shape]), zero_tail=True, num_sms=132)
+    launchers.launch_fp8_gemm(*gemm_arguments(SHAPES[shape]), zero_tail=True, num_sms=132)
     code = launches.compile_roles(None)
     ptx = code.ptx
     assert code.spilled <= GEMM_SPILLED
@@ -105,7 +90,7 @@ def test_products(launches, shape):
 def test_biases(launches, shape, is_scaled, is_table):
     """They cost registers of a tile, and up to Triton 3.8 none of its stages."""
     G, O, _, N = SHAPES[shape]
-    rows, row_scale, *weight, row_range, out = gemm_operands(SHAPES[shape])
+    rows, row_scale, *weight, row_range, out = gemm_arguments(SHAPES[shape])
     if is_table:
         weight = [TensorTable(meta(G, dtype=torch.int64), tuple(each.shape), each.dtype) for each in weight]
     options = {"bias": meta(G, O, dtype=BF16), "bias_scale": meta(N, dtype=FP32) if is_scaled else None}
@@ -120,7 +105,7 @@ def test_biases(launches, shape, is_scaled, is_table):
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero_tail", "dtype"), [(True, FP16), (False, BF16)])
 def test_other_products(launches, zero_tail, dtype):
-    launchers.launch_fp8_gemm(*gemm_operands(SHAPES["odd"], dtype), zero_tail=zero_tail, num_sms=132)
+    launchers.launch_fp8_gemm(*gemm_arguments(SHAPES["odd"], dtype), zero_tail=zero_tail, num_sms=132)
     code = launches.compile_roles(None)
     assert code.spilled <= GEMM_SPILLED
     check_products(code.ptx)
@@ -135,7 +120,7 @@ def test_other_products(launches, zero_tail, dtype):
     ids=str,
 )
 def test_weight_gradients(launches, shape, dtype, accumulate):
-    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
+    launchers.launch_fp8_wgrad(*wgrad_arguments(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
     code = launches.compile_roles(None)
     ptx = code.ptx
     assert code.spilled <= (ADDED_SPILLED if accumulate and dtype == FP32 else MAX_SPILLED)
@@ -150,7 +135,7 @@ def test_weight_gradients(launches, shape, dtype, accumulate):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_weight_gradients_of_scattered_matrices(launches, accumulate):
-    *operands, out = wgrad_operands(SHAPES["deepseek-like FC1"], FP32)
+    *operands, out = wgrad_arguments(SHAPES["deepseek-like FC1"], FP32)
     table = TensorTable(meta(len(out), dtype=torch.int64), tuple(out.shape), FP32)
     launchers.launch_fp8_wgrad(*operands, table, accumulate=accumulate, num_sms=132)
     code = launches.compile_roles(None)
@@ -162,7 +147,7 @@ def test_weight_gradients_of_scattered_matrices(launches, accumulate):
 
 
 def test_weight_gradients_wait_once_for_a_stage(launches):
-    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132)
+    launchers.launch_fp8_wgrad(*wgrad_arguments(SHAPES["deepseek-like FC1"]), num_sms=132)
     ptx = launches.compile_roles(None).ptx
     assert len(re.findall(r"mbarrier\.arrive\.shared", ptx)) == 2  # besides the load's, with bytes
     assert ptx.count("mbarrier.try_wait") == 5  # load's; of either role the first stage's, and the next one's
@@ -178,9 +163,9 @@ def test_the_general_kernels(launches, name, has_bias, arch):
     if name == "grouped_gemm_fp8":
         G, O, _, N = SHAPES["odd"]
         options = {"bias": meta(G, O, dtype=FP32), "bias_scale": meta(N, dtype=FP32)} if has_bias else {}
-        gpu_fp8.grouped_gemm_fp8(*gemm_operands(SHAPES["odd"], FP32), zero_tail=True, num_sms=132, **options)
+        gpu_fp8.grouped_gemm_fp8(*gemm_arguments(SHAPES["odd"], FP32), zero_tail=True, num_sms=132, **options)
     else:
-        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
+        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_arguments(SHAPES["odd"]), accumulate=True, num_sms=132)
     code = launches.compile(arch=arch)
     ptx, spilled = code.ptx, code.spilled
     assert "cp.async.bulk.tensor" in ptx
@@ -200,15 +185,15 @@ def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatc
 
     monkeypatch.setattr(hopper_choice, "hopper_kernels", taken)
     shape = SHAPES["odd"]
-    gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), num_sms=5)
+    gpu_fp8.grouped_gemm_fp8(*gemm_arguments(shape), num_sms=5)
     launch = launches.pop_one()
     pipe = launch.kwargs["PIPE"]
     assert (launch.grid, pipe.num_n_tiles, pipe.num_k) == ((5,), 3, 9)
     for dtype, accumulate in ((BF16, False), (FP32, True)):
-        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
+        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_arguments(shape, dtype), accumulate=accumulate, num_sms=5)
         launch = launches.pop_one()
         assert (launch.grid, launch.kwargs["PIPE"].accumulate) == ((5,), accumulate)
-    gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, FP32), num_sms=5)
-    gpu_fp8.grouped_gemm_fp8(*gemm_operands((3, 128, 256, 99)), num_sms=5)
-    gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands((3, 256, 128, 99)), num_sms=5)
+    gpu_fp8.grouped_gemm_fp8(*gemm_arguments(shape, FP32), num_sms=5)
+    gpu_fp8.grouped_gemm_fp8(*gemm_arguments((3, 128, 256, 99)), num_sms=5)
+    gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_arguments((3, 256, 128, 99)), num_sms=5)
     assert [launch.name for launch in launches] == ["grouped_gemm_fp8_kernel"] * 2 + ["grouped_gemm_wgrad_fp8_kernel"]

@@ -15,13 +15,12 @@ SUPPORT = Path(__file__).parents[1] / "support"
 SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
-    pytest.param("fp8", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
     "pointers",
     pytest.param("quantize", marks=SLOW),
+    pytest.param("quantized_gemm", marks=SLOW),
     pytest.param("router_products", marks=SLOW),
-    pytest.param("scaled", marks=SLOW),
 ]
 IN_THE_EMULATOR = [
     pytest.param("columns", marks=SLOW),

@@ -11,16 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
+import act_quantize_launches as act_quantize
 import kernel_launches as layer
-import test_act_quantize_compile as act_quantize
-import test_fp8_compile as fp8
-import test_quantize_compile as quantize
-import test_scaled_compile as scaled
+import quantize_launches as quantize
 from compiled_launches import catch_launches, kernels_of, meta
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
+from quantized_gemm_launches import ELEMENTS, SHAPES, gemm_operands, wgrad_operands
 
 from symmoe.kernels import architectures, gpu
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import scaled as gpu_scaled
 from symmoe.kernels.routing_rule import RoutingRule
 
@@ -68,27 +68,27 @@ def launch_trips():
 
 
 def launch_quantised_products():
-    for shape, dtype in (("deepseek-like FC1", BF16), ("odd", FP32)):
-        shape = fp8.SHAPES[shape]
-        biases = {"bias": meta(*shape[:2], dtype=dtype), "bias_scale": meta(shape[3], dtype=FP32)}
-        fp8.gpu_fp8.grouped_gemm_fp8(*fp8.gemm_operands(shape, dtype), num_sms=132)
-        fp8.gpu_fp8.grouped_gemm_fp8(*fp8.gemm_operands(shape, dtype), zero_tail=True, num_sms=132, **biases)
+    for name, (shape, dtype) in itertools.product(ELEMENTS, (("deepseek-like FC1", BF16), ("odd", FP32))):
+        kernels = gpu_fp8 if name == "fp8" else gpu_scaled
+        kind = "fp8" if name == "fp8" else "scaled"
+        G, O, _, N = SHAPES[shape]
+        gemm, wgrad = getattr(kernels, f"grouped_gemm_{kind}"), getattr(kernels, f"grouped_gemm_wgrad_{kind}")
+        arguments, options = gemm_operands(name, shape, dtype)
+        gemm(*arguments, num_sms=132, **options)
+        options |= {"bias": meta(G, O, dtype=dtype), "bias_scale": meta(N, dtype=FP32)}
+        options |= {"group_range": meta(2, G)} if name != "fp8" and shape == "odd" else {}
+        gemm(*arguments, zero_tail=True, num_sms=132, **options)
         for accumulate in (False, True):
-            fp8.gpu_fp8.grouped_gemm_wgrad_fp8(*fp8.wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=132)
-    for name, shape in itertools.product(scaled.ELEMENTS, ("deepseek-like FC1", "odd")):
-        arguments, options = scaled.gemm_operands(name, shape, ranges=shape == "odd")
-        gpu_scaled.grouped_gemm_scaled(*arguments, **options)
-        arguments, options = scaled.wgrad_operands(name, shape)
-        gpu_scaled.grouped_gemm_wgrad_scaled(*arguments, **options, accumulate=shape == "odd")
+            arguments, options = wgrad_operands(name, shape, dtype)
+            wgrad(*arguments, accumulate=accumulate, num_sms=132, **options)
 
 
 def launch_quantisers():
     for name, launch in itertools.product(
-        quantize.FORMATS,
+        quantize.NAMES,
         (quantize.launch_rows, quantize.launch_columns, quantize.launch_weights, quantize.launch_weight_pairs),
     ):
-        of_weights = launch in (quantize.launch_weights, quantize.launch_weight_pairs)
-        launch(quantize.of_weights(name) if of_weights else quantize.FORMATS[name], BF16)
+        launch(name, BF16)
     quantize.step(333, 0x9A5C, 2048)
     quantize.step(16, 1)
     for name, ffn, block_format in act_quantize.CASES[:4]:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT, fake_cuda  # noqa: F401
+from fake_cuda import STREAM, FakeCompiled, FakeCuda, FakeJIT
 
 from symmoe.errors import raise_for
 from symmoe.kernels import twin
@@ -113,7 +113,7 @@ def example_kernel(desc, x, index, count: tl.int64, typed: tl.int64, fraction: t
 
 
 @pytest.fixture
-def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     """A function of tensors that launches the example twice, on memory that it makes."""
     monkeypatch.setattr(example_kernel, "run", FakeJIT(example_kernel, fake_cuda), raising=False)
     kernel = fast_launch(example_kernel)
@@ -131,7 +131,7 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     return function
 
 
-def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):  # noqa: F811
+def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCuda):
     tapes = Tapes(torch.device("cpu"), lambda error: None, raise_for, (), lambda: twin, player.in_sections)
     for number in range(6):
         fake_cuda.happened.clear()
@@ -148,7 +148,7 @@ def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCud
         assert second.words == (made.data_ptr(), 8, 8, 8, 1, scale[4:].data_ptr(), 7, -(2**62), quarter, 0, 0)
 
 
-def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     class FakeEvent:
         cuda_event = 99
 
@@ -164,7 +164,7 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
     assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
 
 
-def test_parameters_are_those_of_the_compiled_kernel(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_parameters_are_those_of_the_compiled_kernel(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     """As many, with a tensor map where PTX has 128 bytes: of a kernel in Gluon and one in Triton."""
     made = {}
 

@@ -209,18 +209,6 @@ def test_activations_of_widths_that_no_tile_divides_use_no_atomics(launches, ker
     assert not atomics(launches.compile(kernel).ptx)
 
 
-@pytest.mark.slow
-@every_combination(activation=HALVES_AND_BLOCKS)
-def test_switches_of_the_epilogue_are_in_the_code(launches, activation):
-    wide = gemm_act.dact_config(768, BF16)
-    options = {"prefetch": True, "load_policy": "evict_first", "store_policy": "evict_last"}
-    config = gemm_act.DactConfig(**{name: getattr(wide, name) for name in ("block_m", "block_n", "block_k")},
-                                 num_stages=3, num_warps=8, parts=8, flatten=True, **options)  # fmt: skip
-    layer.launch_activations("qwen3-30b", activation, config=config)
-    ptx = launches.compile("grouped_gemm_dact_kernel").ptx
-    assert all(what in ptx for what in ("prefetch.global.L2", "evict_first", "evict_last"))
-
-
 @pytest.mark.parametrize(("interleave", "text"), [
     (3, r"interleave \(3\) must be a power of two up to 32"),
     (64, r"interleave \(64\) must be a power of two up to 32"),

@@ -19,15 +19,12 @@ from quantize_cases import (
     SPLITS,
     TAIL,
     as_bytes,
-    check_bias_sums,
     differences,
-    encode_rows,
     filled,
     hard_rows,
     quantize_all,
     quantize_weight_pairs,
     quantize_weights,
-    requantize_columns,
     row_range_of,
     weight_format,
 )
@@ -105,12 +102,6 @@ def test_stochastic_rounding_and_hadamard():
     assert differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
-def test_sums_for_a_bias_gradient(name, dtype):
-    check_bias_sums(twin, name, dtype)
-
-
 @pytest.mark.parametrize("shape", [(2, 160, 96), (1, 128, 256), (3, 16, 288)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights(name, shape):
@@ -133,62 +124,6 @@ def test_weights(name, shape):
         for key in ("data", "scale"):
             turned = found["transposed_" + key].mT.flatten()
             assert torch.equal(as_bytes(found[key].flatten()), as_bytes(turned)), key
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [160, 256])  # with padding and without
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
-def test_rows_on_the_wire(name, width, dtype):
-    rows = hard_rows(20, width, dtype)
-    data, scale = reference.quantize_lines(rows.float().numpy(), amax=None, **fields(FORMATS[name]))
-    found = encode_rows(twin, rows, name)
-    sizes = [data.shape[1], scale.shape[1], found.shape[1] - data.shape[1] - scale.shape[1]]
-    assert 0 <= sizes[2] < 16
-    assert found.shape[1] % 16 == 0
-    parts = found[:20].split(sizes, dim=1)
-    assert torch.equal(parts[0], torch.from_numpy(data))
-    assert torch.equal(parts[1], torch.from_numpy(scale))
-    assert not parts[2].any()
-    assert (found[20:] == FILL).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
-def test_columns_of_rows_on_the_wire(name, dtype):
-    """Bytes and scales are multiplied and rounded by numpy, then quantised by the reference."""
-    block_format, width, splits = FORMATS[name], 272, (0, 37, 128, 1, 161)
-    wire = encode_rows(twin, hard_rows(50, width, dtype), name)
-    generator = torch.Generator().manual_seed(2)
-    index = torch.randint(50, (sum(splits) + 3,), dtype=torch.int32, generator=generator)
-    index[-3:] = -5  # of the tail, which is not read
-    row_range, padded = row_range_of(splits), TILE * max_tiles(len(index), len(splits))
-    codes = wire[:50, :width].numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    size, num_blocks = block_format.scale_dtype.itemsize, block_format.num_blocks(width)
-    scales = wire[:50, width : width + num_blocks * size].contiguous().numpy()
-    scales = scales.view(ml_dtypes.float8_e8m0fnu if size == 1 else np.float32).astype(np.float32)
-    product = codes * scales.repeat(block_format.block, axis=1)[:, :width]
-    decoded = torch.from_numpy(product).to(dtype).float().numpy()
-    num_scales = padded // block_format.block
-    expected = {
-        "data": np.full((width, padded), FILL, np.uint8),
-        "scale": np.full((width, num_scales * size), FILL, np.uint8),
-    }
-    token = 0
-    for start, end in row_range.t().tolist():
-        lines = reference.padded_columns(decoded[index[start:end].numpy()], None)
-        data, scale = reference.quantize_lines(lines, amax=None, **fields(block_format))
-        expected["data"][:, token : token + data.shape[1]] = data
-        first = size * token // block_format.block
-        expected["scale"][:, first : first + scale.reshape(width, -1).shape[1]] = scale.reshape(width, -1)
-        token += lines.shape[1]
-    expected = {key: torch.from_numpy(value) for key, value in expected.items()}
-    found = requantize_columns(twin, wire, row_range, width, name, dtype, index)
-    assert differences(found, expected) == []
-    picked = wire[index.clamp(min=0).long()]
-    assert differences(requantize_columns(twin, picked, row_range, width, name, dtype), expected) == []
-    assert 0 < float((expected["data"][:, :token] == formats.E4M3_NAN).float().mean()) < 0.9  # both kinds of blocks
-    found = requantize_columns(twin, wire.roll(1, 0), row_range, width, name, dtype, index)
-    assert differences(found, expected) != []
 
 
 def test_columns_whose_scales_lie_otherwise_are_refused():
@@ -323,13 +258,13 @@ def test_hadamard():
 
 
 def twin_hadamard(x, signs=SIGNS):
-    from symmoe.kernels.twin.hadamard import hadamard
+    from symmoe.kernels.twin.quantize import hadamard
 
     return hadamard(x, signs)
 
 
 def inverse(y, signs=SIGNS):
-    from symmoe.kernels.twin.hadamard import inverse_hadamard
+    from symmoe.kernels.twin.quantize import inverse_hadamard
 
     return inverse_hadamard(y, signs)
 

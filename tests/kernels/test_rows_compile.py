@@ -109,7 +109,8 @@ def test_rows_move_in_16_byte_accesses(launches, shape, dtype):
 def test_returned_rows_are_on_their_way_before_own_rows_are_summed(launches, num_ranks, top_k):
     slots, x = meta(8192, top_k), meta(8192, 2048, dtype=BF16)
     received, packed = meta(num_ranks, 3, dtype=INT64), meta(8192, num_ranks)
-    tokens.sum_home(x, x, packed, meta(num_ranks), slots, slots, received, received, x, rank=num_ranks - 1)
+    index = packed, meta(num_ranks), slots, slots
+    tokens.sum_home((x, x), index, (received, received), x, rank=num_ranks - 1)
     # Up to the first jump, which is that of the loop over own rows, or over the tile.
     code = re.sub(r"\bBRA\b.*", "", launches.compile("sum_home_kernel").sass, flags=re.DOTALL)
     assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * tokens.HOME_ACCESSES
@@ -153,8 +154,8 @@ def test_summed_pieces_are_boxes_of_tma(launches, hidden, dtype):
     received, starts = meta(4, 3, dtype=INT64), meta(5)
     hopper_rows.launch_push_sums(out, table, starts, layer.peers_of(4, 2), received, column=0, home=1, num_ctas=8)
     pushed = launches.compile_roles()
-    tables = meta(8192, 4), starts[:4], table, table, received, received
-    hopper_rows.launch_sum_home(out, out, *tables, out, rank=2, num_ctas=8)
+    index = meta(8192, 4), starts[:4], table, table
+    hopper_rows.launch_sum_home((out, out), index, (received, received), out, rank=2, num_ctas=8)
     for code, loads in ((pushed, 3 * 8), (launches.compile_roles(), 3 * 11)):
         assert code.ptx.count(LOAD) == loads
         assert "st.global.v4.b32" in code.ptx

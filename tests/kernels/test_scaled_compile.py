@@ -12,18 +12,12 @@ pytest.importorskip("triton")
 
 from ahead_of_time import since
 from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_launches, meta
+from quantized_gemm_launches import BF16, FP16, FP32, SHAPES, gemm_operands, wgrad_operands
 
-from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.formats import TILE
 from symmoe.kernels.low_precision import scaled
 from symmoe.kernels.tensor_table import TensorTable
 
-BF16, FP16, FP32, E4M3, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
-ELEMENTS = {"mxfp8": (E4M3, 1, 32), "nvfp4": (U8, 2, 16)}  # data, elements in a byte, elements to a scale
-SHAPES = {  # G, O, C, N of a product
-    "deepseek-like FC1": (32, 4096, 7168, 65536),
-    "odd": (3, 712, 1056, 999),  # parts of tiles and of steps
-    "narrow": (65, 136, 96, 999),
-}
 UNITS = {BLACKWELL: "tcgen05", WORKSTATION: "mma", HOPPER: None}
 MAX_TENSOR_COLUMNS = 512  # of tensor memory, which an SM has
 PRODUCT = {  # Triton 3.9 gives a vector of scales its other name on Blackwell
@@ -32,46 +26,8 @@ PRODUCT = {  # Triton 3.9 gives a vector of scales its other name on Blackwell
 }
 EMULATED = {"mxfp8": "f32.bf16.bf16", "nvfp4": "f32.f16.f16"}
 
-names = pytest.mark.parametrize("name", ELEMENTS)
+names = pytest.mark.parametrize("name", PRODUCT)
 ARCHS_AND_SHAPES = [*((BLACKWELL, shape) for shape in SHAPES), (WORKSTATION, "odd"), (HOPPER, "odd")]
-
-
-def swizzled(num_tiles, width, block):
-    return meta(num_tiles, -(-width // (4 * block)), 512, dtype=U8)
-
-
-def gemm_operands(name, shape, dtype=BF16, ranges=False):
-    """Arguments and options of grouped_gemm_scaled."""
-    G, O, C, N = SHAPES[shape]
-    data, per_byte, block = ELEMENTS[name]
-    options = {"num_sms": 132}
-    if name == "nvfp4":
-        options |= {key: meta(G, dtype=FP32) for key in ("row_global_scale", "weight_global_scale")}
-    if ranges:
-        options["group_range"] = meta(2, G, dtype=torch.int32)
-    arguments = (
-        meta(N, C // per_byte, dtype=data),
-        swizzled(max_tiles(N, G), C, block),
-        meta(G, O, C // per_byte, dtype=data),
-        swizzled(max_tiles(G * O, G), C, block),
-        meta(2, G, dtype=torch.int32),
-        meta(N, O, dtype=dtype),
-    )
-    return arguments, options
-
-
-def wgrad_operands(name, shape, dtype=BF16):
-    """Arguments and options of grouped_gemm_wgrad_scaled."""
-    G, O, C, N = SHAPES[shape]
-    data, per_byte, block = ELEMENTS[name]
-    tokens = TILE * max_tiles(N, G)
-    options = {"num_sms": 132}
-    if name == "nvfp4":
-        options |= {key: meta(G, dtype=FP32) for key in ("dout_global_scale", "rows_global_scale")}
-    arguments = []
-    for width in (O, C):
-        arguments += [meta(width, tokens // per_byte, dtype=data), swizzled(-(-width // TILE), tokens, block)]
-    return (*arguments, meta(2, G, dtype=torch.int32), meta(G, O, C, dtype=dtype)), options
 
 
 @pytest.fixture
@@ -81,7 +37,7 @@ def compile_launch(monkeypatch):
 
     def compile_one(arch, function, arguments, options):
         monkeypatch.setattr(scaled, "scaled_products", lambda device: UNITS[arch])
-        function(*arguments, **options)
+        function(*arguments, num_sms=132, **options)
         return launches.compile(arch=arch)
 
     return compile_one
@@ -150,7 +106,8 @@ def test_scattered_matrices(compile_launch, arch, name):
 @names
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
-    arguments, options = gemm_operands(name, "odd", FP16, ranges=True)
+    arguments, options = gemm_operands(name, "odd", FP16)
+    options["group_range"] = meta(2, SHAPES["odd"][0])
     check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options), name, arch)
 
 

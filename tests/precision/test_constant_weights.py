@@ -12,14 +12,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from layers import tokens_of
-from test_low_precision import every_recipe
-from test_low_precision_layer import config_for, count_calls
+from low_precision_cases import every_recipe
+from low_precision_checks import config_for, count_calls
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, Watching, open_heap
 
 from symmoe import GroupedLinear, GroupedMLP, MoELayer, ScaledSwiGLU, Sequential, add_lora, constant_weights
 from symmoe.errors import ArgumentError
-from symmoe.precision import MXFP8, Float8Block, cached_weights
+from symmoe.precision import MXFP8, Float8Block, operands
 
 SPLITS = torch.tensor([5, 0, 11], dtype=torch.int32)
 KERNELS = ("quantize_weights", "quantize_weight_pairs")
@@ -322,7 +322,7 @@ def test_a_call_of_another_graph_is_refused(monkeypatch):
     """As if streams were capturing: 0 is none."""
     module, call, _ = made("mlp", Float8Block())
     capture = 0
-    monkeypatch.setattr(cached_weights, "capture_id", lambda device: capture)
+    monkeypatch.setattr(operands, "capture_id", lambda device: capture)
     x = batches()[0]
     with constant_weights(module):
         call(x, module)
@@ -343,8 +343,8 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
     """A backward pass has no error to give that would be in time: it takes no memory of another graph."""
     module, _, _ = made("linear", Float8Block())
     capture = 0
-    monkeypatch.setattr(cached_weights, "capture_id", lambda device: capture)
-    numbers = cached_weights.LowPrecision(Float8Block())
+    monkeypatch.setattr(operands, "capture_id", lambda device: capture)
+    numbers = Float8Block()
     with constant_weights(module):
         held = module.held_weight
         first = held.operands(numbers, module.weight, transposed=True)

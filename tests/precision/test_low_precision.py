@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import product
 
 import low_precision_oracle as oracle
 import pytest
 import torch
 from grouped_cases import (
-    BUFFERS,
     DTYPES,
     MAIN_GRAD_START,
     PATHS,
     Buffers,
     Case,
-    Sizes,
     assert_buffers_used,
     assert_same_bits,
     assert_same_results,
@@ -28,7 +25,19 @@ from grouped_cases import (
     run_experts,
     run_linear,
     used,
-    used_values,
+)
+from low_precision_cases import (
+    CASES,
+    NUMBERS,
+    ONE_PRODUCT,
+    OUT,
+    SIZES,
+    SMALL,
+    TINY,
+    TWO_LAYERS,
+    check_bias_gradients,
+    every_recipe,
+    rows_of_groups,
 )
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
@@ -37,28 +46,9 @@ from torch.utils._pytree import tree_leaves
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
-from symmoe.kernels import for_device, twin
+from symmoe.kernels import twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
-
-RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
-# Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
-SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
-SMALL = Sizes(splits=(9, 0, 1, 14), lead=(7, 4), hidden=160, ffn=96)
-TINY = Sizes(splits=(3, 0, 2, 4), lead=(3, 4), hidden=64, ffn=32)
-OUT = 96  # columns of a single linear layer
-NUMBERS = {
-    Float8Block(): oracle.Numbers(*oracle.E4M3_BLOCK),
-    Float8Block(power_of_two=True): oracle.Numbers(*oracle.E4M3_POWERS),
-    MXFP8(): oracle.Numbers(*oracle.E4M3_MX),
-    NVFP4(stochastic_gradients=False): oracle.Numbers(*oracle.E2M1, signs=0x9A5C),
-    NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),
-}
-# Of a product of two operands whose elements have independent errors of 2.8 % and 11.5 % (E4M3 and E2M1, numbers from a
-# normal distribution, test_precision.py): the root of two of them. Stochastic rounding doubles the variance.
-ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
-TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
 
 
 def linear_inputs(case: Case, **options):
@@ -136,12 +126,6 @@ def test_experts_multiply_these_numbers(recipe, dtype):
         assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name
 
 
-def rows_of_groups(tensor: torch.Tensor, name: str, sizes: Sizes = SIZES) -> torch.Tensor:
-    if name in ("y", "d_x"):
-        return used(tensor, sizes)
-    return used_values(tensor, sizes) if name == "d_scale" else tensor
-
-
 @every_recipe
 def test_errors_are_those_of_the_format(recipe):
     """Biases included: against the experts in float64, without any rounding."""
@@ -188,43 +172,6 @@ def test_bias_gradients_have_the_bits_of_a_kernel_that_only_sums(recipe, way, dt
     check_bias_gradients(recipe, way, dtype)
 
 
-def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Of GroupedLinear, with and without a scale, and of both layers of GroupedMLP."""
-    case = Case(dtype=dtype, buffers=(), delayed=way == "delayed")
-    sizes = replace(SIZES, splits=(333, 0, 1, 25), lead=(40, 9))
-    inputs = make_inputs(case, sizes=sizes, device=device)
-    ops, row_range = for_device(inputs.x.device), whole_groups(sizes.splits, device)
-
-    def sums(d_y, scale=None):
-        dbias = inputs.b1.new_empty(sizes.num_groups, d_y.shape[1])
-        ops.grouped_bias_grad(d_y.contiguous(), row_range, dbias, scale=scale)
-        return dbias
-
-    def layer(weight, bias):
-        made = make_linear(case, weight, bias, precision=recipe, weights="packed" if way == "packed" else "discrete")
-        for parameter in made.weight_parameters() if way == "scattered" else ():
-            parameter.data = parameter.data.clone()
-        return made
-
-    x = inputs.x.clone().requires_grad_()
-    for scale in (None, inputs.scale):
-        fc2 = layer(inputs.w2.mT.contiguous(), inputs.b1[:, : sizes.ffn].contiguous())
-        d_y = inputs.d_y[:, : sizes.ffn].contiguous()
-        fc2(x, inputs.splits, bias_scale=scale).backward(d_y)
-        assert_same_bits(fc2.bias.grad, sums(d_y, scale))
-    mlp = GroupedMLP(sizes.num_groups, sizes.hidden, sizes.ffn, device=device)
-    mlp.fc1, mlp.fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
-    mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
-    assert_same_bits(mlp.fc2.bias.grad, sums(inputs.d_y, inputs.scale))
-    # FC1's: out of three modules, the first of which gets the gradient of h.
-    fc1, fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
-    h = fc1(x, inputs.splits)
-    h.retain_grad()
-    fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(inputs.d_y)
-    for found in (fc1, mlp.fc1):
-        assert_same_bits(found.bias.grad, sums(h.grad))
-
-
 def test_layers_of_two_precisions_are_not_fused():
     case = Case(dtype=torch.bfloat16, bias=False)
     inputs = make_inputs(case, sizes=SMALL)
@@ -233,14 +180,6 @@ def test_layers_of_two_precisions_are_not_fused():
     found = Sequential(layers[0], activation, layers[1])(inputs.x, inputs.splits, inputs.scale, inputs.splits)
     a = activation(layers[0](inputs.x, inputs.splits), inputs.scale)
     assert_same_bits(used(found, SMALL), used(layers[1](a, inputs.splits), SMALL))
-
-
-CASES = [  # every pair of two options
-    Case(dtype, is_nd=bias != delayed, bias=bias, buffers=buffers, main_grad=main_grad, delayed=delayed)
-    for (dtype, buffers), bias, main_grad, delayed in product(
-        zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
-    )
-]
 
 
 @every_recipe
@@ -366,24 +305,6 @@ def test_no_rows(recipe):
     assert y.shape == rows.grad.shape == (0, 32)
     assert not mlp.fc1.weight.grad.any()
     assert not mlp.fc2.weight.grad.any()
-
-
-@every_recipe
-def test_rows_of_one_group_do_not_reach_another(recipe):
-    """A row of NaN, and a group that changes: the others have the bits that they had."""
-    case = Case(dtype=torch.bfloat16, bias=False, buffers=())
-    inputs = make_inputs(case, sizes=SMALL)
-    want = run_experts("mlp", case, inputs, precision=recipe)
-    inputs.x[3] = torch.nan  # of group 0, which has 9 rows
-    ran = run_experts("mlp", case, inputs, precision=recipe)
-    assert_same_bits(ran.tensors["y"][9:24], want.tensors["y"][9:24])
-    assert_same_bits(ran.tensors["d_x"][9:24], want.tensors["d_x"][9:24])
-    assert ran.tensors["y"][3].isnan().all()
-    for name in ("d_fc1.weight", "d_fc2.weight"):
-        assert_same_bits(ran.tensors[name][1:], want.tensors[name][1:], name)
-        assert ran.tensors[name][0].isnan().any()
-    if not isinstance(recipe, NVFP4):  # whose groups have a scale, and seeds
-        assert_same_bits(ran.tensors["y"][:3], want.tensors["y"][:3])
 
 
 @every_recipe

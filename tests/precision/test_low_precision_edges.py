@@ -9,10 +9,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from bad_tokens import check_recipe
+from host_reads import NoReads
 from layers import tokens_of
+from low_precision_cases import RECIPES
 from row_ranges import whole_groups
-from test_low_precision import RECIPES
-from test_no_host_reads import NoReads
 from worker import Findings, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan

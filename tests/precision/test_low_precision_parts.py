@@ -1,124 +1,18 @@
-"""Experts in E4M3 that begin with the rows that are there: parts of a layer's step, and of the kernels that it runs."""
+"""Experts in E4M3 that begin with the rows that are there: parts of a layer's step."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from act_quantize_cases import ACTIVATIONS
-from act_quantize_cases import Problem as ActProblem
-from layers import make_layer, tokens_of
-from quantize_cases import FILL, FORMATS, as_bytes, filled, hard_rows, row_range_of
-from row_ranges import random_ranges, rows_of
-from stacks import compare_bits
-from test_low_precision import RECIPES
-from worker import Findings, open_heap, poison
+from low_precision_cases import RECIPES
+from low_precision_parts import H, I, Kernels, check_parts, layer_step
+from worker import open_heap
 
-from symmoe import MoEConfig, kernels
+from symmoe import MoEConfig
 from symmoe.grouped import quantized_experts
-from symmoe.kernels import twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
-
-H, I = 144, 128
-RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
-PART_KERNELS = {"grouped_gemm_fp8": 4, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}  # where row_range is
-
-# -- a layer's step ---------------------------------------------------------------------------------------------------
-
-
-def is_part(row_range: torch.Tensor) -> bool:
-    """Whether it is the rows of one source rank, out of plan.source_to_rows, and not plan.row_range, which comes second
-    in the plan's storage."""
-    first_after_splits = -(-row_range.shape[1] // 4) * 4
-    return row_range.storage_offset() != first_after_splits
-
-
-class Kernels:
-    """Counts the calls of PART_KERNELS, with parts and with all rows, while it is open; the first one takes `lag_s`."""
-
-    def __init__(self, lag_s: float = 0.0) -> None:
-        self.calls: Counter[tuple[str, bool]] = Counter()
-        self._lag_s = lag_s
-
-    def __enter__(self) -> Kernels:
-        self._hooked = kernels.hooked(torch.device("cpu"), self._count)
-        self._hooked.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooked.__exit__(None, None, None)
-
-    def _count(self, name: str, kernel, /, *args, **options):
-        if name in PART_KERNELS:
-            self.calls[name, is_part(args[PART_KERNELS[name]])] += 1
-            time.sleep(self._lag_s)
-            self._lag_s = 0.0
-        return kernel(*args, **options)
-
-
-def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:
-    """y and all gradients of the layer that every configuration of these sizes has."""
-    poison(heap)
-    layer, _ = make_layer(heap, config)
-    layer.experts.to(dtype)
-    num_tokens = RANK_TO_TOKENS[heap.rank]
-    x, dy = (tokens_of(heap.rank, num_tokens, config.hidden, salt=salt).to(heap.device, dtype) for salt in (1, 2))
-    y, _ = layer(x.requires_grad_())
-    y.backward(dy)
-    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
-
-
-def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Counter:
-    """With ranges: of each product, of what makes its rows and of the activation, as often as there are parts."""
-    forward, backward = (
-        "unpack_rows" if config.quantized_wire in (direction, "both") else "quantize_rows"
-        for direction in ("forward", "backward")
-    )
-    num_forward = num_parts * (1 if config.stash in ("all", "hidden") else 2)  # FC1 again
-    counts = Counter({"grouped_gemm_fp8": num_forward + 2 * num_parts})  # FC1, FC2 and FC2's dgrad
-    counts[forward] += num_forward
-    counts[backward] += num_parts
-    if dtype != torch.float32:  # for which no kernel activates and quantises
-        counts["act_quantize"] += num_forward
-    return counts
-
-
-WIRES = (
-    ("none", "all", "packed", {}),
-    ("both", "none", "packed", {}),
-    ("forward", "hidden", "expert-major", {}),
-    ("both", "all", "expert-major", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": max(RANK_TO_TOKENS)}),
-)
-
-
-def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
-    """One for each of WIRES."""
-    sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2, "precision": recipe}
-    return [
-        MoEConfig(**sizes, quantized_wire=wire, stash=stash, layout=layout, schedule="always-overlapped", **limits)
-        for wire, stash, layout, limits in WIRES
-    ]
-
-
-def check_parts(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtype) -> list[str]:
-    """The bits of one thing after the other. On CPUs also: every product that reads arriving rows, or makes rows that
-    are sent, has as many parts as there are ranks."""
-    findings = Findings()
-    with open_heap(device, num_bytes=64 << 20) as heap:
-        for config in configs(num_ranks, recipe, *((H, I) if device == "cpu" else (512, 256))):
-            findings.where = f"rank {rank} of {num_ranks}, {config}, {dtype}"
-            want = layer_step(heap, replace(config, schedule="serial"), dtype)
-            with Kernels() as kernels:
-                got = layer_step(heap, config, dtype)
-            compare_bits(findings, got, want)
-            findings.check(not any(tensor.isnan().any() for tensor in want), "there is nothing to compare")
-            if device == "cpu":
-                with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
-                findings.equal("calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype))
-    return findings.texts
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -171,71 +65,3 @@ def test_which_recipes_take_parts():
     assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(RECIPES)
     assert all(map(quantized_experts.takes_parts, (None, *taken)))
     assert not any(map(quantized_experts.takes_parts, (MXFP8(), NVFP4())))
-
-
-# -- kernels ----------------------------------------------------------------------------------------------------------
-
-SPLITS = (0, 133, 1, 300, 0, 128)
-CAPACITY = sum(SPLITS) + 3
-WIDTH = 272
-
-
-def check_rows(call, buffers, num_parts: int = 3) -> None:
-    """call(row_range, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
-    whole, union = buffers(), buffers()
-    call(row_range_of(SPLITS), *whole)
-    for ranges in random_ranges(SPLITS, num_parts, seed=num_parts):
-        part = buffers()
-        call(ranges, *part)
-        call(ranges, *union)
-        inside = rows_of(ranges, CAPACITY)
-        for got, want, blank in zip(part, whole, buffers(), strict=True):
-            got, want, blank = map(as_bytes, (got, want, blank))
-            assert torch.equal(got, torch.where(inside[:, None], want, blank))
-    for got, want in zip(union, whole, strict=True):
-        assert torch.equal(as_bytes(got), as_bytes(want))
-        assert (as_bytes(got)[: sum(SPLITS)] != FILL).any()
-
-
-def test_rows_that_are_quantised():
-    rows = hard_rows(CAPACITY, WIDTH, torch.bfloat16)
-    packed, index = rows[:50].contiguous(), torch.randint(50, (CAPACITY,), dtype=torch.int32)
-    for name, block_format in FORMATS.items():
-        if block_format.has_global_scale:
-            continue
-
-        def buffers(block_format=block_format):
-            shapes = (CAPACITY, block_format.data_width(WIDTH)), (CAPACITY, block_format.num_blocks(WIDTH))
-            return filled(shapes[0], block_format.data_dtype), filled(shapes[1], block_format.scale_dtype)
-
-        for source, row_index in ((rows, None), (packed, index)):
-
-            def call(row_range, data, scale, source=source, row_index=row_index, block_format=block_format):
-                twin.quantize_rows(source, row_range, data, scale, block_format, row_index=row_index)
-
-            check_rows(call, buffers)
-        assert name
-
-
-def test_rows_of_the_wire():
-    wire = torch.randint(256, (CAPACITY, 288)).to(torch.uint8)
-    wire[wire == FILL] = 0
-    index = torch.randint(CAPACITY, (CAPACITY,), dtype=torch.int32)
-    for row_index in (None, index):
-
-        def call(row_range, data, scale, row_index=row_index):
-            twin.unpack_rows(wire, row_range, data, scale, row_index=row_index)
-
-        check_rows(call, lambda: (filled((CAPACITY, 272), torch.uint8), filled((CAPACITY, 12), torch.uint8)))
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_that_are_quantised(name: str):
-    p = ActProblem(ACTIVATIONS[name], 160, splits=SPLITS)
-    block_format = FORMATS["mxfp8"]
-
-    def call(row_range, data, scale):
-        rows = slice(0, CAPACITY)
-        twin.act_quantize(p.h[rows], p.row_scale[rows], row_range, p.activation, block_format, rows=(data, scale))
-
-    check_rows(call, lambda: tuple(buffer[:CAPACITY] for buffer in p.operand(160, "mxfp8")))

@@ -9,8 +9,12 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+
+pytest.importorskip("ml_dtypes")
+
 from limits import HANG_S
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
+from quantize_reference import swizzled_offset
 
 from symmoe import pack_weight_ptrs
 from symmoe.errors import ArgumentError
@@ -71,18 +75,6 @@ def test_round_trips(recipe):
 
 
 @every_recipe
-def test_groups_as_bounds_and_as_ranges(recipe):
-    """Callers may bring either; the kernels get ranges."""
-    rows = normal(ROWS, C)
-    for method in (recipe.quantize, recipe.quantize_columns):
-        left, right = method(rows, bounds()), method(rows, row_range_of())
-        assert torch.equal(left.dequantize(), right.dequantize())
-        for quantized in (left, right):
-            assert torch.equal(quantized.row_start, bounds())
-            assert torch.equal(quantized.row_range, row_range_of())
-
-
-@every_recipe
 def test_sizes(recipe):
     rows, row_start = normal(ROWS, C), bounds()
     quantized = recipe.quantize(rows, row_start)
@@ -101,21 +93,21 @@ def test_sizes(recipe):
         assert quantized.global_scale.tolist() == pytest.approx([max(a / 2688, 2.0**-110) for a in largest])
 
 
-ROW_BYTES = {"Float8Block": 2880 + 4 * 23, "MXFP8": 2880 + 90, "NVFP4": 1440 + 180}
-
-
 @every_recipe
-def test_row_bytes(recipe):
-    assert recipe.row_bytes(2880) == ROW_BYTES[type(recipe).__name__]
-
-
-@every_recipe
-def test_without_bounds_all_rows_are_one_group(recipe):
-    rows = normal(130, C)
+def test_groups_as_bounds_as_ranges_and_without(recipe):
+    """Callers may bring either, kernels get ranges; without bounds all rows are one group; groups may have no rows."""
+    rows = normal(ROWS, C)
     for method in (recipe.quantize, recipe.quantize_columns):
-        left, right = method(rows), method(rows, bounds((130,)))
+        left, right = method(rows, bounds()), method(rows, row_range_of())
+        assert torch.equal(left.dequantize(), right.dequantize())
+        for quantized in (left, right):
+            assert torch.equal(quantized.row_start, bounds())
+            assert torch.equal(quantized.row_range, row_range_of())
+        left, right = method(rows), method(rows, bounds((ROWS,)))
         assert torch.equal(as_bytes(left.scale), as_bytes(right.scale))
         assert torch.equal(left.dequantize(), right.dequantize())
+        for splits in ((0,), (0, 0, 0)):
+            assert method(normal(0, C), bounds(splits)).dequantize().shape == (0, C)
 
 
 @every_recipe
@@ -129,13 +121,6 @@ def test_columns_of_rows_picked_by_an_index(recipe):
     for wrong in (index.long(), index[None], index[::2]):
         with pytest.raises(ArgumentError, match="row_index"):
             recipe.quantize_columns(rows, bounds(), row_index=wrong)
-
-
-@every_recipe
-def test_no_rows(recipe):
-    for splits in ((0,), (0, 0, 0)):
-        for method in (recipe.quantize, recipe.quantize_columns):
-            assert method(normal(0, C), bounds(splits)).dequantize().shape == (0, C)
 
 
 @every_recipe
@@ -347,12 +332,6 @@ def test_swizzled_scales(recipe):
             first += tiles
     with pytest.raises(ArgumentError, match="one-byte scales"):
         Float8Block().quantize(rows).swizzled_scale()
-
-
-def swizzled_offset(row: int, block: int, num_blocks: int) -> int:
-    """Byte of a scale in 128x4 tiles: cuBLAS' documentation, "1D block scaling factors layout"."""
-    tile = row // 128 * -(-num_blocks // 4) + block // 4
-    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 
 
 def test_tails_of_swizzled_scales():

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(each) for each in Path(__file__).resolve().parents[1].iterdir() if each.is_dir()]  # as in pytest
+_TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_TESTS), *(str(each) for each in _TESTS.iterdir() if each.is_dir())]  # as in pytest

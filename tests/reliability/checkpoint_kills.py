@@ -256,10 +256,8 @@ def choose(number: int, seed: int, lengths: list[tuple[Kill, list[int], float]])
 def check_kill(number: int, kill: Kill, scratch: Path) -> dict[str, Any]:
     """Kills one save, and looks at what is left."""
     directory, label = fresh(scratch), label_of(number, kill.step)
-    begun = time.monotonic()
     reports = run_ranks(directory, label, kill)
     record: dict[str, Any] = {"case": number, **dataclasses.asdict(kill), "reports": reports, "problems": []}
-    record["ranks_s"] = round(time.monotonic() - begun, 3)
     for rank, report in enumerate(reports):
         fine = (report[-1] == "0" and len(report) == 3) or (report[-1] == "-9" and rank in kill.victims)
         if not fine or any(line.split()[0] not in ("begun", "saved", "CheckpointError") for line in report[:-1]):
@@ -359,33 +357,19 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         flipped.append(check_flip(number, options.seed, directory, newest))
         _tell(f"flip {number}", flipped[-1])
     failed = [record for record in records + flipped if record["problems"]]
-    survivors = [r[-2].split()[0] for k in records for r in k["reports"] if r[-1] == "0"]
     return {
         "suite": "checkpoint_kills",
         "seed": options.seed,
         "ranks": NUM_RANKS,
         "kills": len(records),
-        "kills_by_line": sum(isinstance(record["moment"], int) for record in records),
         "kills_that_hit": sum("-9" in (report[-1] for report in record["reports"]) for record in records),
-        "kills_with_a_temporary_directory_left": sum(any(".tmp" in n for n in r["left"]) for r in records),
         "states_loaded": Counter(record.get("state", "none") for record in records),
-        "survivors": Counter(survivors),
-        "ranks_s_max": max([record["ranks_s"] for record in records], default=None),
         "flips": len(flipped),
-        "flips_by_file": Counter(record["kind"] for record in flipped),
         "flips_outcomes": Counter(record.get("outcome", "-").split(":")[0] for record in flipped),
-        "lines_max": max([max(lines) for _, lines, _ in lengths], default=None),
-        "save_s_max": max([seconds for kind, _, seconds in lengths if not kind.by_line], default=None),
         **({"case": records + flipped} if one else {}),
         "failures": failed,
         "wall_s": round(time.monotonic() - begun, 1),
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "safetensors": safetensors.__version__,
-            "symmoe": symmoe.__version__,
-            "kernel": os.uname().release,
-        },
+        "versions": {module.__name__: module.__version__ for module in (torch, safetensors, symmoe)},
         **machine(torch.device("cpu")),
     }
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from symmoe.dispatch import slots
+from symmoe.dispatch import trip
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
 from symmoe.kernels.twin import plan as twin_plan
@@ -217,16 +217,16 @@ def _tail_of_the_index_not_zeroed(stack: ExitStack) -> None:
         def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
             return torch.empty(*args, **kwargs)
 
-    _replace(stack, slots, "torch", lambda original: Torch())
+    _replace(stack, trip, "torch", lambda original: Torch())
 
 
 def _unused_packed_rows_not_marked(stack: ExitStack) -> None:
     """The slots of packed rows that nobody uses keep what memory held: here, row 0 of somebody."""
 
     def make(original: Callable) -> Callable:
-        def call(rows, ranks, probs, packed, blocks, start, limit, peers, received, *, row_column, prob_column):
-            columns = {"row_column": row_column, "prob_column": prob_column}
-            original(rows, ranks, probs, packed, blocks, start, limit, peers, received, **columns)
+        def call(slots, region, peers, received, *, row_column, prob_column):
+            (rows, *_), (packed, _, start, limit) = slots, region
+            original(slots, region, peers, received, row_column=row_column, prob_column=prob_column)
             for rank in range(peers.num_ranks):
                 offset, used = int(received[rank, row_column]), int((packed[:, rank] >= 0).sum())
                 begin, size = int(start[rank]), int(limit[rank])

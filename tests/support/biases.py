@@ -7,7 +7,7 @@ from row_ranges import random_ranges
 
 
 class Biases:
-    """bias [G, O] and bias_scale fp32 [N] of a Problem (fp8_problem.py, scaled_problem.py); the tail's scale is NaN."""
+    """bias [G, O] and bias_scale fp32 [N] of a Problem (quantized_problem.py); the tail's scale is NaN."""
 
     def __init__(self, p, dtype):
         self.p, generator = p, torch.Generator().manual_seed(0)

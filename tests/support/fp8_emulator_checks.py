@@ -9,8 +9,8 @@ import torch
 gluon_emulator.install()
 
 from biases import check_biases  # noqa: E402
-from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
 from quantize_cases import Scattered  # noqa: E402
+from quantized_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
 from row_ranges import random_ranges, rows_of  # noqa: E402
 
 from symmoe.kernels.hopper import gemm  # noqa: E402

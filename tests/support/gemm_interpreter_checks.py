@@ -6,7 +6,7 @@ blocks. tl.dot on bf16 is wrong in Triton 3.6's interpreter, so bf16 is left to 
 
 import itertools
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from gemm_problem import (
@@ -121,8 +121,7 @@ def check_no_rows():
 def options_of(flatten, parts, lead):
     """(of the forward kernel, of the backward kernel)."""
     act_config = replace(CONFIG, block_n=64, flatten=flatten, parts=parts)
-    sizes = {field.name: getattr(act_config, field.name) for field in fields(act_config)}
-    dact_config = kernels.DactConfig(**sizes, lead=lead)
+    dact_config = replace(act_config, lead=lead)
     return {"num_sms": NUM_SMS, "config": act_config}, {"num_sms": NUM_SMS, "config": dact_config}
 
 

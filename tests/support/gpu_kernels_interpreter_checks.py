@@ -113,7 +113,7 @@ def run_barrier(
     rank=1,
     timeout_ns=10**6,
 ):
-    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it spoils."""
+    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it sets to NaN."""
     num_ranks = len(sent)
     peers = make_arenas(num_ranks, rank, epoch - 1, aborted, faulted, rail_fault)
     layout, views = peers.layout, peers.views
@@ -129,10 +129,10 @@ def run_barrier(
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
-    spoils = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
-    bounds = {"timeout_ns": timeout_ns, "spoils": spoils[1:2]}
+    nan_on_failure = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
+    bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
     barrier(peers, (2**41, 0, 5), received, status, call=CALL, fault=fault, **bounds)
-    results = {"received": received, "status": status, "spoils": spoils.view(torch.int16)}
+    results = {"received": received, "status": status, "nan_on_failure": nan_on_failure.view(torch.int16)}
     return {**results, **{f"arena {i}": view for i, view in enumerate(views)}}
 
 
@@ -159,10 +159,10 @@ def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATU
     status[control.STATUS_KIND] = pending
     for rank in (0, 1):
         module.send_signal(peers, rank)
-    spoils = torch.ones(3, 8)
-    bounds = {"timeout_ns": timeout_ns, "spoils": spoils[1:2]}
+    nan_on_failure = torch.ones(3, 8)
+    bounds = {"timeout_ns": timeout_ns, "nan_on_failure": nan_on_failure[1:2]}
     module.wait_for_signal(peers, 2, arrived, status, phase=3, **bounds)
-    results = {"arrived": arrived, "status": status, "spoils": spoils.view(torch.int32)}
+    results = {"arrived": arrived, "status": status, "nan_on_failure": nan_on_failure.view(torch.int32)}
     return {**results, **{f"arena {i}": view for i, view in enumerate(peers.views)}}
 
 

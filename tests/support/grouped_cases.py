@@ -294,73 +294,60 @@ def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options)
     return layer
 
 
-def run_linear(
-    case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, around=None, **options
-) -> Ran:
-    """One linear layer of w1 and b1."""
-    layer = make_linear(case, inputs.w1, inputs.b1, **options)
-    given = vars(buffers or Buffers())
-    splits = inputs.splits if splits is None else splits
-
-    def call(x, scale):
-        return layer(x, splits, **given)
-
-    return run(call, {"fc": layer}, inputs, case, finish=layer.backward_dw, around=around)
-
-
 PATHS = ("modules", "sequential", "mlp")  # the first is the three modules one by one, the others are fused
-
-
-def run_experts(
-    path: str,
-    case: Case,
-    inputs: Inputs,
-    buffers: Buffers | None = None,
-    *,
-    activation: ScaledActivation | None = None,
-    splits=None,
-    around=None,
-    **options,
-) -> Ran:
-    """FC1, activation, FC2 along one of PATHS. The scale multiplies FC2's bias too, as GroupedMLP does."""
-    buffers = buffers or Buffers()
-    splits = inputs.splits if splits is None else splits
-    activation = activation or ScaledSwiGLU()
-    fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
-    fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
-    first, last = {"grad_input_out": buffers.grad_input_out}, {"out": buffers.out}
-
-    def modules(x, scale):
-        a = activation(fc1(x, splits, **first), scale)
-        return fc2(a, splits, **last, bias_scale=scale if case.bias else None)
-
-    def sequential(x, scale):
-        bias_scale = {"bias_scale": scale} if case.bias else {}
-        model = Sequential(fc1, activation, fc2)
-        return model(x, splits, scale, splits, op_kwargs={0: first, fc2: {**last, **bias_scale}})
-
-    def mlp(x, scale):
-        sizes = inputs.sizes
-        model = GroupedMLP(sizes.num_groups, sizes.hidden, sizes.ffn, activation=activation, device=x.device)
-        model.fc1, model.fc2 = fc1, fc2
-        return model(x, splits, scale, **first, **last)
-
-    def finish():
-        fc2.backward_dw()
-        fc1.backward_dw()
-
-    call = {"modules": modules, "sequential": sequential, "mlp": mlp}[path]
-    return run(call, {"fc1": fc1, "fc2": fc2}, inputs, case, finish=finish, around=around)
-
-
 WAYS = ("linear", *PATHS)
 
 
-def run_way(way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None, **options) -> Ran:
-    """One linear layer, "linear", or experts along one of PATHS."""
+def make_way(
+    way: str, case: Case, inputs: Inputs, *, activation: ScaledActivation | None = None, **options
+) -> tuple[Callable[..., torch.Tensor], dict[str, GroupedLinear]]:
+    """call(x, scale, splits, out=, grad_input_out=, is_first_microbatch=) and its layers: "linear" is one of w1 and b1;
+    the others are FC1, activation, FC2 along one of PATHS, whose scale multiplies FC2's bias as in GroupedMLP."""
+    fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
     if way == "linear":
-        return run_linear(case, inputs, buffers, **options)
-    return run_experts(way, case, inputs, buffers, **options)
+        return lambda x, scale, splits, **given: fc1(x, splits, **given), {"fc": fc1}
+    fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
+    activation = activation or ScaledSwiGLU()
+    model = Sequential(fc1, activation, fc2)
+    experts = GroupedMLP(
+        fc1.num_groups, fc1.in_features, fc2.in_features, activation=activation, device=inputs.x.device
+    )
+    experts.fc1, experts.fc2 = fc1, fc2
+
+    def keywords(scale, *, out=None, grad_input_out=None, **both):
+        last = {"bias_scale": scale} if case.bias else {}
+        return {"grad_input_out": grad_input_out, **both}, {"out": out, **last, **both}
+
+    def modules(x, scale, splits, **given):
+        first, last = keywords(scale, **given)
+        return fc2(activation(fc1(x, splits, **first), scale), splits, **last)
+
+    def sequential(x, scale, splits, **given):
+        first, last = keywords(scale, **given)
+        return model(x, splits, scale, splits, op_kwargs={0: first, fc2: last})
+
+    def mlp(x, scale, splits, **given):
+        return experts(x, splits, scale, **given)
+
+    return {"modules": modules, "sequential": sequential, "mlp": mlp}[way], {"fc1": fc1, "fc2": fc2}
+
+
+def run_way(
+    way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, around=None, **options
+) -> Ran:
+    """One call of make_way's layers."""
+    call, layers = make_way(way, case, inputs, **options)
+    given, splits = vars(buffers or Buffers()), inputs.splits if splits is None else splits
+
+    def finish():
+        for layer in reversed(layers.values()):
+            layer.backward_dw()
+
+    return run(lambda x, scale: call(x, scale, splits, **given), layers, inputs, case, finish=finish, around=around)
+
+
+run_linear = functools.partial(run_way, "linear")
+run_experts = run_way
 
 
 def inputs_of(way: str, case: Case, **options) -> Inputs:
@@ -521,20 +508,22 @@ def used_values(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     return tensor.flatten()[: sizes.num_used]
 
 
+def of_groups(name: str, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """What belongs to a group of a result of this name: its used rows; of parameters' gradients all."""
+    if name in ("y", "d_x"):
+        return used(tensor, sizes)
+    return used_values(tensor, sizes) if name == "d_scale" else tensor
+
+
 def assert_same_results(got: Ran, want: Ran, sizes: Sizes, *, close: tuple[str, ...] = ()) -> None:
-    """Bit for bit, where rows belong to a group; parameters' gradients altogether. Those named in `close`: nearly."""
+    """Bit for bit, where rows belong to a group. Those named in `close`: nearly."""
     assert got.tensors.keys() == want.tensors.keys()
     for name, tensor in want.tensors.items():
+        pair = [of_groups(name, each, sizes) for each in (got.tensors[name], tensor)]
         if name in close:
-            is_row = name == "d_scale"
-            pair = [used_values(t, sizes) if is_row else t for t in (got.tensors[name], tensor)]
-            assert_near(*pair, pair[0].dtype, name)
-        elif name in ("y", "d_x"):
-            assert_same_bits(used(got.tensors[name], sizes), used(tensor, sizes), name)
-        elif name == "d_scale":
-            assert_same_bits(used_values(got.tensors[name], sizes), used_values(tensor, sizes), name)
+            assert_near(*pair, tensor.dtype, name)
         else:
-            assert_same_bits(got.tensors[name], tensor, name)
+            assert_same_bits(*pair, name)
 
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -557,15 +546,9 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
     """`oracle` holds what :func:`linear_oracle` or :func:`mlp_oracle` gave."""
     for name, want in oracle.items():
         got = ran.tensors[name]
-        if name in ("y", "d_x"):
-            assert not got.flatten(0, -2)[sizes.num_used :].isnan().any(), f"{name}: the tail leaked"
-            got = used(got, sizes)
-        elif name == "d_scale":
-            assert not got.isnan().any(), "d_scale: the tail leaked"
-            got = used_values(got, sizes)
-        elif name.endswith("weight") and case.main_grad:
-            want = want + MAIN_GRAD_START
-        assert_near(got, want, case.dtype, name)
+        assert not got.isnan().any(), f"{name}: the tail leaked"
+        start = MAIN_GRAD_START if name.endswith("weight") and case.main_grad else 0.0
+        assert_near(of_groups(name, got, sizes), want + start, case.dtype, name)
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def launch_gemm(function, shape, dtype, *, gather=False, table=False, biased=Fal
         gemm.grouped_gemm_wgrad(h, x, row_range, out, rows_index=index, **options)
 
 
-def launch_activations(shape, activation, dtype=BF16, layout="gather", config=None):
+def launch_activations(shape, activation, dtype=BF16, layout="gather"):
     """Both GEMMs that are fused with an activation, and the activation by itself, forward and backward."""
     G, H, I, N = SHAPES[shape]
     W, table = activation.hidden_width(I), layout == "table"
@@ -112,7 +112,7 @@ def launch_activations(shape, activation, dtype=BF16, layout="gather", config=No
     gemm_act.grouped_gemm_act(x, w1, row_range, scale, h, a, activation, bias=bias, **options)
     workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=FP32)
     results = h, a, scale, workspace
-    gemm_act.grouped_gemm_dact(x, w2, row_range, h, scale, *results, activation, dbias=bias, config=config, **options)
+    gemm_act.grouped_gemm_dact(x, w2, row_range, h, scale, *results, activation, dbias=bias, **options)
     gpu_activation.scaled_activation(h, scale, a, activation)
     gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
 
@@ -229,8 +229,8 @@ def launch_rows(shape, dtype):
     tokens.fan_out(rows, slots, starts, rank=peers.rank)
     tokens.push_sums(rows, slots, starts, peers, received, column=0)
     tokens.pull_rows(slots, slots, peers, received, x, column=0)
-    maps = per_token, meta(num_ranks), slots, slots
-    tokens.sum_home(rows, rows, *maps, received, received, x, rank=peers.rank)
+    index = per_token, meta(num_ranks), slots, slots
+    tokens.sum_home((rows, rows), index, (received, received), x, rank=peers.rank)
 
 
 def launch_slots(shape, with_probs):
@@ -241,8 +241,8 @@ def launch_slots(shape, with_probs):
     values, row_values = meta(num_tokens, top_k, dtype=FP32), meta(num_tokens, dtype=FP32)
     probs, row_probs = (values, row_values) if with_probs else (None, None)
     per_token, per_rank = meta(num_tokens, num_ranks), meta(num_ranks)
-    maps = per_token, meta(1, num_ranks), per_rank, per_rank
-    tokens.push_slots(slots, slots, probs, *maps, peers, received, row_column=1, prob_column=2)
-    tokens.index_rows(slots, probs, one, one, received, received, slots, rows, row_probs)
+    region = per_token, meta(1, num_ranks), per_rank, per_rank
+    tokens.push_slots((slots, slots, probs), region, peers, received, row_column=1, prob_column=2)
+    tokens.index_rows((slots, probs), (one, one), (received, received), (slots, rows, row_probs))
     tokens.gather_values(row_values, slots, one, values)
     tokens.pull_values(slots, per_token, peers, received, values, column=1)

@@ -18,12 +18,13 @@ from megatron_cases import (
     SEQUENCE,
     VOCABULARY,
     batch_of,
-    changes_of,
+    check_equal,
     config_of,
     filled,
     forms_of,
     model_of,
     named_parameters,
+    num_zeros,
     opened_heap,
     reference_spec,
     use_groups,
@@ -35,7 +36,7 @@ NUM_MICRO_BATCHES = 4
 NUM_CHUNKS = 2
 
 
-def several_in_flight(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
+def several_in_flight(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> None:
     """Three micro-batches, two of them in flight (forward, forward, backward, forward, backward, backward)."""
     use_groups(ep=2)
     config = config_of(**fields)
@@ -50,10 +51,10 @@ def several_in_flight(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> d
             while waiting:
                 waiting.pop(0).backward()
             found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
-    return changes_of(found)
+    check_equal(found)
 
 
-def pipelined(rank: int, num_ranks: int, *, ep: int, num_chunks: int | None, fields: dict[str, Any]) -> dict[str, Any]:
+def pipelined(rank: int, num_ranks: int, *, ep: int, num_chunks: int | None, fields: dict[str, Any]) -> None:
     """Micro-batches through two stages by Megatron's own schedule: 1F1B, or with chunks the interleaved one.
 
     Megatron frees what a stage has sent on, as its users have it do (deallocate_pipeline_outputs).
@@ -73,7 +74,7 @@ def pipelined(rank: int, num_ranks: int, *, ep: int, num_chunks: int | None, fie
         **fields,
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    found, left = {}, []
+    found = {}
     with opened_heap() as heap:
         for form, form_spec in forms_of(reference_spec(config), heap).items():
             chunks = _chunks(config, form_spec, stage, num_stages=2)
@@ -81,15 +82,10 @@ def pipelined(rank: int, num_ranks: int, *, ep: int, num_chunks: int | None, fie
                 reports = get_forward_backward_func()(**_micro_batches_of(chunks), forward_only=False)
             found[form] = {name: parameter.grad for name, parameter in named_parameters(torch.nn.ModuleList(chunks))}
             found[form] |= {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
-            left.append(heap.leased_bytes)
-    return {
-        **changes_of(found),
-        "stage": stage,
-        "num_losses": len(reports),
-        "num_nonzero": sum(bool(tensor.abs().sum() > 0) for tensor in found["megatron"].values()),
-        "num_tensors": len(found["megatron"]),
-        "leased_bytes": left,
-    }
+            assert heap.leased_bytes == 0
+            assert len(reports) == (NUM_MICRO_BATCHES if stage == 1 else 0)
+    check_equal(found)
+    assert num_zeros(found["megatron"]) <= 4
 
 
 def heap_of_stage(

@@ -14,6 +14,7 @@ from megatron_cases import (
     ROUNDING,
     SEQUENCE,
     batch_of,
+    check_equal,
     config_of,
     differences,
     filled,
@@ -46,12 +47,12 @@ ALL_ON_RANK_0 = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token: values o
 
 def main_grads(
     rank: int, num_ranks: int, *, ep: int, overlap: bool, bias: dict[int, float] | None = None, fault: bool = False
-) -> dict[str, Any]:
-    """Gradients in `main_grad` after Megatron's DDP has reduced them, of five models.
+) -> list[list[int]]:
+    """Gradients in `main_grad` after Megatron's DDP has reduced them are the same for five models.
 
     Megatron's experts; ours with gradients in `.grad`; ours whose kernels add to main_grad; and those two once more
     with weight gradients that backward leaves for later. `bias` steers the choice of experts, by number; `fault` scales
-    what the kernels add.
+    what the kernels add, which has to be seen. Returns the rows of the local experts in every call.
     """
     from symmoe.integrations.megatron import DispatchOptions, use_symmoe
 
@@ -59,7 +60,6 @@ def main_grads(
     fields = {} if bias is None else SIGMOID_BIAS
     config = config_of(**fields)
     found: dict[str, dict[str, torch.Tensor]] = {}
-    expert_buckets = {}
     received: list[list[int]] = []
     with opened_heap() as heap:
         spec = reference_spec(config)
@@ -78,15 +78,14 @@ def main_grads(
                         _scale_wgrad(layer.mlp.experts.linear_fc1)
                 name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
                 ddp = _ddp(model, overlap)
-                expert_buckets[name] = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
+                num_in_buckets = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
+                assert num_in_buckets == (2 * 2 if ep == 2 else 0)  # layers, linears
                 found[name] = _reduced(ddp)
-    return {
-        **{name: differences(found[name], found["megatron"]) for name in found if name != "megatron"},
-        "fused to unfused": differences(found["main_grad"], found["grad"]),
-        "later to at once": differences(found["main_grad later"], found["main_grad"]),
-        "num_expert_params": expert_buckets,
-        "received": received,
-    }
+    check_equal(found, fault="of the kernels" if fault else None)
+    if not fault:
+        assert differences(found["main_grad"], found["grad"]) == {}
+        assert differences(found["main_grad later"], found["main_grad"]) == {}
+    return received
 
 
 def _with_fused_gradients(spec: Any) -> Any:

@@ -277,19 +277,9 @@ class _Call:
                 ops.push_rows(*primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options)
             slots = maps["slot_to_rank"], maps["slot_to_row"]
             ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
-            ops.push_slots(
-                maps["slot_to_row"],
-                maps["slot_to_rank"],
-                probs,
-                maps["token_to_packed_row"],
-                maps["block_tokens"],
-                maps["packed_start"],
-                maps["packed_limit"],
-                peers,
-                ready_rows,
-                row_column=READY_SLOTS,
-                prob_column=READY_PROBS,
-            )
+            region = [maps[name] for name in ("token_to_packed_row", "block_tokens", "packed_start", "packed_limit")]
+            columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
+            ops.push_slots((maps["slot_to_row"], maps["slot_to_rank"], probs), region, peers, ready_rows, **columns)
         self.keep_arenas("dispatched")
 
         arrived = self.received((), case.trip_fails)[:1, 0]
@@ -303,17 +293,10 @@ class _Call:
             # All at once on even ranks, source by source on odd ones.
             step = 1 if rank % 2 else case.num_ranks
             for source in range(0, case.num_ranks, step):
-                ops.index_rows(
-                    self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32),
-                    wire_probs,
-                    start[source : source + 1],
-                    start[source + step : source + step + 1],
-                    ready_rows,
-                    arrived,
-                    packed_to_row,
-                    row_to_packed_row,
-                    row_probs,
-                )
+                wire = self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32), wire_probs
+                packed = start[source : source + 1], start[source + step : source + step + 1]
+                index = packed_to_row, row_to_packed_row, row_probs
+                ops.index_rows(wire, packed, (ready_rows, arrived), index)
             self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
             maps["packed_to_row"], maps["num_packed"] = packed_to_row, start[-1:]
             # The ranks that index all rows at once copy them one rank after the other.
@@ -367,19 +350,9 @@ class _Call:
         arrived = torch.zeros(1, dtype=torch.int64, device=self.device)
         for rank, maps in enumerate(self.maps):
             out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
-            ops.sum_home(
-                self.rows(rank),
-                self.returned(rank),
-                maps["token_to_packed_row"],
-                maps["packed_start"],
-                maps["slot_to_rank"],
-                maps["slot_to_row"],
-                ready,
-                arrived,
-                out,
-                rank=rank,
-                **self.options,
-            )
+            index = [maps[name] for name in ("token_to_packed_row", "packed_start", "slot_to_rank", "slot_to_row")]
+            rows = self.rows(rank), self.returned(rank)
+            ops.sum_home(rows, index, (ready, arrived), out, rank=rank, **self.options)
             self.keep(f"rank {rank} sum by rank", out)
         self.keep_arenas("after rank")
         ready = self.received((ROWS, VALUES), case.trip_fails)

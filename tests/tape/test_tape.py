@@ -7,18 +7,31 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from reliability.delays import before_steps
-from torch.utils.checkpoint import checkpoint
+from tape_cases import (
+    AROUND,
+    CPU,
+    OPTIONS,
+    E,
+    H,
+    I,
+    K,
+    check_bits,
+    main_grads,
+    make_calls,
+    make_layer,
+    step,
+    without_tapes,
+)
 from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, HeapPoisoned, StaleTape, SymmoeError, raise_for
-from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import twin
 from symmoe.moe.ep_step import _Forward
 from symmoe.moe.router import Router
@@ -26,8 +39,6 @@ from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.tape.recorder import Recorder, Tapes, recorded
 from symmoe.tape.tape import CallInteger, Playing
 
-H, I, E, K, T = 16, 24, 8, 3, 200
-CPU = torch.device("cpu")
 OUTSIDE = torch.ones(3)
 
 
@@ -37,122 +48,7 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMMOE_TAPES", "on")
 
 
-@contextmanager
-def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
-    """Nothing is recorded or played."""
-    heap.run = lambda key, function, inputs, **numbers: function()
-    try:
-        yield
-    finally:
-        del heap.run
-
-
 # -- same bits --------------------------------------------------------------------------------------------------------
-
-
-def make_layer(
-    heap: SymmetricHeap,
-    *,
-    bias: bool = False,
-    dtype: torch.dtype = torch.float32,
-    hidden: int = H,
-    ffn: int = I,
-    overwrites: tuple[bool | None, bool | None] = (None, None),
-    **options,
-) -> MoELayer:
-    """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
-    torch.manual_seed(heap.rank)
-    config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
-    experts = GroupedMLP(E // heap.num_ranks, hidden, ffn, bias=bias, dtype=dtype, device=heap.device)
-    if bias:
-        for fc in (experts.fc1, experts.fc2):
-            torch.nn.init.normal_(fc.bias)
-    for fc, overwrite in zip((experts.fc1, experts.fc2), overwrites, strict=True):
-        if overwrite is not None:
-            fc.accumulate_into_main_grad = True
-            fc.weight.main_grad = torch.randn(fc.weight.shape).to(heap.device)
-            fc.weight.overwrite_main_grad, fc.weight.grad_added_to_main_grad = overwrite, False
-    return MoELayer(config, heap, experts=experts)
-
-
-def main_grads(layer: MoELayer) -> list[torch.Tensor]:
-    return [parameter.main_grad for parameter in layer.parameters() if hasattr(parameter, "main_grad")]
-
-
-def make_calls(
-    rank: int, count: int, dtype: torch.dtype, *, hidden: int = H, device: torch.device = CPU
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """x and dy of calls of the same size; every sixth sends all tokens to few experts, which no room is kept for."""
-    for number in range(count):
-        own = torch.Generator().manual_seed(100 * number + rank)
-        x, dy = (torch.randn(T, hidden, generator=own) for _ in range(2))
-        if number % 6 == 5:
-            x = x[:1] + 0.01 * x
-        yield x.to(device, dtype), dy.to(device, dtype)
-
-
-def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> list[torch.Tensor]:
-    x = x.clone().requires_grad_()
-    with ExitStack() as stack:
-        if around == "saved copies":
-            stack.enter_context(torch.autograd.graph.save_on_cpu())
-        elif around == "autocast":  # forward and backward
-            stack.enter_context(torch.autocast(x.device.type, torch.bfloat16))
-        y, metrics = checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
-        outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
-        outputs = [output for output in outputs if output.requires_grad]
-        gradients = [dy.to(y.dtype), *(torch.ones_like(output) for output in outputs[1:])]
-        found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
-    assert all(p.grad_added_to_main_grad for p in layer.parameters() if hasattr(p, "main_grad"))
-    return [y.detach(), metrics.expert_load, metrics.topk_idx, *found, *(grad.clone() for grad in main_grads(layer))]
-
-
-OPTIONS = {
-    "defaults": {},
-    "bf16": {"dtype": torch.bfloat16},
-    "static": {"capacity": 2 * T * K, "max_tokens": T},
-    "nothing kept": {"stash": "none", "layout": "expert-major"},
-    "hidden kept": {"stash": "hidden", "layout": "packed", "order": "slot"},
-    "overlapped": {"schedule": "always-overlapped", "layout": "packed"},
-    "overlapped, expert-major, nothing kept": {
-        "schedule": "always-overlapped",
-        "layout": "expert-major",
-        "stash": "none",
-    },
-    "biases": {"bias": True, "schedule": "always-overlapped"},
-    "main_grad": {"overwrites": (False, False)},
-    "main_grad, overwritten": {"overwrites": (True, True), "schedule": "always-overlapped"},
-    "main_grad of one layer": {"overwrites": (None, False), "dtype": torch.bfloat16, "stash": "none"},
-    "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
-}
-AROUND = ("", "checkpoint", "saved copies", "autocast")
-
-
-def check_bits(
-    rank: int, num_ranks: int, options: dict, around: str, device: str = "cpu"
-) -> tuple[int, int, list[str]]:
-    """Calls that were played; calls that did not fit; findings."""
-    findings, options = Findings(), dict(options)
-    dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
-    with open_heap(device, tapes="on", num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
-        layer, plain = make_layer(heap, **options), make_layer(heap, **options)
-        plain.load_state_dict(layer.state_dict())
-        for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
-            findings.check(torch.equal(ours, theirs), "main_grad begins with other bits")
-        repeats = 0
-        for number, (x, dy) in enumerate(make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)):
-            room = layer._routed_experts._find_room(torch.empty(T, K), dtype.itemsize)
-            found = step(layer, x, dy, around)
-            with without_tapes(heap):
-                wanted = step(plain, x, dy, around)
-            repeats += room is not None and heap.row_histories[E, K]._last_rows > room.rows
-            same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
-            findings.check(all(same), f"rank {rank}, call {number}: other bits: {same}")
-            del found, wanted
-        findings.check(heap.leased_bytes == 0, "leases are left")
-        findings.check(not heap.tapes.problems, f"{heap.tapes.problems}")
-        return heap.tapes.num_played, repeats, findings.texts
-
 
 SLOW = (
     "hidden kept",

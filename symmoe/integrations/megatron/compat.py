@@ -6,8 +6,6 @@ and that this integration does not implement, are refused by name; a field that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import megatron.core
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -24,35 +22,28 @@ if tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) < _OLDEST:
     raise ImportError(f"megatron-core {MEGATRON_VERSION} is too old; install megatron-core>=0.16.1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """A field of TransformerConfig and the values of it that are supported."""
+_Limit = tuple[str, tuple[object, ...], str]  # a field of TransformerConfig, the values that are supported, and why
 
-    field: str
-    supported: tuple[object, ...]
-    reason: str
-
-
-_LAYER_LIMITS = (
-    _Limit("moe_token_dispatcher_type", ("alltoall", "allgather"), "symmoe takes the dispatcher's place"),
-    _Limit("expert_tensor_parallel_size", (1,), "experts are not split over tensor-parallel ranks"),
-    _Limit("moe_latent_size", (None,), "latent projections are not tested"),
-    _Limit("moe_router_padding_for_quantization", (False, None), "rows are not padded for quantized GEMMs"),
-    _Limit("overlap_moe_expert_parallel_comm", (False,), "it frees activations that lie on the heap"),
-    _Limit("overlap_dispatch_backward_with_experts_wgrad", (False,), "weight gradients run on the heap's stream"),
-    _Limit("moe_expert_rank_capacity_factor", (None,), "give DispatchOptions(capacity=rows) instead"),
-    _Limit("moe_paged_stash", (False,), "saved rows lie on the heap"),
-    _Limit("transformer_impl", ("local", "transformer_engine"), "the layer is for training"),
+_LAYER_LIMITS: tuple[_Limit, ...] = (
+    ("moe_token_dispatcher_type", ("alltoall", "allgather"), "symmoe takes the dispatcher's place"),
+    ("expert_tensor_parallel_size", (1,), "experts are not split over tensor-parallel ranks"),
+    ("moe_latent_size", (None,), "latent projections are not tested"),
+    ("moe_router_padding_for_quantization", (False, None), "rows are not padded for quantized GEMMs"),
+    ("overlap_moe_expert_parallel_comm", (False,), "it frees activations that lie on the heap"),
+    ("overlap_dispatch_backward_with_experts_wgrad", (False,), "weight gradients run on the heap's stream"),
+    ("moe_expert_rank_capacity_factor", (None,), "give DispatchOptions(capacity=rows) instead"),
+    ("moe_paged_stash", (False,), "saved rows lie on the heap"),
+    ("transformer_impl", ("local", "transformer_engine"), "the layer is for training"),
 )
 
-_EXPERT_LIMITS = (
-    _Limit("add_bias_linear", (False,), "the experts have no biases"),
-    _Limit("moe_apply_probs_on_input", (False,), "the probs multiply the activation"),
-    _Limit("fp8", (None, False), "the experts compute in fp32, fp16 or bf16"),
-    _Limit("fp4", (None, False), "the experts compute in fp32, fp16 or bf16"),
-    _Limit("activation_func_fp8_input_store", (False,), "the experts keep FC1's output in the working dtype"),
-    _Limit("moe_mlp_glu_interleave_size", (None,), "gate and up features are two halves of FC1"),
-    _Limit("init_model_with_meta_device", (False,), "the experts are made on the device they train on"),
+_EXPERT_LIMITS: tuple[_Limit, ...] = (
+    ("add_bias_linear", (False,), "the experts have no biases"),
+    ("moe_apply_probs_on_input", (False,), "the probs multiply the activation"),
+    ("fp8", (None, False), "the experts compute in fp32, fp16 or bf16"),
+    ("fp4", (None, False), "the experts compute in fp32, fp16 or bf16"),
+    ("activation_func_fp8_input_store", (False,), "the experts keep FC1's output in the working dtype"),
+    ("moe_mlp_glu_interleave_size", (None,), "gate and up features are two halves of FC1"),
+    ("init_model_with_meta_device", (False,), "the experts are made on the device they train on"),
 )
 
 
@@ -108,11 +99,10 @@ def process_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroup
 
 
 def _first_problem(config: TransformerConfig, limits: tuple[_Limit, ...]) -> ArgumentError | None:
-    for limit in limits:
-        value = getattr(config, limit.field, limit.supported[0])
-        if value not in limit.supported:
-            supported = " or ".join(map(repr, limit.supported))
-            return ArgumentError(f"{limit.field} ({value!r}) must be {supported}: {limit.reason}")
+    for field, supported, reason in limits:
+        value = getattr(config, field, supported[0])
+        if value not in supported:
+            return ArgumentError(f"{field} ({value!r}) must be {' or '.join(map(repr, supported))}: {reason}")
     return None
 
 

@@ -6,19 +6,19 @@ All ranks of a heap's group must see the same folders, as they do on one node.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from symmoe.checkpoint.files import sync
+from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import check_replicas, digest
 from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import (
@@ -33,7 +33,6 @@ from symmoe.integrations.transformers.layout import (
     read_layout,
 )
 from symmoe.integrations.transformers.swap import heap_of
-from symmoe.symm_mem.heap import SymmetricHeap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5_000_000_000  # of a new file
 _COPY_BYTES = 16 << 20
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_Result = TypeVar("_Result")
 
 
 @torch.no_grad()
@@ -69,8 +67,9 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             raise problem
         return layout, pieces
 
-    layout, pieces = together(heap.agree, plan)
-    together(heap.agree, lambda: _read(folder, layout, pieces))
+    with Peers(heap.bootstrap) as peers:
+        layout, pieces = peers.together(plan)
+        peers.together(lambda: _read(folder, layout, pieces), is_last=True)
 
 
 @torch.no_grad()
@@ -121,9 +120,6 @@ def save_checkpoint(
             raise problem
         return layout, pieces
 
-    layout, pieces = together(heap.agree, plan)
-    compare(heap, {piece.key: piece.tensor for piece in pieces if piece.is_everywhere and piece.tensor is not None})
-
     def lay_out() -> None:
         if heap.rank == 0:
             _lay_out(partial, layout)
@@ -136,37 +132,26 @@ def save_checkpoint(
         if heap.rank == 0:
             _publish(partial, folder)
 
-    try:
-        for step in (lay_out, write):
-            together(heap.agree, step)
-    except SymmoeError:
-        if heap.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    together(heap.agree, finish)  # what fails here leaves the files that have no name in `folder` yet
+    with Peers(heap.bootstrap) as peers:
+        layout, pieces = peers.together(plan)
+        compare(
+            peers, {piece.key: piece.tensor for piece in pieces if piece.is_everywhere and piece.tensor is not None}
+        )
+        try:
+            for step in (lay_out, write):
+                peers.together(step)
+        except SymmoeError:
+            if heap.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        # What fails here leaves the files that have no name in `folder` yet.
+        peers.together(finish, is_last=True)
 
 
-def compare(heap: SymmetricHeap, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective as heap.agree is."""
-    mine = together(heap.agree, lambda: {key: digest(tensor) for key, tensor in tensors.items()})
-    digests = [json.loads(theirs) for theirs in heap.bootstrap.gather_bytes(json.dumps(mine).encode())]
-    check_replicas(((key, range(heap.num_ranks)) for key in tensors), digests)
-
-
-def together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
-    """What `work` returns; if it fails on any rank, its error on every rank."""
-    problem: SymmoeError | None = None
-    try:
-        result = work()
-    except SymmoeError as error:
-        problem = error
-    except (OSError, SafetensorError) as error:
-        problem = CheckpointError(f"{type(error).__name__}: {error}")
-    try:
-        agree(problem)
-        return result
-    finally:
-        del problem  # its traceback would keep this frame, and the frame it
+def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective."""
+    _, digests = peers.gather(lambda: (None, {key: digest(tensor) for key, tensor in tensors.items()}))
+    check_replicas(((key, range(peers.num_ranks)) for key in tensors), digests)
 
 
 def _ignored_keys(model: nn.Module) -> set[str]:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import CHOICES, Order, Overflow, Stash, dtype_problem, is_choice, working_dtype
-from symmoe.errors import ArgumentError
+from symmoe.checks.arguments import Order, Overflow, Stash, dtype_problem, words_problem, working_dtype
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.families import Family, StockExperts
@@ -44,9 +44,7 @@ class StepConfig:
     stash: Stash = "all"
 
     def __post_init__(self) -> None:
-        for name in ("overflow", "order", "stash"):
-            if not is_choice(name, word := getattr(self, name)):
-                raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, CHOICES[name]))}")
+        raise_for(words_problem(overflow=self.overflow, order=self.order, stash=self.stash))
 
 
 class Place:

@@ -76,7 +76,7 @@ class QuantizeKernels(Protocol):
         """Quantises every feature of every group, with scales along the tokens; data is transposed. Whole groups.
 
         rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: 16 neighbouring
-        tokens go through a Hadamard transform first, with these signs (twin/hadamard.py). Positions of seeds: (token in
+        tokens go through a Hadamard transform first, with these signs (twin/quantize.py). Positions of seeds: (token in
         the group, feature).
         """
 

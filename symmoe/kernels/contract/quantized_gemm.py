@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantised numbers: E4M3 with fp32 scales (kernels/fp8.py), MXFP8 and NVFP4 (kernels/scaled.py).
+"""Grouped GEMMs of quantised numbers: E4M3 with fp32 scales (kernels/quantized_gemm.py), and MXFP8 and NVFP4.
 
 C, O, accumulate and zero_tail are those of contract/gemm.py, P is that of contract/quantize.py; BLOCK is 128
 and B(n) = ceil(n / BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights;

@@ -2,8 +2,16 @@
 
     N_cap, P_cap  rows and packed rows that the buffers have room for (contract/plan.py says what packed rows are)
 
-`received` is what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of
-the buffer concerned, or a negative number if the call has failed and nothing may be moved.
+Arguments that mean the same everywhere:
+
+* received: what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of the
+  buffer concerned, or a negative number if the call has failed and nothing may be moved.
+* trip: the results of the trip's first barrier, and of its last one or of the wait for a signal; a negative first word
+  means that the call has failed.
+* x [T, H]: the tokens; out [T, H]: their sums; rows [N_cap, H]: the rows on this rank; rank: this rank.
+* Of the plan (control.PlanIntegers): slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start,
+  packed_limit, source_to_packed_start; -1 means none. packed_to_row: int32 [P_cap, K] of index_rows.
+* source: the rank whose tokens or rows are complete, and only these are moved; None: all but this rank.
 
 Sums return to rank h in a buffer [R - 1, T_h, H] of it, a region for each peer in the order of ranks: row i of the
 region of rank r has the sum of the rows there of the i-th token, in order of tokens, that rank h has sent to rank r.
@@ -19,6 +27,9 @@ from typing import Protocol
 from torch import Tensor
 
 from symmoe.kernels.control import Peers
+
+Slots = tuple[Tensor, Tensor, Tensor | None]
+Region = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class RowKernels(Protocol):
@@ -37,26 +48,13 @@ class RowKernels(Protocol):
         """Writes each token's row to the ranks it goes to: row token_to_row[t, r] of rank r's buffer [., H] = x[t].
 
         Args:
-            x: [T, H].
             token_to_row: int32 [T, R]; -1: the token does not go to that rank.
             ranks: ranks to write to, one after the other; None: all.
             but: a rank of them that gets nothing.
         """
 
     def push_slots(
-        self,
-        slot_to_row: Tensor,
-        slot_to_rank: Tensor,
-        probs: Tensor | None,
-        token_to_packed_row: Tensor,
-        block_tokens: Tensor,
-        packed_start: Tensor,
-        packed_limit: Tensor,
-        peers: Peers,
-        received: Tensor,
-        *,
-        row_column: int,
-        prob_column: int,
+        self, slots: Slots, region: Region, peers: Peers, received: Tensor, *, row_column: int, prob_column: int
     ) -> None:
         """Writes, for each packed row, the rows of the token on that rank and their probs.
 
@@ -64,37 +62,29 @@ class RowKernels(Protocol):
         [K] get probs[t, k], else 0. Packed rows of this rank's region that no token uses get -1.
 
         Args:
-            slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start, packed_limit: as in Plan.
-            probs: fp32 [T, K]; None: nothing is written to the probs' buffer.
+            slots: slot_to_row, slot_to_rank, and probs fp32 [T, K]; None: nothing is written to the probs' buffer.
+            region: token_to_packed_row, block_tokens, packed_start, packed_limit.
             row_column, prob_column: the columns of `received`.
         """
 
     def index_rows(
         self,
-        wire_to_row: Tensor,
-        wire_probs: Tensor | None,
-        packed_begin: Tensor,
-        packed_end: Tensor,
-        ready: Tensor,
-        arrived: Tensor,
-        packed_to_row: Tensor,
-        row_to_packed_row: Tensor,
-        row_probs: Tensor | None,
+        wire: tuple[Tensor, Tensor | None],
+        packed: tuple[Tensor, Tensor],
+        trip: tuple[Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor | None],
     ) -> None:
         """Turns the slots that arrived into index tensors of this rank.
 
-        If the call has failed, nothing has arrived: `packed_to_row` is filled with -1 and `row_to_packed_row` with 0,
-        so that kernels already on their way stay inside their buffers, and `row_probs` with NaN.
+        If the call has failed, nothing has arrived: packed_to_row is filled with -1 and row_to_packed_row with 0, so
+        that kernels already on their way stay inside their buffers, and row_probs with NaN.
 
         Args:
-            wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
-            wire_probs: fp32 [P_cap, K], the probs of the slots, or None.
-            packed_begin, packed_end: int32 [1]; first packed row that has arrived, and the one past the last.
-            ready, arrived: results of the trip's barriers, or of the wait for a signal; a negative first word means
-                that the call has failed.
-            packed_to_row: int32 [P_cap, K], gets a copy.
-            row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
-            row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
+            wire: int32 [P_cap, K], row of each slot of a packed row, or -1; fp32 [P_cap, K], the probs of the slots, or
+                None.
+            packed: int32 [1] each; first packed row that has arrived, and the one past the last.
+            index: packed_to_row, gets a copy; row_to_packed_row int32 [N_cap], gets the packed row of each row;
+                row_probs fp32 [N_cap] or None, gets the prob of each row. The tails of the latter stay as they are.
         """
 
     def place_rows(
@@ -102,12 +92,7 @@ class RowKernels(Protocol):
     ) -> None:
         """Writes each token's row to all rows that it has on this rank: rows[slot_to_row[t, k]] = x[t].
 
-        Args:
-            x: [T, H].
-            slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
-            rows: [N_cap, H].
-            received: as above; if the call has failed, nothing is written.
-            rank: this rank.
+        If the call has failed, nothing is written. received: column 0.
         """
 
     def fan_out(
@@ -120,14 +105,7 @@ class RowKernels(Protocol):
         source: int | None = None,
         num_ctas: int | None = None,
     ) -> None:
-        """Copies primary rows of `rows` [N_cap, H] to the secondary rows of other ranks' tokens, in place.
-
-        Args:
-            packed_to_row: int32 [P_cap, K] of index_rows.
-            source_to_packed_start: int32 [R + 1] of lay_out.
-            rank: this rank.
-            source: the rank whose tokens have arrived; None: all but this rank.
-        """
+        """Copies primary rows of `rows` to the secondary rows of other ranks' tokens, in place."""
 
     def push_sums(
         self,
@@ -143,14 +121,8 @@ class RowKernels(Protocol):
     ) -> None:
         """Sums the rows of each token that another rank has sent, and writes the sums to that rank: fp32, in k order.
 
-        A sum begins with the token's first row: a token with one row sends it as it is.
-
-        Args:
-            rows: [N_cap, H].
-            packed_to_row: int32 [P_cap, K] of index_rows.
-            source_to_packed_start: int32 [R + 1] of lay_out.
-            column: of `received`; the next column holds the offset of the last row of a rank's first region.
-            source: the rank whose tokens' rows are complete, and only their sums are made; None: all but this rank.
+        A sum begins with the token's first row: a token with one row sends it as it is. The column after `column` holds
+        the offset of the last row of a rank's first region.
         """
 
     def gather_values(
@@ -170,19 +142,13 @@ class RowKernels(Protocol):
 
         Args:
             source_rank, source_row: int32 [T, S]; -1: nothing to add.
-            out: [T, H].
         """
 
     def sum_home(
         self,
-        rows: Tensor,
-        returned: Tensor,
-        token_to_packed_row: Tensor,
-        packed_start: Tensor,
-        slot_to_rank: Tensor,
-        slot_to_row: Tensor,
-        ready: Tensor,
-        arrived: Tensor,
+        rows: tuple[Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor, Tensor],
+        trip: tuple[Tensor, Tensor],
         out: Tensor,
         *,
         rank: int,
@@ -194,14 +160,8 @@ class RowKernels(Protocol):
         dtype of `out`. If the call has failed, `out` gets NaN.
 
         Args:
-            rows: [N_cap, H], the rows on this rank.
-            returned: [(R - 1) * T, H].
-            token_to_packed_row: int32 [T, R]; -1: the token has no row there.
-            packed_start: int32 [R], as in Plan.
-            slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
-            ready, arrived: results of the trip's barriers; a negative first word means that the call has failed.
-            out: [T, H].
-            rank: this rank.
+            rows: the rows on this rank; those that have returned, [(R - 1) * T, H].
+            index: token_to_packed_row, packed_start, slot_to_rank, slot_to_row.
         """
 
     def pull_values(

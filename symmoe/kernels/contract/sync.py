@@ -20,7 +20,7 @@ class SyncKernels(Protocol):
         call: int,
         fault: bool,
         timeout_ns: int | None,
-        spoils: Tensor | None = None,
+        nan_on_failure: Tensor | None = None,
     ) -> None:
         """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
 
@@ -34,8 +34,8 @@ class SyncKernels(Protocol):
             call: control.pack_call of what the ranks must agree on.
             fault: whether this rank's arguments are wrong, so that no rank may move payload.
             timeout_ns: bound of the wait; None: no bound, to measure what the bound costs.
-            spoils: memory of a result; if the call has failed, every bit of it is set, which is NaN in every dtype of
-                rows. On GPUs its size is a multiple of 16 bytes.
+            nan_on_failure: memory of a result; if the call has failed, every bit of it is set, which is NaN in every
+                dtype of rows. On GPUs its size is a multiple of 16 bytes.
         """
 
     def send_signal(self, peers: Peers, rank: int) -> None:
@@ -51,13 +51,13 @@ class SyncKernels(Protocol):
         *,
         phase: int,
         timeout_ns: int | None,
-        spoils: Tensor | None = None,
+        nan_on_failure: Tensor | None = None,
     ) -> None:
         """Waits for `rank`'s signal since the last barrier.
 
         Args:
             arrived: int64 [1], gets 0, or -1 if the call has failed: the signal did not come, a rank gave up, or
                 an earlier failure has not been raised yet.
-            status, timeout_ns, spoils: as in barrier.
+            status, timeout_ns, nan_on_failure: as in barrier.
             phase: the phase (control.PHASE_*), for the record.
         """

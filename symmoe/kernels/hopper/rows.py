@@ -693,14 +693,12 @@ def hopper_sum_home_kernel(
     )
 
 
-def launch_sum_home(
-    rows, returned, token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived, out, *, rank, num_ctas
-):
+def launch_sum_home(rows, index, trip, out, *, rank, num_ctas):
     """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there are peers."""
+    _, packed_start, _, slot_to_row = index
     constants = _sum_home_plan(out.shape[1], out.dtype, slot_to_row.shape[1], packed_start.numel(), rank)
-    tables = token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived
     words = out.view(torch.int32)
-    launch(hopper_sum_home_kernel, (num_ctas,), constants, rows, returned, words, *tables, out.shape[0])
+    launch(hopper_sum_home_kernel, (num_ctas,), constants, *rows, words, *index, *trip, out.shape[0])
 
 
 @functools.cache

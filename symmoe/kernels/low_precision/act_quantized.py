@@ -18,12 +18,20 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
-from symmoe.kernels.act_quantized import FEATURES, Buffers, check_act_quantize, check_dact_quantize, dact_features
+from symmoe.kernels.act_quantized import (
+    ANY_ADDRESS,
+    FEATURES,
+    Buffers,
+    check_act_quantize,
+    check_dact_quantize,
+    dact_features,
+)
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.low_precision.quantize import store_column_scales, store_part
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
@@ -51,14 +59,6 @@ _PROGRAM = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
 
 
 @triton.jit
-def store_part(out, part, line, in_lines, first, end, width):
-    """Stores columns first.. of lines of a matrix of `width` columns, those before `end`."""
-    column = first + tl.arange(0, part.shape[1])
-    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(pointers, part, mask=in_lines[:, None] & (column < end)[None, :])
-
-
-@triton.jit
 def quantize_lines(x, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / BLOCK]: quantize_tile of quantize.py."""
     LINES: tl.constexpr = x.shape[0]
@@ -82,20 +82,11 @@ def store_rows(
 
 @triton.jit
 def store_columns(
-    x,
-    first,
-    END: tl.constexpr,
-    tile,
-    num_tiles,
-    data,
-    scale,
-    sums,
-    WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
-    data. Scales of four bytes lie by blocks, those of one byte by features. sums [WIDTH]: of the columns, or None."""
+    data. out: data, scales, how many tiles of tokens they have. sums [WIDTH]: of the columns, or None."""
+    data, scale, num_tiles = out
     if sums is not None:
         feature = first + tl.arange(0, x.shape[1])
         tl.store(sums + feature, sum_tile(x.to(tl.float32)), mask=feature < END)
@@ -104,13 +95,7 @@ def store_columns(
         feature = first + tl.arange(0, x.shape[1])
         tokens = num_tiles * TILE
         store_part(data, codes, feature, feature < END, tile * TILE, tokens, tokens)
-        if scale.dtype.element_ty == tl.float32:
-            block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-            pointers = scale + block.to(tl.int64)[None, :] * WIDTH + feature[:, None]
-            tl.store(pointers, scales, mask=(feature < END)[:, None])
-        else:
-            blocks = num_tiles * (TILE // BLOCK)
-            store_part(scale, scales, feature, feature < END, tile * (TILE // BLOCK), blocks, blocks)
+        store_column_scales(scale, scales, feature, END, tile, num_tiles, WIDTH)
 
 
 @triton.jit
@@ -225,21 +210,13 @@ def act_quantize_columns_kernel(
         for i in tl.range(0, FEATURES, STRIP):
             first = tl.program_id(1) * FEATURES + i
             a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-            store_columns(a, first, FFN, tile, num_tiles, data, scale, None, FFN, SCALE, BLOCK)
+            store_columns(a, first, FFN, tile, (data, scale, num_tiles), None, FFN, SCALE, BLOCK)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=[
-        "row_scale",
-        "row_range",
-        "workspace",
-        "scale",
-        "column_scale",
-        "a_column_scale",
-        "bias_sums",
-    ],
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def dact_quantize_kernel(
     da,  # [N, I]
@@ -280,43 +257,27 @@ def dact_quantize_kernel(
             slot = bias_sums + (first_row // TILE + group).to(tl.int64) * WIDTH
         if column_data is not None or a_column_data is not None or bias_sums is not None:
             token = first_row + tl.arange(0, TILE)
+            out, a_out = (column_data, column_scale, num_tiles), (a_column_data, a_column_scale, num_a_tiles)
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
                 a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-                store_columns(a, first, FFN, tile, num_a_tiles, a_column_data, a_column_scale, None, FFN, SCALE, BLOCK)
+                store_columns(a, first, FFN, tile, a_out, None, FFN, SCALE, BLOCK)
                 if ACTIVATION.interleave is None:
-                    store_columns(
-                        dgate, first, FFN, tile, num_tiles, column_data, column_scale, slot, WIDTH, SCALE, BLOCK
-                    )
+                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, SCALE, BLOCK)
                     if ACTIVATION.is_gated:
-                        store_columns(
-                            dup,
-                            FFN + first,
-                            WIDTH,
-                            tile,
-                            num_tiles,
-                            column_data,
-                            column_scale,
-                            slot,
-                            WIDTH,
-                            SCALE,
-                            BLOCK,
-                        )
+                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, SCALE, BLOCK)
                 else:
                     dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
-                    store_columns(
-                        dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, slot, WIDTH, SCALE, BLOCK
-                    )
+                    store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SCALE, BLOCK)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
             _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
             sums = add_neighbours(terms, SUM_STEPS)
             store_block_sums(sums, workspace, row, end, first_feature, num_rows, FFN)
-            if not ACTIVATION.is_gated:
+            if ACTIVATION.interleave is None:
                 store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SCALE, BLOCK)
-            elif ACTIVATION.interleave is None:
-                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SCALE, BLOCK)
-                store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
+                if ACTIVATION.is_gated:
+                    store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
             else:
                 dh = join_blocks(dgate, dup, ROWS, FEATURES, ACTIVATION.interleave)
                 store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
@@ -334,8 +295,7 @@ def act_quantize(
 ) -> None:
     sizes = check_act_quantize(h, row_scale, row_range, activation, block_format, rows, columns)
     problem = sizes.ffn, sizes.num_groups, activation, block_format
-    row_constants = _row_constants(*problem)
-    column_constants = _column_constants(*problem)
+    row_constants, column_constants = _row_constants(*problem), _column_constants(*problem)
     if sizes.num_rows == 0:
         return
     tiles_of_features = ceil_div(sizes.ffn, FEATURES)
@@ -377,26 +337,13 @@ def dact_quantize(
     on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, sizes.hidden)
     all_operands = rows is not None and columns is not None and a_columns is not None
     if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
-        results = rows, columns, a_columns, bias_sums
-        on_hopper.launch_dact_quantize(da, h, row_scale, row_range, workspace, activation, block_format, *results)
+        inputs = da, h, row_scale, row_range, workspace, activation, block_format
+        on_hopper.launch_dact_quantize(*inputs, rows, columns, a_columns, bias_sums)
     else:
-        launch(
-            dact_quantize_kernel,
-            (max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features),
-            constants,
-            da,
-            h,
-            row_scale,
-            row_range,
-            workspace,
-            *_row_bytes(rows),
-            *_column_bytes(columns),
-            *_column_bytes(a_columns),
-            bias_sums,
-            sizes.num_rows,
-            _num_tiles(columns),
-            _num_tiles(a_columns),
-        )
+        grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
+        results = *_row_bytes(rows), *_column_bytes(columns), *_column_bytes(a_columns), bias_sums
+        numbers = sizes.num_rows, _num_tiles(columns), _num_tiles(a_columns)
+        launch(dact_quantize_kernel, grid, constants, da, h, row_scale, row_range, workspace, *results, *numbers)
     sum_dact_partials(workspace, row_range, dscale, num_scale_sums(sizes.ffn))
     if bias_sums is not None and dbias is not None:
         sum_row_tiles(bias_sums, row_range, dbias, formats.TILE)

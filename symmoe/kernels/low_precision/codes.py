@@ -16,6 +16,7 @@ MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MANTISSA_BITS = tl.constexpr(0x7FFFFF)
 E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # those of 448 in fp32
+HADAMARD_SIZE = tl.constexpr(formats.HADAMARD_SIZE)
 RANDOM_UNIT = tl.constexpr(2.0**-24)  # unit of the 24 bits of a word that are used
 
 
@@ -145,6 +146,22 @@ def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
     along: tl.constexpr = WIDTH // blocks.shape[1]
     full = tl.broadcast_to(blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along))
     return full.reshape(LINES, WIDTH)
+
+
+@triton.jit
+def hadamard(x, signs):
+    """H D x for every 16 elements of the last dimension of x fp32 [LINES, WIDTH]; signs: as in twin/quantize.py."""
+    lines: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    blocks: tl.constexpr = width // HADAMARD_SIZE
+    bit = (signs >> (tl.arange(0, width) % HADAMARD_SIZE)) & 1
+    # A product, because -x would be 0 - x, which turns 0 into 0 and not -0.
+    y = (x * tl.where(bit == 1, -1.0, 1.0)[None, :]).reshape(lines, blocks, HADAMARD_SIZE)
+    # Sums and differences of neighbours go to the two halves: four times, and all elements are back in their places.
+    for _ in tl.static_range(4):
+        left, right = tl.split(y.reshape(lines, blocks, HADAMARD_SIZE // 2, 2))
+        y = tl.join(left + right, left - right).permute(0, 1, 3, 2).reshape(lines, blocks, HADAMARD_SIZE)
+    return y.reshape(lines, width) * 0.25
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:

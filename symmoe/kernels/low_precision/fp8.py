@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import fp8, hopper_choice
+from symmoe.kernels import hopper_choice, quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
@@ -37,22 +37,14 @@ from symmoe.kernels.triton.tiles import (
     zero_rows,
 )
 
-BLOCK = tl.constexpr(fp8.BLOCK)
-CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, num_warps=8)
+BLOCK = tl.constexpr(quantized_gemm.BLOCK)
+CONFIG = TileConfig(block_m=128, block_n=128, block_k=BLOCK.value, num_stages=3, num_warps=8)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "row_scale",
-        "weight_table",
-        "weight_scale",
-        "weight_scale_table",
-        "row_range",
-        "bias",
-        "bias_scale",
-    ],
+    do_not_specialize_on_alignment=quantized_gemm.ANY_ADDRESS,
 )
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
@@ -163,7 +155,7 @@ def grouped_gemm_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
+    quantized_gemm.check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     if num_rows == 0:
@@ -176,20 +168,10 @@ def grouped_gemm_fp8(
             on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
             return
     plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1])
-    launch(
-        grouped_gemm_fp8_kernel,
-        plan.grid(num_rows, num_groups, num_sms, out.device),
-        plan.constants,
-        rows,
-        row_scale,
-        *packed_and_table(weight),
-        *packed_and_table(weight_scale),
-        row_range,
-        out,
-        bias,
-        bias_scale,
-        num_rows if zero_tail else None,
-    )
+    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
+    operands = rows, row_scale, *packed_and_table(weight), *packed_and_table(weight_scale)
+    results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
+    launch(grouped_gemm_fp8_kernel, grid, plan.constants, *operands, *results)
 
 
 def grouped_gemm_wgrad_fp8(
@@ -204,7 +186,7 @@ def grouped_gemm_wgrad_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
+    quantized_gemm.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     if dout_scale.shape[1] == 0:
         if not accumulate:
             zero_matrices(out)
@@ -217,17 +199,9 @@ def grouped_gemm_wgrad_fp8(
             on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
     plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
-    launch(
-        grouped_gemm_wgrad_fp8_kernel,
-        launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
-        plan.constants,
-        dout,
-        dout_scale,
-        rows,
-        rows_scale,
-        row_range,
-        *packed_and_table(out),
-    )
+    grid = launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device)
+    operands = dout, dout_scale, rows, rows_scale, row_range
+    launch(grouped_gemm_wgrad_fp8_kernel, grid, plan.constants, *operands, *packed_and_table(out))
 
 
 @functools.cache
@@ -239,18 +213,24 @@ def _gemm_plan(config: TileConfig, num_groups: int, out_width: int, in_width: in
         "IN_WIDTH": in_width,
         **_tile_constants(config),
     }
-    descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
+    descriptors = {
+        0: describe([config.block_m, BLOCK.value]),
+        2: describe([1, config.block_n, BLOCK.value]),
+    }
     return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache
 def _wgrad_plan(config: TileConfig, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...]) -> Plan:
     constants = {"GROUP_LANES": next_power_of_2(shape[0]), **_tile_constants(config)}
-    descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([config.block_n, fp8.BLOCK])}
+    descriptors = {
+        0: describe([config.block_m, BLOCK.value]),
+        2: describe([config.block_n, BLOCK.value]),
+    }
     return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 
 def _tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
-    if config.block_k != fp8.BLOCK or fp8.BLOCK % config.block_n:
-        raise ArgumentError(f"tiles must have block_k {fp8.BLOCK} and a block_n that divides it, got {config}")
+    if config.block_k != BLOCK.value or BLOCK.value % config.block_n:
+        raise ArgumentError(f"tiles must have block_k {BLOCK.value} and a block_n that divides it, got {config}")
     return output_tile_constants(config)

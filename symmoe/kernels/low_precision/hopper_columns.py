@@ -101,6 +101,11 @@ class ColumnPlan(Groups):
         """Layout of words as they are copied to shared memory."""
         return copied_layout(self.word_bytes)
 
+    def grid(self, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+        """Programs for this many tiles of tokens."""
+        num_sms = device_num_sms(device) if num_sms is None else num_sms
+        return (min(num_tiles * self.num_feature_tiles, self.programs_per_sm * num_sms),)
+
 
 def copied_layout(word_bytes: int) -> Any:
     """Layout of words [TILE, PAIRS] as they are copied to shared memory: rows of threads with 16 bytes each."""
@@ -381,10 +386,8 @@ def launch_quantize_columns(
     width, num_tiles = scale.shape
     layout = (width, row_range.shape[1], block_format.scale, rows.dtype, width // 2, 4)
     plan, constants = _plan(*layout, tuple(options.items()))
-    grid = _grid(plan, num_tiles, num_sms, rows.device)
-    buffers = data.view(torch.uint8), scale.t()
-    words = rows.view(torch.int32)
-    launch(hopper_quantize_columns_kernel, grid, constants, words, row_index, row_range, *buffers, num_tiles)
+    operands = rows.view(torch.int32), row_index, row_range, data.view(torch.uint8), scale.t(), num_tiles
+    launch(hopper_quantize_columns_kernel, plan.grid(num_tiles, num_sms, rows.device), constants, *operands)
 
 
 def launch_requantize_columns(
@@ -403,15 +406,9 @@ def launch_requantize_columns(
     width, num_tiles = scale.shape
     layout = (width, row_range.shape[1], block_format.scale, dtype, wire.shape[1] // 2, 2)
     plan, constants = _plan(*layout, tuple(options.items()))
-    grid = _grid(plan, num_tiles, num_sms, wire.device)
     inputs = wire.view(torch.int16), wire.view(torch.float32), row_index, row_range
-    buffers = data.view(torch.uint8), scale.t()
-    launch(hopper_requantize_columns_kernel, grid, constants, *inputs, *buffers, num_tiles)
-
-
-def _grid(plan: ColumnPlan, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-    num_sms = device_num_sms(device) if num_sms is None else num_sms
-    return (min(num_tiles * plan.num_feature_tiles, plan.programs_per_sm * num_sms),)
+    operands = *inputs, data.view(torch.uint8), scale.t(), num_tiles
+    launch(hopper_requantize_columns_kernel, plan.grid(num_tiles, num_sms, wire.device), constants, *operands)
 
 
 @functools.cache

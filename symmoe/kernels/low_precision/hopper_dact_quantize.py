@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
-from symmoe.kernels.act_quantized import Buffers
+from symmoe.kernels.act_quantized import ANY_ADDRESS, Buffers
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
@@ -175,15 +175,7 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=[
-        "row_scale",
-        "row_range",
-        "workspace",
-        "scale",
-        "column_scale",
-        "a_column_scale",
-        "bias_sums",
-    ],
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def hopper_dact_quantize_kernel(
     da,  # [N, I]
@@ -273,26 +265,13 @@ def launch_dact_quantize(
     num_groups = row_range.shape[1]
     num_sms = device_num_sms(h.device) if num_sms is None else num_sms
     num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
-    launch(
-        hopper_dact_quantize_kernel,
-        (max(1, min(num_tiles, PROGRAMS_PER_SM * num_sms)),),
-        _constants(num_groups, ffn, activation, block_format.scale, tuple(options.items())),
-        da,
-        h,
-        row_scale,
-        row_range,
-        workspace,
-        rows[0].view(torch.uint8),
-        rows[1],
-        columns[0].view(torch.uint8),
-        column_scale(columns[1]),
-        a_columns[0].view(torch.uint8),
-        column_scale(a_columns[1]),
-        bias_sums,
-        num_rows,
-        columns[0].shape[1] // TILE.value,
-        a_columns[0].shape[1] // TILE.value,
-    )
+    grid = (max(1, min(num_tiles, PROGRAMS_PER_SM * num_sms)),)
+    constants = _constants(num_groups, ffn, activation, block_format.scale, tuple(options.items()))
+    data, column_data, a_column_data = (buffers[0].view(torch.uint8) for buffers in (rows, columns, a_columns))
+    results = data, rows[1], column_data, column_scale(columns[1]), a_column_data, column_scale(a_columns[1])
+    numbers = num_rows, column_data.shape[1] // TILE.value, a_column_data.shape[1] // TILE.value
+    inputs = da, h, row_scale, row_range, workspace
+    launch(hopper_dact_quantize_kernel, grid, constants, *inputs, *results, bias_sums, *numbers)
 
 
 @functools.cache

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from symmoe.kernels.fp8 import BLOCK
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
 from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
@@ -45,6 +44,7 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.quantized_gemm import ANY_ADDRESS, BLOCK
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 
 E4M3 = torch.float8_e4m3fn
@@ -196,15 +196,7 @@ def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.co
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "weight_table",
-        "row_scale",
-        "weight_scale",
-        "weight_scale_table",
-        "row_range",
-        "bias",
-        "bias_scale",
-    ],
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
@@ -260,23 +252,11 @@ def launch_fp8_gemm(
     num_rows, num_groups = out.shape[0], weight.shape[0]
     packed, table = packed_and_table(weight)
     pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, table is not None, tuple(options.items()))
-    launch(
-        hopper_fp8_gemm_kernel,
-        grid(pipe, num_rows, num_sms, out.device),
-        constants,
-        rows,
-        rows if packed is None else packed,
-        table,
-        rows if packed is None else None,
-        out,
-        out,
-        row_scale,
-        *packed_and_table(weight_scale),
-        row_range,
-        bias,
-        bias_scale,
-        num_rows if zero_tail else None,
-    )
+    weights = (rows, table, rows) if packed is None else (packed, None, None)
+    scales = row_scale, *packed_and_table(weight_scale)
+    options_of_rows = row_range, bias, bias_scale, num_rows if zero_tail else None
+    programs = grid(pipe, num_rows, num_sms, out.device)
+    launch(hopper_fp8_gemm_kernel, programs, constants, rows, *weights, out, out, *scales, *options_of_rows)
 
 
 @functools.cache

@@ -293,20 +293,8 @@ def launch_fp8_wgrad(
     target = dout_scale.t() if packed is None else packed  # an anchor must be of the table's dtype
     pipe, constants = _plan(*out.shape, out.dtype, accumulate, table is not None, tuple(options.items()))
     num_sms = device_num_sms(out.device) if num_sms is None else num_sms
-    grid = (min(pipe.num_tiles, num_sms),)
-    launch(
-        hopper_fp8_wgrad_kernel,
-        grid,
-        constants,
-        dout,
-        dout_scale.t(),
-        rows,
-        rows_scale.t(),
-        target,
-        target,
-        table,
-        row_range,
-    )
+    grid, operands = (min(pipe.num_tiles, num_sms),), (dout, dout_scale.t(), rows, rows_scale.t())
+    launch(hopper_fp8_wgrad_kernel, grid, constants, *operands, target, target, table, row_range)
 
 
 @functools.cache
@@ -346,8 +334,7 @@ def describe_scales(features: int) -> Describe:
 
     def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
         num_blocks, width = matrix.shape
-        return TensorDescriptor(
-            matrix, [num_blocks, width], [width, 1], block, layout
-        )  # a single block may have others
+        # Its own strides may be others where there is a single block.
+        return TensorDescriptor(matrix, [num_blocks, width], [width, 1], block, layout)
 
     return describe_matrix

@@ -178,18 +178,12 @@ def launch_quantize_weight_pairs(
     num_sms = device_num_sms(weight.device) if num_sms is None else num_sms
     plan, constants = _plan(*weight.shape[1:], block_format.scale, weight.dtype, tuple(options.items()))
     packed, table = packed_and_table(weight)
-    launch(
-        hopper_quantize_weight_pairs_kernel,
+    grid, words = (
         (min(num_tiles, plan.programs_per_sm * num_sms),),
-        constants,
         None if packed is None else packed.view(torch.int32),
-        table,
-        data.view(torch.int16),
-        scale,
-        transposed_data.view(torch.uint8),
-        transposed_scale,
-        num_tiles,
     )
+    buffers = data.view(torch.int16), scale, transposed_data.view(torch.uint8), transposed_scale
+    launch(hopper_quantize_weight_pairs_kernel, grid, constants, words, table, *buffers, num_tiles)
 
 
 @functools.cache

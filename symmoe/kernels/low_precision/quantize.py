@@ -23,12 +23,12 @@ from symmoe.kernels.low_precision.codes import (
     column_scale,
     element_codes,
     global_scale_of,
+    hadamard,
     magnitude_bits,
     pack,
     random_words,
     spread,
 )
-from symmoe.kernels.low_precision.hadamard import hadamard
 from symmoe.kernels.operands import check_column_scale
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.activation import scale_terms
@@ -78,17 +78,22 @@ def quantize_tile(
 
 
 @triton.jit
+def store_part(out, part, line, in_lines, first, end, width):
+    """Stores columns first.. of lines of a matrix of `width` columns, those before `end`."""
+    column = first + tl.arange(0, part.shape[1])
+    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(pointers, part, mask=in_lines[:, None] & (column < end)[None, :])
+
+
+@triton.jit
 def store_tile(out, tile, line, in_lines, tile_column, width):
     """Stores columns of lines of a matrix of `width` columns; tile_column: which tile of columns."""
-    column = tile_column * tile.shape[1] + tl.arange(0, tile.shape[1])
-    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(pointers, tile, mask=in_lines[:, None] & (column < width)[None, :])
+    store_part(out, tile, line, in_lines, tile_column * tile.shape[1], width, width)
 
 
 @triton.jit
 def store_weight_tile(
-    data,
-    scale,
+    out,  # data, scales
     codes,
     scales,
     at,  # group, tile of lines, tile of columns
@@ -99,6 +104,7 @@ def store_weight_tile(
     WIDTH: tl.constexpr,
 ):
     """Stores the result of tile_codes for a tile of one of several matrices NUM_LINES x WIDTH."""
+    data, scale = out
     group, tile_line, tile_column = at
     packed = pack(codes, ELEMENT)
     width: tl.constexpr = WIDTH * packed.shape[1] // codes.shape[1]
@@ -122,14 +128,14 @@ def load_columns(rows, row_index, first_row, end, feature, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.constexpr):
-    """Stores the scales of a tile of tokens: bytes by features, fp32 by blocks."""
+def store_column_scales(scale, scales, feature, end, tile, num_tiles, WIDTH: tl.constexpr):
+    """Stores the scales of a tile of tokens for features before `end`: bytes by features, fp32 by blocks."""
     if scale.dtype.element_ty == tl.float32:
         block = tile * scales.shape[1] + tl.arange(0, scales.shape[1])
         pointers = scale + block.to(tl.int64)[None, :] * WIDTH + feature[:, None]
-        tl.store(pointers, scales, mask=(feature < WIDTH)[:, None])
+        tl.store(pointers, scales, mask=(feature < end)[:, None])
     else:
-        store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * scales.shape[1])
+        store_tile(scale, scales, feature, feature < end, tile, num_tiles * scales.shape[1])
 
 
 @fast_launch
@@ -214,7 +220,7 @@ def quantize_columns_kernel(
         words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), LINES, TILE)
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * (TILE // PER_BYTE))
-        store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH)
+        store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
 
 
 @fast_launch
@@ -245,7 +251,7 @@ def quantize_weights_kernel(
     x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
     codes, scales = tile_codes(x, global_scale_of(amax, group), None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
     at = group, tl.program_id(0), tile_column
-    store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+    store_weight_tile((data, scale), codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
 
 
 @fast_launch
@@ -281,21 +287,11 @@ def quantize_weight_pairs_kernel(
     else:
         column_codes, column_scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK_LINES, BLOCK)
     at = group, tile_line, tile_column
-    store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+    store_weight_tile((data, scale), codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
-    column_codes, column_scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
-    store_weight_tile(
-        transposed_data,
-        transposed_scale,
-        column_codes,
-        column_scales,
-        at,
-        ELEMENT,
-        BLOCK,
-        BLOCK_LINES,
-        WIDTH,
-        NUM_LINES,
-    )
+    turned, scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
+    out = transposed_data, transposed_scale
+    store_weight_tile(out, turned, scales, at, ELEMENT, BLOCK, BLOCK_LINES, WIDTH, NUM_LINES)
 
 
 @triton.jit
@@ -370,20 +366,9 @@ def quantize_rows(
         return
     constants = _row_constants(block_format, num_groups, width, bias_sums is not None)
     num_columns = ceil_div(width, constants.named["COLUMNS"])
-    launch(
-        quantize_rows_kernel,
-        (row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns),
-        constants,
-        rows,
-        row_index,
-        row_range,
-        as_stored(data),
-        as_stored(scale),
-        amax,
-        seeds,
-        bias_sums,
-        bias_scale,
-    )
+    grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
+    operands = rows, row_index, row_range, as_stored(data), as_stored(scale)
+    launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, bias_sums, bias_scale)
 
 
 def quantize_columns(
@@ -407,20 +392,10 @@ def quantize_columns(
     if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
         on_hopper.launch_quantize_columns(rows, row_range, data, scale, block_format, row_index=row_index)
         return
-    launch(
-        quantize_columns_kernel,
-        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
-        _column_constants(block_format, num_groups, width, signs is not None),
-        rows,
-        row_index,
-        row_range,
-        as_stored(data),
-        column_scale(scale),
-        amax,
-        seeds,
-        signs or 0,
-        num_tiles,
-    )
+    grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
+    constants = _column_constants(block_format, num_groups, width, signs is not None)
+    operands = rows, row_index, row_range, as_stored(data), column_scale(scale)
+    launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
 
 
 def quantize_weights(
@@ -433,15 +408,10 @@ def quantize_weights(
 ) -> None:
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
-    launch(
-        quantize_weights_kernel,
-        (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
-        _weight_constants(block_format, weight.dtype, num_lines, width, *strides),
-        *packed_and_table(weight),
-        as_stored(data),
-        as_stored(scale),
-        amax,
-    )
+    grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
+    constants = _weight_constants(block_format, weight.dtype, num_lines, width, *strides)
+    buffers = as_stored(data), as_stored(scale)
+    launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
 
 
 def quantize_weight_pairs(
@@ -455,24 +425,15 @@ def quantize_weight_pairs(
     amax: torch.Tensor | None = None,
 ) -> None:
     num_groups, num_lines, width = weight.shape
+    buffers = data, scale, transposed_data, transposed_scale
     on_hopper = hopper_choice.hopper_kernels(weight.device, weight.dtype, width)
     if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
-        buffers = data, scale, transposed_data, transposed_scale
         on_hopper.launch_quantize_weight_pairs(weight, *buffers, block_format)
         return
     constants = _pair_constants(block_format, weight.dtype, num_lines, width)
-    tile_lines, tile_columns = constants.named["LINES"], constants.named["COLUMNS"]
-    launch(
-        quantize_weight_pairs_kernel,
-        (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
-        constants,
-        *packed_and_table(weight),
-        as_stored(data),
-        as_stored(scale),
-        as_stored(transposed_data),
-        as_stored(transposed_scale),
-        amax,
-    )
+    grid = ceil_div(width, constants.named["COLUMNS"]), ceil_div(num_lines, constants.named["LINES"]), num_groups
+    stored = map(as_stored, buffers)
+    launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *stored, amax)
 
 
 def group_amax(
@@ -488,28 +449,17 @@ def group_amax(
     amax.zero_()
     if num_rows == 0:
         return
-    launch(
-        group_amax_kernel,
-        (max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])),
-        _amax_constants(num_groups, width, signs is not None),
-        rows,
-        row_index,
-        row_range,
-        amax.view(torch.int32),
-        signs or 0,
-    )
+    grid = max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])
+    constants = _amax_constants(num_groups, width, signs is not None)
+    launch(group_amax_kernel, grid, constants, rows, row_index, row_range, amax.view(torch.int32), signs or 0)
 
 
 def weight_amax(weight: torch.Tensor | TensorTable, amax: torch.Tensor) -> None:
     num_groups, num_lines, width = weight.shape
     amax.zero_()
-    launch(
-        weight_amax_kernel,
-        (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
-        _weight_amax_constants(weight.dtype, num_lines, width),
-        *packed_and_table(weight),
-        amax.view(torch.int32),
-    )
+    grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
+    constants = _weight_amax_constants(weight.dtype, num_lines, width)
+    launch(weight_amax_kernel, grid, constants, *packed_and_table(weight), amax.view(torch.int32))
 
 
 def _format(block_format: BlockFormat) -> dict[str, object]:

@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, operands, scaled
+from symmoe.kernels import formats, operands, quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.triton.tiles import locate_tile, row_tile_prefix
 
 TILE = tl.constexpr(formats.TILE)
-TILE_BLOCKS, TILE_BYTES = tl.constexpr(scaled.TILE_BLOCKS), tl.constexpr(scaled.TILE_BYTES)
+TILE_BLOCKS, TILE_BYTES = tl.constexpr(quantized_gemm.TILE_BLOCKS), tl.constexpr(quantized_gemm.TILE_BYTES)
 NUM_WARPS = 4
 
 
@@ -100,9 +100,8 @@ def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | N
         return
     rows_of_tiles, across, _ = swizzled.shape
     constants = _constants(scale.shape[1], operands.given("row_range", row_range).shape[1], TILES=1)
-    launch(
-        swizzle_scales_kernel, (rows_of_tiles, across), constants, scale.view(torch.uint8), row_range, swizzled, None
-    )
+    args = scale.view(torch.uint8), row_range, swizzled, None
+    launch(swizzle_scales_kernel, (rows_of_tiles, across), constants, *args)
 
 
 def unswizzle_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor) -> None:
@@ -112,15 +111,8 @@ def unswizzle_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: tor
 
 @functools.cache
 def _constants(num_blocks: int, num_groups: int, **more: int) -> Constants:
-    return Constants(
-        {
-            "NUM_BLOCKS": num_blocks,
-            "NUM_GROUPS": num_groups,
-            "GROUP_LANES": next_power_of_2(num_groups),
-            "num_warps": NUM_WARPS,
-            **more,
-        }
-    )
+    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
+    return Constants({"NUM_BLOCKS": num_blocks, **groups, "num_warps": NUM_WARPS, **more})
 
 
 _OF_TABLE = _constants(0, 1, TILES=8)  # the widths are in the table

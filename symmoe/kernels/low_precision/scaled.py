@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import architectures, formats, scaled
+from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
@@ -46,7 +46,7 @@ from symmoe.kernels.triton.tiles import (
 )
 
 TILE = tl.constexpr(formats.TILE)
-TILE_BLOCKS, TILE_BYTES = tl.constexpr(scaled.TILE_BLOCKS), tl.constexpr(scaled.TILE_BYTES)
+TILE_BLOCKS, TILE_BYTES = tl.constexpr(quantized_gemm.TILE_BLOCKS), tl.constexpr(quantized_gemm.TILE_BYTES)
 E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
 
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
@@ -328,7 +328,7 @@ def grouped_gemm_scaled(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    block_format = scaled.check_scaled_gemm(
+    block_format = quantized_gemm.check_scaled_gemm(
         *(rows, row_scale, weight, weight_scale, row_range, out),
         *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
     )
@@ -337,23 +337,11 @@ def grouped_gemm_scaled(
     if num_rows == 0:
         return
     plan = _gemm_plan(config, block_format, scaled_products(out.device), num_groups, out_width, rows.shape[1])
-    launch(
-        grouped_gemm_scaled_kernel,
-        plan.grid(num_rows, num_groups, num_sms, out.device),
-        plan.constants,
-        rows,
-        row_scale,
-        *packed_and_table(weight),
-        *packed_and_table(weight_scale),
-        row_global_scale,
-        weight_global_scale,
-        row_range,
-        group_range,
-        out,
-        bias,
-        bias_scale,
-        num_rows if zero_tail else None,
-    )
+    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
+    operands = rows, row_scale, *packed_and_table(weight), *packed_and_table(weight_scale)
+    global_scales, ranges = (row_global_scale, weight_global_scale), (row_range, group_range)
+    results = out, bias, bias_scale, num_rows if zero_tail else None
+    launch(grouped_gemm_scaled_kernel, grid, plan.constants, *operands, *global_scales, *ranges, *results)
 
 
 def grouped_gemm_wgrad_scaled(
@@ -370,7 +358,7 @@ def grouped_gemm_wgrad_scaled(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    block_format = scaled.check_scaled_wgrad(
+    block_format = quantized_gemm.check_scaled_wgrad(
         dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
     )
     if dout.shape[1] == 0:
@@ -378,19 +366,9 @@ def grouped_gemm_wgrad_scaled(
             zero_matrices(out)
         return
     plan = _wgrad_plan(config, block_format, scaled_products(out.device), out.dtype, accumulate, out.shape)
-    launch(
-        grouped_gemm_wgrad_scaled_kernel,
-        launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
-        plan.constants,
-        dout,
-        dout_scale,
-        rows,
-        rows_scale,
-        dout_global_scale,
-        rows_global_scale,
-        row_range,
-        *packed_and_table(out),
-    )
+    grid = launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device)
+    operands = dout, dout_scale, rows, rows_scale, dout_global_scale, rows_global_scale, row_range
+    launch(grouped_gemm_wgrad_scaled_kernel, grid, plan.constants, *operands, *packed_and_table(out))
 
 
 @functools.cache
@@ -404,7 +382,7 @@ def _gemm_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "LINE_BYTES": line_bytes,
-        "TILES_ACROSS": scaled.tiles_across(block_format, line_bytes * block_format.elements_per_byte),
+        "TILES_ACROSS": quantized_gemm.tiles_across(block_format, line_bytes * block_format.elements_per_byte),
         **_tile_constants(config, block_format, unit, step, across),
     }
     descriptors = {
@@ -457,7 +435,7 @@ def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> Tile
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
     """Bytes of a line, and tiles of their scales, of a contraction step; ArgumentError if it cuts tiles of scales."""
-    unit = block_format.block * scaled.TILE_BLOCKS
+    unit = block_format.block * quantized_gemm.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
         raise ArgumentError(
             f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"
@@ -468,13 +446,8 @@ def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, in
 def _tile_constants(
     config: TileConfig, block_format: BlockFormat, unit: Unit, step: int, across: int
 ) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "NATIVE": unit is not None,
-        "STEP": step,
-        "ACROSS": across,
-        **output_tile_constants(config),
-    }
+    kind = {"ELEMENT": block_format.element, "NATIVE": unit is not None}
+    return {**kind, "STEP": step, "ACROSS": across, **output_tile_constants(config)}
 
 
 def _describe_scales(down: int, across: int, block_format: BlockFormat) -> Describe:
@@ -484,7 +457,7 @@ def _describe_scales(down: int, across: int, block_format: BlockFormat) -> Descr
     dtype = torch.float8_e4m3fn if block_format.has_global_scale else torch.uint8
 
     def described(scale: torch.Tensor) -> TensorDescriptor:
-        boxes = scale.view(dtype).view(*scale.shape[:2], 2, scaled.TILE_BYTES // 2)
-        return TensorDescriptor.from_tensor(boxes, block_shape=[down, across, 2, scaled.TILE_BYTES // 2])
+        boxes = scale.view(dtype).view(*scale.shape[:2], 2, quantized_gemm.TILE_BYTES // 2)
+        return TensorDescriptor.from_tensor(boxes, block_shape=[down, across, 2, quantized_gemm.TILE_BYTES // 2])
 
     return described

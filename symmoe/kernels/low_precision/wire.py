@@ -194,7 +194,7 @@ def requantize_columns_kernel(
         x = (e4m3_value(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
         codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
-        store_column_scales(scale, stored, feature, tile, num_tiles, WIDTH)
+        store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
 
 
 def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
@@ -249,18 +249,10 @@ def requantize_columns(
     if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
         on_hopper.launch_requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
         return
-    launch(
-        requantize_columns_kernel,
-        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
-        _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype),
-        wire,
-        _scales_of(wire, block_format),
-        row_index,
-        row_range,
-        data.view(torch.uint8),
-        column_scale(scale),
-        num_tiles,
-    )
+    grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
+    constants = _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype)
+    inputs = wire, _scales_of(wire, block_format), row_index, row_range
+    launch(requantize_columns_kernel, grid, constants, *inputs, data.view(torch.uint8), column_scale(scale), num_tiles)
 
 
 def _grid(rows: torch.Tensor) -> tuple[int, int]:
@@ -293,32 +285,17 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
 
 @functools.cache
 def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
-    return Constants(
-        {
-            "NUM_GROUPS": num_groups,
-            "GROUP_LANES": next_power_of_2(num_groups),
-            "ROW_BYTES": row_bytes,
-            "WIDTH": width,
-            "SCALE_BYTES": scale_bytes,
-            "SCALE_LANES": next_power_of_2(scale_bytes),
-            "LINES": LINES,
-            "COLUMNS": COLUMNS,
-            "num_warps": NUM_WARPS,
-        }
-    )
+    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
+    rows = {"ROW_BYTES": row_bytes, "WIDTH": width}
+    scales = {"SCALE_BYTES": scale_bytes, "SCALE_LANES": next_power_of_2(scale_bytes)}
+    return Constants({**groups, **rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
 
 
 @functools.cache
 def _requantize_constants(
     block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> Constants:
-    return Constants(
-        {
-            "DTYPE": TRITON_DTYPES[dtype],
-            **_places(block_format, row_bytes, width),
-            "NUM_GROUPS": num_groups,
-            "GROUP_LANES": next_power_of_2(num_groups),
-            "LINES": COLUMN_TILE[0],
-            "num_warps": COLUMN_WARPS,
-        }
-    )
+    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
+    tile = {"LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
+    places = _places(block_format, row_bytes, width)
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], **places, **groups, **tile})

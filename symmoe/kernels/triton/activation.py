@@ -31,7 +31,6 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 DENSITY_AT_0 = tl.constexpr(1 / math.sqrt(2 * math.pi))
 NO_LIMIT = tl.constexpr(math.inf)
-ANY_POLICY = tl.constexpr("")  # eviction from L2: the hardware decides
 SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
 SUM_STEPS = tl.constexpr(definition.SUM_COLUMNS.bit_length() - 1)  # steps from a block's columns to its sum
 MAX_INTERLEAVE = 32  # a tile has at least that many columns
@@ -208,18 +207,17 @@ def load_hidden(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    POLICY: tl.constexpr = ANY_POLICY,
 ):
     """Gate and up features of COLUMNS columns of a tile of TILE; not gated: the features, twice.
 
-    Zeros at and past row `end` and past the matrix. POLICY: eviction policy of L2 for the reads.
+    Zeros at and past row `end` and past the matrix.
     """
     pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
-    gate = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+    gate = tl.load(pointers, mask=mask, other=0.0)
     if is_scattered(ACTIVATION, h.dtype.element_ty):
         gate, up = split_blocks(gate, ROWS, COLUMNS, ACTIVATION.interleave)
     elif ACTIVATION.is_gated:
-        up = tl.load(pointers + up_distance(ACTIVATION, FFN), mask=mask, other=0.0, eviction_policy=POLICY)
+        up = tl.load(pointers + up_distance(ACTIVATION, FFN), mask=mask, other=0.0)
     else:
         up = gate
     return gate, up
@@ -238,17 +236,16 @@ def store_hidden(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    POLICY: tl.constexpr = ANY_POLICY,
 ):
     """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
     pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
     if is_scattered(ACTIVATION, h.dtype.element_ty):
         both = join_blocks(gate, up, ROWS, COLUMNS, ACTIVATION.interleave)
-        tl.store(pointers, both, mask=mask, eviction_policy=POLICY)
+        tl.store(pointers, both, mask=mask)
     else:
-        tl.store(pointers, gate, mask=mask, eviction_policy=POLICY)
+        tl.store(pointers, gate, mask=mask)
         if ACTIVATION.is_gated:
-            tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask, eviction_policy=POLICY)
+            tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask)
 
 
 @fast_launch

@@ -118,7 +118,7 @@ class Gemm:
     def plan(self) -> Plan:
         """The plan of a kernel that takes operands_of(...) first."""
         config = self.config
-        options = {"num_stages": config.num_stages, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+        options = {"num_stages": config.num_stages, "num_warps": config.num_warps}
         descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
         return Plan(config, self.num_n_tiles, Constants({"GEMM": self, **options}, descriptors))
 

@@ -11,7 +11,7 @@ of two ranges may share one: dbias needs whole groups.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -24,7 +24,6 @@ from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
-    ANY_POLICY,
     SUM_COLUMNS,
     SUM_STEPS,
     act_slopes,
@@ -52,22 +51,6 @@ from symmoe.kernels.triton.tiles import (
     tile_mask,
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DactConfig(TileConfig):
-    """Tiles of grouped_gemm_dact, and how its epilogue, which moves five bytes for every two of da, reads and writes.
-
-    lead: column parts of h that are read ahead of the current part.
-    prefetch: whether to fetch the tile's h into L2 before the contraction.
-    load_policy, store_policy: eviction policies of h, and of dh and a, in L2.
-    """
-
-    lead: int = 0
-    prefetch: bool = False
-    load_policy: str = ""
-    store_policy: str = ""
-
-
 # Column parts keep few registers busy in the epilogue: 650 against 630 TFLOP/s (notes/2026-11-21-gemm-tiles.md).
 ACT_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, parts=4)
 ACT_FP32_CONFIG = TileConfig(block_m=64, block_n=32, block_k=16, num_stages=3, num_warps=8)
@@ -80,15 +63,14 @@ UNGATED_FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=
 
 # 16-bit tiles by FFN width: the widest tile that the output fills.
 DACT_CONFIGS = (
-    (256, DactConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, lead=1, flatten=True)),
-    (0, DactConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
+    (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, lead=1, flatten=True)),
+    (0, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
 )
-DACT_FP32_CONFIG = DactConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
+DACT_FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
 MIN_BLOCK_M = 64  # rows of the smallest tile of dact: the workspace's size must not depend on the dtype
 
 SCALE_ROWS = 256  # rows of a program that sums dscale
 SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
-LINE_BYTES = tl.constexpr(128)  # bytes of a line of L2
 
 
 def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_columns: int = MOST_COLUMNS) -> TileConfig:
@@ -100,7 +82,7 @@ def act_config(ffn: int, dtype: torch.dtype, activation: Activation, most_column
     return next(config for least, config in UNGATED_CONFIGS if min(ffn, most_columns) >= least)
 
 
-def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> DactConfig:
+def dact_config(ffn: int, dtype: torch.dtype, most_columns: int = MOST_COLUMNS) -> TileConfig:
     """Tiles of grouped_gemm_dact, from the FFN width."""
     if dtype == torch.float32:
         return DACT_FP32_CONFIG
@@ -140,14 +122,13 @@ def store_activation(
     FFN: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    POLICY: tl.constexpr = ANY_POLICY,
 ):
     """Stores a for COLUMNS columns of a tile of TILE columns; returns act(h), both from rounded features in fp32."""
     value = act_value(gate, up, ACTIVATION)
     column = first_column + tl.arange(0, COLUMNS)
     pointers = a + row.to(tl.int64)[:, None] * FFN + column[None, :]
     mask = tile_mask(row, end, column, FFN, TILE)
-    tl.store(pointers, (value * scale[:, None]).to(a.dtype.element_ty), mask=mask, eviction_policy=POLICY)
+    tl.store(pointers, (value * scale[:, None]).to(a.dtype.element_ty), mask=mask)
     return value
 
 
@@ -198,39 +179,6 @@ def grouped_gemm_act_kernel(
             store_hidden(h, gate_i, up_i, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
             gate_i, up_i = gate_i.to(tl.float32), up_i.to(tl.float32)
             store_activation(gate_i, up_i, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
-
-
-@triton.jit
-def prefetch_hidden(
-    h,
-    first_row,
-    end,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Prefetches a tile's h into L2, every line once; addresses outside of the group or the row are clamped."""
-    LINE: tl.constexpr = LINE_BYTES * 8 // h.dtype.element_ty.primitive_bitwidth
-    BOTH: tl.constexpr = ACTIVATION.interleave is not None
-    WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
-    SPAN: tl.constexpr = 2 * BLOCK_N if BOTH else BLOCK_N
-    row = tl.minimum(first_row + tl.arange(0, BLOCK_M), end - 1)
-    column = (2 * first_column if BOTH else first_column) + tl.arange(0, SPAN // LINE) * LINE
-    column = tl.minimum(column, WIDTH - 1)
-    pointers = h + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    prefetch_lines(pointers)
-    if ACTIVATION.is_gated and not BOTH:
-        prefetch_lines(h + row.to(tl.int64)[:, None] * WIDTH + tl.minimum(column + FFN, WIDTH - 1)[None, :])
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Prefetches the lines of the pointers into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -285,8 +233,6 @@ def grouped_gemm_dact_kernel(
     PART: tl.constexpr = BLOCK_N // PARTS
     HALVED: tl.constexpr = PART < SUM_COLUMNS  # parts are half a block of dscale's sum, or a whole one
     LEAD: tl.constexpr = GEMM.config.lead
-    LOADS: tl.constexpr = GEMM.config.load_policy
-    STORES: tl.constexpr = GEMM.config.store_policy
     FLATTEN: tl.constexpr = GEMM.config.flatten
     tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
     operands = (dout_desc, dout, row_index, weight_desc, weight_table)
@@ -295,8 +241,6 @@ def grouped_gemm_dact_kernel(
         place = tile_place(tile, prefix, row_range, GEMM)
         group, first_row, end, first_column = place
         row = first_row + tl.arange(0, BLOCK_M)
-        if GEMM.config.prefetch:
-            prefetch_hidden(h, first_row, end, first_column, ACTIVATION, FFN, BLOCK_M, BLOCK_N)
         acc = product(operands, place, GEMM)
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
         da_parts = column_parts(acc, BLOCK_M, BLOCK_N, PARTS)
@@ -304,7 +248,7 @@ def grouped_gemm_dact_kernel(
         for i in tl.static_range(PARTS + LEAD):
             if i < PARTS:
                 column = first_column + i * PART
-                part = load_hidden(h, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N, LOADS)
+                part = load_hidden(h, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
                 hidden = hidden + (part,)  # noqa: RUF005 (Triton has no starred expressions)
             if i >= LEAD:
                 column = first_column + (i - LEAD) * PART
@@ -312,7 +256,7 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                value = store_activation(gate, up, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N, STORES)
+                value = store_activation(gate, up, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
                 part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
@@ -325,7 +269,7 @@ def grouped_gemm_dact_kernel(
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
                 dup = (ds * by_up).to(dh.dtype.element_ty)
-                store_hidden(dh, dgate, dup, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N, STORES)
+                store_hidden(dh, dgate, dup, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * WIDTH
                     store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN, PART)

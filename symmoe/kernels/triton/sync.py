@@ -247,15 +247,15 @@ def _constants(rank: int, num_ranks: int, layout: ControlLayout, bounded: bool =
     return Constants({**named, "BOUNDED": bounded, "num_warps": 1})
 
 
-def barrier(peers, words, received, status, *, call, fault, timeout_ns, spoils=None):
+def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
     constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
-    numbers = status.data_ptr(), *words, call, int(fault), timeout_ns or 0, *_words_of(spoils)
+    numbers = status.data_ptr(), *words, call, int(fault), timeout_ns or 0, *_words_of(nan_on_failure)
     launch(barrier_kernel, (1,), constants, peers.bases, received, *numbers)
 
 
-def _words_of(spoils: torch.Tensor | None) -> tuple[int, int]:
+def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     """Address of a tensor and its number of int64 words."""
-    return (0, 0) if spoils is None else (spoils.data_ptr(), spoils.numel() * spoils.element_size() // 8)
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8)
 
 
 @fast_launch
@@ -325,7 +325,7 @@ def wait_for_signal_kernel(
         spoil(spoiled, num_spoiled_words)
 
 
-def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, spoils=None):
+def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
     constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
-    numbers = status.data_ptr(), rank, phase, timeout_ns or 0, *_words_of(spoils)
+    numbers = status.data_ptr(), rank, phase, timeout_ns or 0, *_words_of(nan_on_failure)
     launch(wait_for_signal_kernel, (1,), constants, peers.bases, arrived, *numbers)

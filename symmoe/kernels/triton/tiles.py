@@ -32,8 +32,8 @@ class TileConfig:
     block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
     flatten: fuses the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
-    parts: column parts of a tile in the epilogue, to need fewer registers at a time.
-    max_registers: limit per thread, for programs_per_sm > 1 (65536 registers per SM).
+    parts: column parts of a tile in the epilogue, to need fewer registers at a time. lead: parts of h that
+    grouped_gemm_dact reads ahead of the current part.
     """
 
     block_m: int
@@ -42,10 +42,9 @@ class TileConfig:
     num_stages: int
     num_warps: int
     group_m: int = 8
-    programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
-    max_registers: int | None = None
+    lead: int = 0
 
 
 def most_columns(device: torch.device) -> int:
@@ -60,9 +59,9 @@ def device_num_sms(device: torch.device) -> int:
 
 
 def launch_grid(config: TileConfig, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-    """One program per SM (times programs_per_sm), but no more than there can be tiles."""
+    """One program per SM, but no more than there can be tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
-    return (max(1, min(num_tiles, num_sms * config.programs_per_sm)),)
+    return (max(1, min(num_tiles, num_sms)),)
 
 
 def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
@@ -322,8 +321,7 @@ def output_tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
 
 def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
     """Those of GEMM kernels in the working dtype."""
-    steps = {"BLOCK_K": config.block_k, "FLATTEN": config.flatten, "maxnreg": config.max_registers}
-    return {**output_tile_constants(config), **steps}
+    return {**output_tile_constants(config), "BLOCK_K": config.block_k, "FLATTEN": config.flatten}
 
 
 def wgrad_plan(

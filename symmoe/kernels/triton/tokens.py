@@ -237,26 +237,12 @@ def push_slots_kernel(
             tl.store(rows + entry, tl.full((BLOCK,), -1, tl.int32), mask=(entry < end) & (offset >= 0))
 
 
-def push_slots(
-    slot_to_row,
-    slot_to_rank,
-    probs,
-    token_to_packed_row,
-    block_tokens,
-    packed_start,
-    packed_limit,
-    peers,
-    received,
-    *,
-    row_column,
-    prob_column,
-):
-    num_tokens, top_k = slot_to_row.shape
-    maps = token_to_packed_row, block_tokens, packed_start, packed_limit
+def push_slots(slots, region, peers, received, *, row_column, prob_column):
+    num_tokens, top_k = slots[0].shape
     grid = (peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)
     constants = _slots(top_k=top_k, num_ranks=peers.num_ranks, column=row_column, prob_column=prob_column)
-    numbers = num_tokens, block_tokens.shape[0]
-    launch(push_slots_kernel, grid, constants, slot_to_row, slot_to_rank, probs, *maps, peers.bases, received, *numbers)
+    numbers = num_tokens, region[1].shape[0]
+    launch(push_slots_kernel, grid, constants, *slots, *region, peers.bases, received, *numbers)
 
 
 @fast_launch
@@ -295,16 +281,14 @@ def index_rows_kernel(
             tl.store(row_probs + row, prob, mask=row >= 0)
 
 
-def index_rows(
-    wire_to_row, wire_probs, packed_begin, packed_end, ready, arrived, packed_to_row, row_to_packed_row, row_probs
-):
+def index_rows(wire, packed, trip, index):
+    packed_to_row, row_to_packed_row, row_probs = index
     numbers = packed_to_row.numel(), row_to_packed_row.numel()
     if max(numbers) == 0:
         return
-    given = wire_to_row, wire_probs, packed_begin, packed_end, ready, arrived
-    results = packed_to_row, row_to_packed_row, row_probs if wire_probs is not None else None
+    results = packed_to_row, row_to_packed_row, row_probs if wire[1] is not None else None
     grid, constants = (ceil_div(max(numbers), SLOTS_PER_PROGRAM),), _slots(top_k=packed_to_row.shape[1])
-    launch(index_rows_kernel, grid, constants, *given, *results, *numbers)
+    launch(index_rows_kernel, grid, constants, *wire, *packed, *trip, *results, *numbers)
 
 
 @triton.jit
@@ -630,30 +614,17 @@ def sum_home_kernel(
         tl.store(row_places(out, token, column, SIZES), total.to(ELEMENT), mask=is_token[:, None] & is_column)
 
 
-def sum_home(
-    rows,
-    returned,
-    token_to_packed_row,
-    packed_start,
-    slot_to_rank,
-    slot_to_row,
-    ready,
-    arrived,
-    out,
-    *,
-    rank,
-    num_ctas=None,
-):
+def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
     num_tokens = out.shape[0]
     if num_tokens == 0:
         return
+    _, packed_start, _, slot_to_row = index
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
-    tensors = rows, returned, token_to_packed_row, packed_start, slot_to_rank, slot_to_row, ready, arrived, out
     if num_ranks > 1 and (on_hopper := _movers(out, num_ctas)) is not None:
-        on_hopper.launch_sum_home(*tensors, rank=rank, num_ctas=num_ctas)
+        on_hopper.launch_sum_home(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
         return
     grid, constants = _tiles(out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
-    launch(sum_home_kernel, grid, constants, *tensors, num_tokens, top_k, rank)
+    launch(sum_home_kernel, grid, constants, *rows, *index, *trip, out, num_tokens, top_k, rank)
 
 
 @fast_launch

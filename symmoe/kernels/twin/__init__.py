@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
-from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
 from symmoe.kernels.twin.gemm import (
     dact_workspace_numel,
     grouped_bias_dot,
@@ -27,11 +26,17 @@ from symmoe.kernels.twin.quantize import (
     quantize_rows,
     quantize_weight_pairs,
     quantize_weights,
+    swizzle_scales,
+    unswizzle_scales,
     weight_amax,
 )
+from symmoe.kernels.twin.quantized_gemm import (
+    grouped_gemm_fp8,
+    grouped_gemm_scaled,
+    grouped_gemm_wgrad_fp8,
+    grouped_gemm_wgrad_scaled,
+)
 from symmoe.kernels.twin.route import choose_experts, choose_experts_grad, router_gemm, router_gemm_grads
-from symmoe.kernels.twin.scale_tiles import swizzle_scales, unswizzle_scales
-from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.twin.splits import splits_to_row_range
 from symmoe.kernels.twin.sync import barrier, send_signal, wait_for_signal
 from symmoe.kernels.twin.tokens import (

@@ -1,6 +1,9 @@
-"""Twins of the quantisers of contract/quantize.py."""
+"""Twins of contract/quantize.py: quantisers, and scales in tiles."""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -8,10 +11,10 @@ from symmoe.kernels import formats
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
+from symmoe.kernels.tensor_table import ScaleTable, TensorTable
 from symmoe.kernels.twin.activation import block_sums
 from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, packed, take_rows
-from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
 
 
@@ -119,7 +122,8 @@ def _largest_finite(values: torch.Tensor) -> torch.Tensor | float:
 
 def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
     """The global scale of groups whose largest |x| is amax, fp32."""
-    return (amax / formats.GLOBAL_MAX).clamp(min=formats.MIN_GLOBAL_SCALE)
+    # Not divided by a number: on GPUs torch multiplies by its reciprocal, which rounds differently.
+    return (amax / torch.full_like(amax, formats.GLOBAL_MAX)).clamp(min=formats.MIN_GLOBAL_SCALE)
 
 
 def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
@@ -194,6 +198,16 @@ def to_e2m1(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
     return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
 
 
+def numbers_of(data: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    """The numbers that data holds, unscaled, in fp32."""
+    if block_format.element == "e4m3":
+        return data.float()
+    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).int()
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    size = torch.where(exponent == 0, 0.5 * mantissa, torch.ldexp(1 + 0.5 * mantissa, exponent - 1))
+    return torch.where(codes >= 8, -size, size)
+
+
 def _pack(codes: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     """Codes as they are stored."""
     return codes if block_format.elements_per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
@@ -207,3 +221,76 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
     """tensor[:, column:] = values, as many columns as there are."""
     _bytes(tensor)[:, column : column + values.shape[1]] = values
+
+
+def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
+    """y = H D x for every 16 elements of the last dimension, in fp32; bit i of `signs` changes the sign of element i.
+
+    H is Sylvester's Hadamard matrix of size 16 over 4. H D is orthonormal, so a contraction of two matrices that are
+    both transformed along it stays the same up to rounding; an outlier is spread over its block.
+    """
+    blocks = x.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))
+    return _butterflies(blocks * _sign_vector(signs, x.device)).flatten(-2)
+
+
+def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
+    """D H y: the inverse of `hadamard`, up to the rounding of its sums."""
+    return (_butterflies(y.float().unflatten(-1, (-1, formats.HADAMARD_SIZE))) * _sign_vector(signs, y.device)).flatten(
+        -2
+    )
+
+
+def _butterflies(x: torch.Tensor) -> torch.Tensor:
+    """H x by sums and differences of elements at distances 1, 2, 4 and 8; then a quarter of it."""
+    step = 1
+    while step < formats.HADAMARD_SIZE:
+        left, right = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((left + right, left - right), dim=-2).flatten(-3)
+        step *= 2
+    return x * 0.25
+
+
+def _sign_vector(signs: int, device: torch.device) -> torch.Tensor:
+    return 1.0 - 2.0 * (signs >> torch.arange(formats.HADAMARD_SIZE, device=device) & 1)
+
+
+def swizzle_scales(scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor) -> None:
+    for scales, tiles in _matrices(scale, row_range, swizzled):
+        padded = torch.nn.functional.pad(scales, (0, -scales.shape[1] % TILE_BLOCKS, 0, -scales.shape[0] % TILE))
+        # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
+        parts = padded.reshape(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
+        tiles.copy_(parts.permute(0, 3, 2, 1, 4).reshape(tiles.shape))
+
+
+def unswizzle_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor) -> None:
+    for scales, tiles in _matrices(scale, row_range, swizzled):
+        parts = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+        compact = parts.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)
+        scales.copy_(compact[: scales.shape[0], : scales.shape[1]])
+
+
+def _matrices(
+    scale: torch.Tensor | ScaleTable, row_range: torch.Tensor | None, swizzled: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the scales of every matrix that has rows [M, Q], and of its tiles [tiles down, tiles across, 512]."""
+    if isinstance(scale, ScaleTable):
+        yield from _matrices_of_table(scale, swizzled)
+        return
+    first = 0
+    for _, span in groups(given("row_range", row_range)):
+        last = first + tiles_down(span.stop - span.start)
+        if last > first:
+            yield scale.view(torch.uint8)[span], swizzled[first:last]
+        first = last
+
+
+def _matrices_of_table(table: ScaleTable, swizzled: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    extents, start = table.extents.tolist(), swizzled.data_ptr()
+    columns = table.sources.tolist(), table.destinations.tolist(), table.shapes.tolist()
+    for source, destination, shape in zip(*columns, strict=True):
+        num_rows, num_blocks, *strides = extents[shape]
+        num_bytes = (num_rows - 1) * strides[0] + (num_blocks - 1) * strides[1] + 1
+        memory = torch.frombuffer((ctypes.c_char * num_bytes).from_address(source), dtype=torch.uint8)
+        down, across = tiles_down(num_rows), -(-num_blocks // TILE_BLOCKS)
+        tiles = swizzled.flatten()[destination - start :][: down * across * TILE_BYTES]
+        yield memory.as_strided((num_rows, num_blocks), strides), tiles.view(down, across, TILE_BYTES)

@@ -17,10 +17,10 @@ _SPINS_BEFORE_SLEEP = 200
 _SLEEP_S = 50e-6
 
 
-def barrier(peers, words, received, status, *, call, fault, timeout_ns, spoils=None):
+def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
     received.numpy().fill(-1)
-    if not _meet(peers, words, received, status, call, fault, timeout_ns) and spoils is not None:
-        _spoil(spoils)
+    if not _meet(peers, words, received, status, call, fault, timeout_ns) and nan_on_failure is not None:
+        _spoil(nan_on_failure)
 
 
 def _meet(
@@ -89,7 +89,7 @@ def send_signal(peers, rank):
         _signals(peers, rank)[peers.rank, 0] = counters[control.BARRIER_EPOCH]
 
 
-def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, spoils=None):
+def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     arrived.fill_(-1)
     if not (counters[control.ABORTED] or counters[control.FAULTED]):
@@ -106,8 +106,8 @@ def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, spoils=N
             _record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
         else:
             _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
-    if spoils is not None:
-        _spoil(spoils)
+    if nan_on_failure is not None:
+        _spoil(nan_on_failure)
 
 
 def _who_gave_up(word: int) -> int:

@@ -19,20 +19,9 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
         _put_rows(_rows_at(peers, rank, offset, x), rows, x.index_select(0, tokens))
 
 
-def push_slots(
-    slot_to_row,
-    slot_to_rank,
-    probs,
-    token_to_packed_row,
-    block_tokens,
-    packed_start,
-    packed_limit,
-    peers,
-    received,
-    *,
-    row_column,
-    prob_column,
-):
+def push_slots(slots, region, peers, received, *, row_column, prob_column):
+    slot_to_row, slot_to_rank, probs = slots
+    token_to_packed_row, _, packed_start, packed_limit = region
     top_k = slot_to_row.shape[1]
     regions = zip(received.tolist(), packed_start.tolist(), packed_limit.tolist(), strict=True)
     for rank, (offsets, start, limit) in enumerate(regions):
@@ -50,21 +39,20 @@ def push_slots(
             values[used] = probs.index_select(0, tokens).where(here, 0)
 
 
-def index_rows(
-    wire_to_row, wire_probs, packed_begin, packed_end, ready, arrived, packed_to_row, row_to_packed_row, row_probs
-):
-    if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
+def index_rows(wire, packed, trip, index):
+    (wire_to_row, wire_probs), (packed_to_row, row_to_packed_row, row_probs) = wire, index
+    if _failed(trip):
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
         if row_probs is not None and wire_probs is not None:
             row_probs.fill_(float("nan"))
         return
-    begin, end = int(packed_begin), int(packed_end)
+    begin, end = map(int, packed)
     arrived_rows = wire_to_row[begin:end]
     packed_to_row[begin:end] = arrived_rows
     slots, rows = _present(arrived_rows.flatten())
-    packed = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
-    row_to_packed_row.index_copy_(0, rows, packed.int())
+    packed_rows = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
+    row_to_packed_row.index_copy_(0, rows, packed_rows.int())
     if row_probs is not None and wire_probs is not None:
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
@@ -122,21 +110,9 @@ def pull_rows(source_rank, source_row, peers, received, out, *, column):
     out.copy_(total)
 
 
-def sum_home(
-    rows,
-    returned,
-    token_to_packed_row,
-    packed_start,
-    slot_to_rank,
-    slot_to_row,
-    ready,
-    arrived,
-    out,
-    *,
-    rank,
-    num_ctas=None,
-):
-    if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
+def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
+    (rows, returned), (token_to_packed_row, packed_start, slot_to_rank, slot_to_row) = rows, index
+    if _failed(trip):
         out.fill_(float("nan"))
         return
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -163,6 +139,11 @@ def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, colu
         buffer = _rows_at(peers, rank, offset, out)
         values = buffer.index_select(0, token_to_packed_row[:, rank].clamp(min=0))
         torch.where(slot_to_rank == rank, values, out, out=out)
+
+
+def _failed(trip: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether the trip's barriers say that the call has failed."""
+    return min(int(words.flatten()[0]) for words in trip) < 0
 
 
 def _add_rows(total: torch.Tensor, buffer: torch.Tensor, has_row: torch.Tensor, rows: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""One-byte scales into the 128x4 tiles that Blackwell's block-scaled matrix units read, and back.
+"""What only MXFP8 and NVFP4 need: 128x4 tiles of scales, and the randomised Hadamard transform.
 
-In a tile, the scale of row m and block q is byte m % 32 * 16 + m // 32 * 4 + q; tiles lie row by row. Swizzled scales
-are not for the wire: a group's padding depends on where it lies.
+In a tile, as Blackwell's block-scaled matrix units read it, the scale of row m and block q is byte
+m % 32 * 16 + m // 32 * 4 + q; tiles lie row by row. Swizzled scales are not for the wire: a group's padding depends on
+where it lies.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.formats import max_tiles
+from symmoe.kernels.formats import HADAMARD_SIZE, max_tiles
 from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.scaled import TILE_BLOCKS, TILE_BYTES
+from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES
+from symmoe.kernels.twin import quantize as twin
 
 
 def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
@@ -29,9 +31,7 @@ def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor
     Raises:
         ArgumentError: an argument is not as described.
     """
-    row_range = _row_range(scale, row_start)
-    num_rows, num_blocks = scale.shape
-    shape = (max_tiles(num_rows, row_range.shape[1]), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
+    row_range, shape = _tiles_of(scale, row_start)
     swizzled = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
     if swizzled.numel():
         kernels.for_device(scale.device).swizzle_scales(scale, row_range, swizzled)
@@ -47,8 +47,7 @@ def unswizzle_scales(
         ArgumentError: swizzled is not what num_rows rows of num_blocks blocks in these groups have.
     """
     scale = torch.zeros(num_rows, num_blocks, dtype=torch.uint8, device=swizzled.device)
-    row_range = _row_range(scale, row_start)
-    shape = (max_tiles(num_rows, row_range.shape[1]), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
+    row_range, shape = _tiles_of(scale, row_start)
     if swizzled.dtype != torch.uint8 or swizzled.shape != shape or not swizzled.is_contiguous():
         raise ArgumentError(
             f"swizzled is {swizzled.dtype} {list(swizzled.shape)}; it must be contiguous torch.uint8 {list(shape)}"
@@ -58,13 +57,14 @@ def unswizzle_scales(
     return scale
 
 
-def _row_range(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
-    """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
+def _tiles_of(scale: torch.Tensor, row_start: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """The row_range of groups of scales, and the shape of their tiles."""
     if scale.dim() != 2 or scale.element_size() != 1 or not scale.is_contiguous():
         raise ArgumentError(
             f"scale is {scale.dtype} {list(scale.shape)}; it must be a contiguous matrix of one-byte scales"
         )
-    return checked_row_range(row_start, scale)
+    row_range = checked_row_range(row_start, scale)
+    return row_range, (max_tiles(len(scale), row_range.shape[1]), -(-scale.shape[1] // TILE_BLOCKS), TILE_BYTES)
 
 
 def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -82,3 +82,47 @@ def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tens
     if row_start.device != rows.device or not row_start.is_contiguous():
         raise ArgumentError(f"row_start is on {row_start.device}; it must be contiguous on {rows.device}")
     return row_start if is_range else range_of(row_start)
+
+
+def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
+    """H D x of every 16 elements of the last dimension, as the quantising kernels transform tokens.
+
+    D changes signs, H is Sylvester's Hadamard matrix of size 16 over 4: orthonormal.
+
+    Args:
+        x: floating point [..., K], K a multiple of 16.
+        signs: 16 bits; bit i set: the sign of element i of every 16 is changed.
+
+    Returns:
+        fp32 [..., K].
+
+    Raises:
+        ArgumentError: K is not a multiple of 16, or signs has other bits.
+    """
+    _check(x, signs)
+    return twin.hadamard(x, signs)
+
+
+def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
+    """D H y: the inverse of :func:`hadamard` up to rounding, with its arguments, result and errors."""
+    _check(y, signs)
+    return twin.inverse_hadamard(y, signs)
+
+
+def draw_signs(generator: torch.Generator | None = None) -> int:
+    """16 random signs for :func:`hadamard`, from a generator on the CPU."""
+    return int(torch.randint(1 << HADAMARD_SIZE, (), generator=generator, device="cpu"))
+
+
+def check_signs(signs: int) -> None:
+    """ArgumentError if signs is not 16 bits."""
+    if not 0 <= signs < 1 << HADAMARD_SIZE:
+        raise ArgumentError(f"signs ({signs}) must have {HADAMARD_SIZE} bits: 0 to {(1 << HADAMARD_SIZE) - 1}")
+
+
+def _check(x: torch.Tensor, signs: int) -> None:
+    check_signs(signs)
+    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % HADAMARD_SIZE:
+        raise ArgumentError(
+            f"x is {x.dtype} {list(x.shape)}; it must be floating point [..., K], K a multiple of {HADAMARD_SIZE}"
+        )

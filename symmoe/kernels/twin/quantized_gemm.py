@@ -1,4 +1,8 @@
-"""Twins of the products of MXFP8 and NVFP4 numbers of contract/quantized_gemm.py."""
+"""Twins of contract/quantized_gemm.py.
+
+With fp32 scales a block's sum, the multiplication by its scales from left to right, and the addition to the blocks
+before it are fp32. (On GPUs a multiplication and an addition may be one operation.)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,16 @@ import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.scaled import TILE_BYTES, check_scaled_gemm, check_scaled_wgrad, tiles_down
+from symmoe.kernels.quantized_gemm import (
+    BLOCK,
+    TILE_BYTES,
+    check_fp8_gemm,
+    check_fp8_wgrad,
+    check_scaled_gemm,
+    check_scaled_wgrad,
+    num_blocks,
+    tiles_down,
+)
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.gemm import (
     bias_rows,
@@ -19,9 +32,61 @@ from symmoe.kernels.twin.gemm import (
     store_sum,
     zero_rows,
 )
-from symmoe.kernels.twin.scale_tiles import unswizzle_scales
+from symmoe.kernels.twin.quantize import numbers_of, unswizzle_scales
 
-E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
+
+def grouped_gemm_fp8(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
+    row_range: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+) -> None:
+    check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
+    for g, span in filled_groups(row_range):
+        total = torch.zeros((span.stop - span.start, out.shape[1]), dtype=torch.float32, device=out.device)
+        partial = torch.empty_like(total)
+        for b in range(num_blocks(rows.shape[1])):
+            block = slice(b * BLOCK, (b + 1) * BLOCK)
+            multiply_rows(partial, rows[span, block].float(), matrix(weight, g)[:, block].float().t())
+            features = matrix(weight_scale, g)[:, b].repeat_interleave(BLOCK)[: out.shape[1]]
+            total += partial * (row_scale[span, b, None] * features)
+        addend = bias_rows(bias, bias_scale, g, span)
+        total = total if addend is None else total + addend
+        out[span] = total.to(out.dtype)
+    if zero_tail:
+        zero_rows(out, row_range)
+
+
+def grouped_gemm_wgrad_fp8(
+    dout: torch.Tensor,
+    dout_scale: torch.Tensor,
+    rows: torch.Tensor,
+    rows_scale: torch.Tensor,
+    row_range: torch.Tensor,
+    out: torch.Tensor | TensorTable,
+    *,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+) -> None:
+    check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
+    first = 0
+    for g, span in groups(row_range):
+        end = first + num_blocks(span.stop - span.start)
+        total = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
+        for b in range(first, end):
+            block = slice(b * BLOCK, (b + 1) * BLOCK)
+            partial = multiply(dout[:, block].float(), rows[:, block].float().t())
+            total += partial * rows_scale[:, b] * dout_scale[:, b, None]
+        if first < end or not accumulate:
+            store_sum(out, g, total, accumulate=accumulate)
+        first = end
 
 
 def grouped_gemm_scaled(
@@ -99,16 +164,10 @@ def _numbers(
     data: torch.Tensor, scale: torch.Tensor, line_range: torch.Tensor, block_format: BlockFormat
 ) -> torch.Tensor:
     """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
-    values = data.float() if block_format.elements_per_byte == 1 else _e2m1(data)
+    values = numbers_of(data, block_format)
     compact = torch.zeros(
         (data.shape[0], block_format.num_blocks(values.shape[1])), dtype=torch.uint8, device=data.device
     )
     unswizzle_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
     return values * scales.repeat_interleave(block_format.block, dim=1)
-
-
-def _e2m1(data: torch.Tensor) -> torch.Tensor:
-    """The numbers of packed codes, fp32."""
-    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
-    return torch.tensor(E2M1_NUMBERS, device=data.device)[codes.int()]

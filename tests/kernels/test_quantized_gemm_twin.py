@@ -1,0 +1,320 @@
+"""The twins of the grouped GEMMs of E4M3 numbers with fp32 scales ("fp8"), MXFP8 and NVFP4 against float64."""
+
+import itertools
+
+import pytest
+import torch
+from biases import check_biases
+from quantized_problem import BLOCK, E4M3, NAN, SENTINEL, Numbers, Problem, WgradProblem, dequantised, relative_error
+from row_ranges import random_ranges, rows_of, spans_of, whole_groups
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import twin
+from symmoe.kernels.twin import grouped_gemm_fp8, grouped_gemm_scaled, grouped_gemm_wgrad_fp8, grouped_gemm_wgrad_scaled
+from symmoe.precision import MXFP8, NVFP4
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SPLITS = [(30, 0, 1, 140, 0), (0, 0, 0), (0, 129, 0, 7)]
+# O, C: whole tiles; parts of tiles; less than one.
+PARTS = [(256, 384), (264, 288), (72, 32)]
+WIDTHS = {"fp8": [(256, 384), (264, 272), (72, 48)], "mxfp8": PARTS, "nvfp4": PARTS}
+TOLERANCES = {BF16: 2**-8, FP16: 2**-10, FP32: 2e-6}
+
+names = pytest.mark.parametrize("name", WIDTHS)
+all_widths = pytest.mark.parametrize(("name", "widths"), [(n, w) for n, each in WIDTHS.items() for w in each], ids=str)
+
+
+def problem(name, splits, widths, *tail, exact=False, kind=Problem):
+    return kind(splits, widths, Numbers(name, exact=exact), *tail)
+
+
+def wgrad_problem(name, splits, widths, *tail, exact=False):
+    return problem(name, splits, widths, *tail, exact=exact, kind=WgradProblem)
+
+
+def product(p, dtype, row_range=None, **options):
+    out = p.blank(dtype)
+    p.run(twin, out, row_range, **options)
+    return out
+
+
+def gradient(p, out, **options):
+    p.run(twin, out, **options)
+    return out
+
+
+@all_widths
+def test_products_of_small_numbers_are_exact(widths, name):
+    for splits in SPLITS:
+        p = problem(name, splits, widths, exact=True)
+        assert torch.equal(product(p, FP32).double(), p.expected())
+
+
+@names
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, name):
+    for splits, widths in itertools.product(SPLITS, WIDTHS[name]):
+        p = problem(name, splits, widths)
+        if dtype == FP16 and name == "nvfp4":  # within fp16's range
+            p.row_global_scale = p.row_global_scale / 1024
+        elif dtype == FP16 and name == "mxfp8":
+            p.row_scale -= 10
+        out, n = product(p, dtype), p.num_rows
+        assert relative_error(out[:n], p.expected()[:n]) <= TOLERANCES[dtype]
+        assert (out[n:] == SENTINEL).all()
+
+
+@all_widths
+def test_biases_are_added_before_the_one_rounding(widths, name):
+    for splits in SPLITS:
+        p = problem(name, splits, widths, exact=True)
+        check_biases(lambda p, out, **options: p.run(twin, out, **options), p, *[(BF16, FP16, FP32)] * (name == "fp8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "dim"),
+    [
+        *itertools.product(WIDTHS, ("row_scale",), (0, 1)),
+        *itertools.product(WIDTHS, ("weight_scale",), (0, 1, 2)),
+        ("nvfp4", "row_global_scale", 0),
+        ("nvfp4", "weight_global_scale", 0),
+    ],
+)
+def test_the_oracle_notices_a_scale_of_another_line_or_block_or_group(what, dim, name):
+    p = problem(name, SPLITS[0], WIDTHS[name][0], 0)
+    expected = p.expected()
+    setattr(p, what, getattr(p, what).roll(1, dim))
+    assert relative_error(product(p, FP32), expected) > 0.05
+
+
+@names
+def test_ranges_have_the_bits_of_the_whole(name):
+    for splits, step in itertools.product(SPLITS, (1, 16 if name == "fp8" else 128)):
+        p = problem(name, splits, WIDTHS[name][1])
+        whole, union = product(p, BF16), p.blank(BF16)
+        for ranges in random_ranges(splits, 3, step=step):
+            come, out = rows_of(ranges, p.capacity), product(p, BF16, ranges)
+            assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)))
+            p.run(twin, union, ranges)
+        assert torch.equal(union, whole)
+
+
+@names
+def test_the_tail_becomes_zero_if_asked_for(name):
+    p = problem(name, SPLITS[0], WIDTHS[name][1])
+    expected = product(p, BF16)
+    expected[p.num_rows :] = 0
+    assert torch.equal(product(p, BF16, zero_tail=True), expected)
+
+
+@names
+def test_nan_stays_in_its_row(name):
+    p = problem(name, SPLITS[0], WIDTHS[name][1])
+    clean = product(p, BF16)
+    if name == "fp8":
+        p.rows.view(torch.uint8)[7, 3] = 0x7F
+    else:
+        p.row_scale[7, 3] = NAN[name]
+    dirty = product(p, BF16)
+    assert dirty[7].isnan().all()
+    dirty[7] = clean[7]
+    assert torch.equal(dirty, clean)
+
+
+def test_the_input_gradient_is_the_product_with_the_transposed_weight():
+    p = problem("fp8", SPLITS[0], (288, 272), exact=True)
+    q = Problem(SPLITS[0], (272, 288), Numbers(exact=True, seed=1))  # gradients of p's output for its rows
+    q.weight, q.weight_scale = p.transposed_weight()
+    out = product(q, FP32)[: q.num_rows].double()
+    for g, span in enumerate(p.spans):
+        lines = p.weight_scale[g].repeat_interleave(BLOCK["fp8"], 0)[: p.widths[0]]
+        weight = dequantised("fp8", p.weight[g], lines)
+        assert torch.equal(out[span], dequantised("fp8", q.rows[span], q.row_scale[span]) @ weight)
+
+
+@all_widths
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_of_small_numbers_are_exact(widths, accumulate, name):
+    for splits in SPLITS:
+        p = wgrad_problem(name, splits, widths, exact=True)
+        out = gradient(p, torch.full(p.shape, 3.0 if accumulate else torch.nan), accumulate=accumulate)
+        assert torch.equal(out.double(), p.expected() + (3.0 if accumulate else 0.0))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(WIDTHS, (BF16, FP32)), ("fp8", FP16)], ids=str)
+def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(name, dtype):
+    p = wgrad_problem(name, SPLITS[0], WIDTHS[name][1])
+    out = gradient(p, torch.full(p.shape, torch.nan, dtype=dtype))
+    assert relative_error(out, p.expected()) <= TOLERANCES[dtype]
+    for dim in (0, 1):
+        q = wgrad_problem(name, SPLITS[0], WIDTHS[name][1], 0)
+        expected = q.expected()
+        q.rows_scale = q.rows_scale.t().roll(1, 1 - dim).t()
+        assert relative_error(gradient(q, torch.zeros(q.shape)), expected) > 0.05
+
+
+@names
+def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
+    p = wgrad_problem(name, SPLITS[0], WIDTHS[name][2])
+    out = gradient(p, torch.full(p.shape, torch.nan), accumulate=True)
+    assert out.isnan().all()
+    gradient(p, out)
+    assert not out[[1, 4]].any()
+    assert not out.isnan().any()
+
+
+@names
+def test_no_rows_at_all(name):
+    assert product(problem(name, (0, 0), WIDTHS[name][2], 0), BF16).shape == (0, 72)
+    q = wgrad_problem(name, (0, 0), WIDTHS[name][2], 0)
+    assert not gradient(q, torch.full(q.shape, torch.nan)).any()
+
+
+def scales_of(left, right, names):
+    """The global scales of two quantised tensors, as options; none for MXFP8."""
+    return {} if left.amax is None else dict(zip(names, (left.global_scale, right.global_scale), strict=True))
+
+
+# The formats' own errors: E4M3 has steps of 2^-3 of a number, E2M1 of up to 1/2 of it.
+@pytest.mark.parametrize(
+    ("name", "recipe", "least", "most"), [("mxfp8", MXFP8(), 0.005, 0.05), ("nvfp4", NVFP4(), 0.03, 0.25)]
+)
+def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
+    """All three products of a layer, against float64 of the dequantised operands, and of the numbers themselves."""
+    generator = torch.Generator().manual_seed(0)
+    row_range = whole_groups((50, 0, 151))
+    rows, dout = (torch.randn(201, width, generator=generator, dtype=BF16) for width in (160, 96))
+    weight = torch.randn(3, 96, 160, generator=generator, dtype=BF16)
+    forward = recipe.quantize(rows, row_range), recipe.quantize_weight(weight)
+    dgrad = recipe.quantize(dout, row_range), recipe.quantize_weight_transposed(weight)
+    wgrad = left, right = recipe.quantize_columns(dout, row_range), recipe.quantize_columns(rows, row_range)
+    rows, dout, weight, spans = rows.double(), dout.double(), weight.double(), spans_of(row_range)
+
+    def check(out, expected, true):
+        assert relative_error(out, expected) <= 1e-6
+        assert least <= (out.double() - true).norm() / true.norm() <= most
+
+    for (numbers, matrices), plain in ((forward, (rows, weight.mT)), (dgrad, (dout, weight))):
+        out = torch.empty(201, plain[1].shape[2])
+        operands = (numbers.data, numbers.swizzled_scale(), matrices.data, matrices.swizzled_scale(), row_range)
+        scales = scales_of(numbers, matrices, ("row_global_scale", "weight_global_scale"))
+        grouped_gemm_scaled(*operands, out, **scales)
+        turned = matrices.dequantize().double()
+        turned = turned.mT if matrices.layout == "weight" else turned
+        exact = numbers.dequantize().double()
+        check(
+            out,
+            torch.cat([exact[span] @ turned[g] for g, span in enumerate(spans)]),
+            torch.cat([plain[0][span] @ plain[1][g] for g, span in enumerate(spans)]),
+        )
+    out = torch.full((3, 96, 160), torch.nan)
+    operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_range)
+    grouped_gemm_wgrad_scaled(*operands, out, **scales_of(left, right, ("dout_global_scale", "rows_global_scale")))
+    # What fills a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
+    padded = [slice(0, 128), slice(128, 128), slice(128, 384)]
+    numbers = [dequantised(name, side.data, side.scale.view(torch.uint8)) for side in wgrad]
+    expected = torch.stack([numbers[0][:, span] @ numbers[1][:, span].T for span in padded])
+    for side in wgrad if recipe.column_signs else ():
+        expected *= side.global_scale.double()[:, None, None]
+    check(out, expected, torch.stack([dout[span].T @ rows[span] for span in spans]))
+
+
+PLACES = {"rows": 0, "row_scale": 1, "weight": 2, "weight_scale": 3, "row_range": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "change", "text"),
+    [
+        ("fp8", "rows", lambda t: t.to(torch.float8_e5m2), r"rows must be of torch.float8_e4m3fn, got .*e5m2"),
+        ("fp8", "row_scale", lambda t: t[:, :-1], r"row_scale must be \[176, 3\], got \[176, 2\]"),
+        ("fp8", "row_scale", lambda t: t.double(), r"row_scale must be of torch.float32, got torch.float64"),
+        ("fp8", "row_scale", lambda t: t.t().contiguous().t(), r"row_scale must be contiguous, got strides"),
+        ("fp8", "weight", lambda t: t[:, :, :256], r"weight must be \[5, 256, 384\], got \[5, 256, 256\]"),
+        ("fp8", "weight_scale", lambda t: t[:1], r"weight_scale must be \[5, 2, 3\], got \[1, 2, 3\]"),
+        ("fp8", "bias", lambda _: torch.zeros(5, 384), r"bias must be \[5, 256\], got \[5, 384\]"),
+        ("fp8", "bias", lambda _: torch.zeros(5, 256).double(), r"bias must be of .*float32, got torch.float64"),
+        ("fp8", "bias_scale", lambda _: torch.ones(175), r"bias_scale must be \[176\], got \[175\]"),
+        ("fp8", "bias_scale", lambda _: torch.ones(176).bfloat16(), "bias_scale must be of .*float32, got"),
+        ("mxfp8", "rows", lambda t: t.to(torch.float8_e5m2), r"rows must be of .*e4m3fn or torch.uint8, got .*e5"),
+        ("mxfp8", "row_scale", lambda t: t[:3], r"row_scale must be \[6 or more, 3, 512\], got \[3, 3, 512\]"),
+        ("mxfp8", "row_scale", lambda t: t[:, :2], r"row_scale must be \[6 or more, 3, 512\], got \[6, 2, 512\]"),
+        ("mxfp8", "row_scale", lambda t: t.view(torch.int8), "row_scale must be of torch.uint8, got torch.int8"),
+        ("mxfp8", "weight", lambda t: t[..., :256], r"weight must be \[5, 256, 384\], got \[5, 256, 256\]"),
+        ("mxfp8", "weight_scale", lambda t: t[:9], r"weight_scale must be \[10 or more, 3, 512\], got \[9, 3, 512\]"),
+        ("mxfp8", "row_global_scale", lambda _: torch.ones(5), "row_global_scale must be None where numbers are e4m3"),
+        ("mxfp8", "row_range", lambda t: t[0], r"row_range must be \[2, 5\], got \[5\]"),
+        ("mxfp8", "bias", lambda _: torch.ones(5, 384), r"bias must be \[5, 256\], got \[5, 384\]"),
+        ("mxfp8", "group_range", lambda _: torch.ones(5).int(), r"group_range must be \[2, 5\], got \[5\]"),
+        (
+            "nvfp4",
+            "row_global_scale",
+            lambda _: None,
+            r"row_global_scale must be \[5\] where numbers are e2m1, got",
+        ),
+        ("nvfp4", "row_scale", lambda t: t[:, :0], r"row_scale \(of data with two elements in a byte\) must be \[6 or"),
+        (
+            "nvfp4",
+            "weight",
+            lambda t: t[..., :64],
+            r"weight \(of data with two elements in a byte\) must be \[5, 256",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_operands_of_products_are_named(name, what, change, text):
+    p = problem(name, SPLITS[0], WIDTHS[name][0])
+    operands, options = list(p.operands), {**p.options}
+    if what in PLACES:
+        operands[PLACES[what]] = change(operands[PLACES[what]])
+    else:
+        options[what] = change(None)
+    with pytest.raises(ArgumentError, match=text):
+        getattr(twin, p.kernel)(*operands, p.blank(BF16), **options)
+
+
+def test_widths_that_do_not_fit():
+    for name, unit, odd in (("fp8", 16, 40), ("mxfp8", 32, 48)):
+        with pytest.raises(ArgumentError, match=f"contracted features must be a multiple of {unit}, got {odd}"):
+            product(problem(name, (3,), (64, odd)), BF16)
+        with pytest.raises(ArgumentError, match="features of out must be a multiple of 8, got 60"):
+            product(problem(name, (3,), (60, 64)), BF16)
+    p = problem("fp8", (3,), (64, 48))
+    with pytest.raises(ArgumentError, match=r"out must be \[8, 64\], got \[8, 32\]"):
+        grouped_gemm_fp8(*p.operands, p.blank(BF16)[:, :32])
+    bounds, out, data = torch.tensor([0, 3]), torch.zeros(1, 64, 64), torch.zeros(64, 120, dtype=E4M3)
+    for gemm, scale in (
+        (grouped_gemm_wgrad_fp8, torch.ones(1, 64).t()),
+        (grouped_gemm_wgrad_scaled, torch.zeros(1, 1, 512, dtype=torch.uint8)),
+    ):
+        with pytest.raises(ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"):
+            gemm(data, scale, data, scale, bounds, out)
+    q = wgrad_problem("fp8", (9,), (62, 48), exact=True)
+    with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
+        gradient(q, torch.zeros(q.shape))
+    q = wgrad_problem("nvfp4", (3, 4), (64, 64))
+    q.rows_global_scale = torch.ones(3)
+    with pytest.raises(ArgumentError, match=r"rows_global_scale .*must be \[2\], got \[3\]"):
+        gradient(q, torch.zeros(q.shape))
+
+
+@pytest.mark.parametrize("name", ["dout_scale", "rows_scale"])
+def test_scales_of_columns_lie_block_major(name):
+    p = wgrad_problem("fp8", SPLITS[0], WIDTHS["fp8"][1])
+    scale = getattr(p, name)
+    width, num_blocks = scale.shape
+    out = torch.full(p.shape, torch.nan)
+    for wrong, text in (
+        (scale.contiguous(), rf"{name} .* strides \[1, {width}\], got \[{num_blocks}, 1\]"),
+        (torch.cat([scale.t()] * 2, 1)[:, :width].t(), rf"{name} .* strides \[1, {width}\], got \[1, {2 * width}\]"),
+        (scale[:, :-1], rf"{name} must be \[{width}, {num_blocks}\], got"),
+        (scale.double(), f"{name} must be of torch.float32, got torch.float64"),
+    ):
+        setattr(p, name, wrong)
+        with pytest.raises(ArgumentError, match=text):
+            gradient(p, out)
+    assert out.isnan().all()
+    setattr(p, name, scale)
+    assert relative_error(gradient(p, out), p.expected()) <= 2e-6
+    q = wgrad_problem("fp8", (9,), (64, 48), 0, exact=True)  # scales of a single block may be both
+    q.dout_scale, q.rows_scale = q.dout_scale.contiguous(), q.rows_scale.contiguous()
+    assert torch.equal(gradient(q, torch.empty(q.shape)).double(), q.expected())

@@ -1,0 +1,66 @@
+"""The seam between callers and kernels: hooks see every call, in order, until they are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from symmoe import kernels
+from symmoe.kernels import flops, twin  # noqa: F401 - a counter knows only the formulas that are there when it is made
+
+CPU = torch.device("cpu")
+
+
+def splits_of(device: torch.device) -> torch.Tensor:
+    """The row_range of two groups of 3 and 4 rows."""
+    row_range = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    kernels.for_device(device).splits_to_row_range(torch.tensor([3, 4], device=device), row_range, 7)
+    return row_range
+
+
+def test_hooks_stand_in_the_order_in_which_they_came():
+    seen: list[tuple[str, str]] = []
+
+    def hook_of(who: str) -> kernels.select.Hook:
+        def hook(name: str, kernel: Any, /, *args: Any, **options: Any) -> Any:
+            seen.append((who, name))
+            return kernel(*args, **options)
+
+        return hook
+
+    looked_up = kernels.looked_up(CPU)
+    first, second = hook_of("first"), hook_of("second")
+    with kernels.hooked(CPU, first), kernels.hooked(CPU, second):
+        assert splits_of(CPU).tolist() == [[0, 3], [3, 7]]
+        assert looked_up().__all__ == twin.__all__
+        assert kernels.has_hook(CPU, first)
+    assert seen == [("second", "splits_to_row_range"), ("first", "splits_to_row_range")]
+    assert kernels.for_device(CPU) is looked_up() is twin
+    assert not kernels.has_hook(CPU, first)
+
+
+def test_a_hook_is_gone_after_an_error():
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), kernels.hooked(CPU, refuse):
+        splits_of(CPU)
+    assert kernels.for_device(CPU) is twin
+
+
+def test_on_meta_nothing_is_computed():
+    assert splits_of(torch.device("meta")).device.type == "meta"
+    ops = kernels.for_device(torch.device("meta"))
+    assert ops.read_addresses([], CPU, alignment=1, contiguous=True) is None
+
+
+def test_a_mode_and_a_hook_see_the_same_product():
+    seen = []
+    with kernels.hooked(CPU, lambda name, kernel, *args: (seen.append(name), kernel(*args))[1]):
+        with FlopCounterMode(display=False) as counter:
+            kernels.for_device(CPU).router_gemm(torch.ones(5, 3), torch.ones(4, 3), torch.empty(5, 4))
+    assert seen == ["router_gemm"]
+    assert counter.get_total_flops() == 2 * 5 * 3 * 4

@@ -1,0 +1,243 @@
+"""A model whose steps are captured, and what may change in it. On CPUs a function that runs again is its graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from worker import Findings, open_heap
+
+import symmoe
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe.symm_mem.row_budget import RowHistory
+from symmoe.symm_mem.several_nodes import Nodes
+from symmoe.symm_mem.streams import NoStreams
+
+H, I, E, K, T = 16, 24, 8, 3, 200
+
+
+@contextmanager
+def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """In this context calls do what a graph has of them: no host looks for errors. What hosts find out, room and what
+    they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
+    with ExitStack() as patches:
+        for name, value in (("capture", 1), ("raises_at_once", False)):
+            patches.enter_context(mock.patch.object(NoStreams, name, value))
+        patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
+        for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
+            patches.enter_context(mock.patch.object(owner, name, by_host(getattr(owner, name))))
+        yield
+
+
+class HostGraph:
+    """What a CUDA graph does: the function runs once for its memory, and again in every replay, with what the host has
+    found out then."""
+
+    def __init__(self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None]) -> None:
+        self._parameters, self._function = list(model.parameters()), function
+        self._found: list[Any] = []
+        before = [state.clone() for state in states]
+
+        def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given, **options: (self._found.append(method(*given, **options)), self._found[-1])[1]
+
+        with in_a_graph(noting):
+            function()
+        for state, kept in zip(states, before, strict=True):
+            state.copy_(kept)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+
+    def replay(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        found = iter(self._found)
+        with in_a_graph(lambda method: lambda *given, **options: next(found)):
+            self._function()
+        assert list(found) == []
+        for kept, parameter in zip(self._gradients, self._parameters, strict=True):
+            if kept is not None:
+                kept.copy_(parameter.grad)
+
+    def end(self) -> None:
+        self._gradients.clear()
+
+
+def captured_on_host(model: nn.Module, **options: int) -> symmoe.CapturedStep:
+    """The step of make_step, with a stand-in for CUDA graphs."""
+    captured = symmoe.capture_step(make_step(model), model, **options)
+    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+    return captured
+
+
+class Model(nn.Module):
+    """Two layers of experts, and a buffer that every step changes."""
+
+    def __init__(self, heap: SymmetricHeap, **options) -> None:
+        super().__init__()
+        torch.manual_seed(heap.rank)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options)
+        self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
+        # Graphs on GPUs bring the random numbers of eager steps; the stand-in for them on CPUs does not.
+        self.dropout = nn.Dropout(0.1 if heap.device.type == "cuda" else 0.0)
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+        self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64, device=heap.device))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        aux_loss = 0.0
+        for layer in self.layers:
+            y, metrics = layer(x)
+            x, aux_loss = self.activation(x + self.dropout(y)), aux_loss + metrics.aux_loss
+        self.num_tokens += len(x)
+        return x, aux_loss
+
+
+def make_step(model: Model) -> Callable[..., dict[str, torch.Tensor]]:
+    def step(batch: list[torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
+        losses = []
+        for x in batch:  # micro-batches
+            y, aux_loss = model(x)
+            loss = scale * y.float().square().mean() + aux_loss
+            loss.backward()
+            losses.append(loss)
+        return {"loss": torch.stack(losses).mean()}
+
+    return step
+
+
+def batches(rank: int, count: int):
+    """Two micro-batches of each step, of fewer tokens on later ranks; tokens of every fourth step are alike, so few
+    experts get them all."""
+    for number in range(count):
+        own = torch.Generator().manual_seed(1000 * number + rank)
+        batch = [torch.randn(T - 7 * rank, H, generator=own) for _ in range(2)]
+        yield [x[:1] + 0.01 * x for x in batch] if number % 4 == 3 else batch
+
+
+def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
+    loads = [layer.router.step_load for layer in model.layers]
+    return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
+
+
+def check_exact(
+    rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None
+) -> tuple[int, int, int, list[str]]:
+    findings = Findings()
+    with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
+        torch.use_deterministic_algorithms(False)
+        model, plain = Model(heap), Model(heap)
+        plain.load_state_dict(model.state_dict())
+        captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
+        if device == "cpu":
+            states = captured.modules.states()
+            captured.make_graph = lambda function, heaps: HostGraph(model, states, function)
+        for number, batch in enumerate(batches(rank, count)):
+            batch = [x.to(heap.device) for x in batch]
+            torch.manual_seed(number)
+            found = captured(batch, scale=0.5)["loss"]
+            plain.zero_grad()
+            torch.manual_seed(number)
+            wanted = eager(batch, scale=0.5)["loss"]
+            pairs = zip(results(model, found), results(plain, wanted), strict=True)
+            same = [torch.equal(a, b) for a, b in pairs]
+            findings.check(all(same), f"rank {rank}, step {number}: {same}")
+        captured.close()
+        model.zero_grad()
+        plain.zero_grad()
+        del found, wanted, pairs
+        findings.check(heap.memory.graph_bytes == 0, f"graphs hold {heap.memory.graph_bytes} bytes")
+        findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
+        return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+    scale: float = 1.0
+
+
+def double(module: nn.Module, args: object, outputs: tuple) -> tuple:
+    return 2 * outputs[0], outputs[1]
+
+
+def new_experts(layer: MoELayer) -> None:
+    experts = GroupedMLP(layer.experts.num_groups, H, I, device=layer.heap.device)
+    experts.load_state_dict({name: 2 * tensor for name, tensor in layer.experts.state_dict().items()})
+    layer.set_experts(experts)
+
+
+def other_memory(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 2
+
+
+def other_load(router: nn.Module) -> None:
+    router.step_load = router.step_load.clone()
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "nothing": lambda model: None,
+    "unfrozen": lambda model: model.requires_grad_(True),
+    "memory of a parameter": lambda model: other_memory(model.layers[1].experts.fc1.weight),
+    "memory of a buffer": lambda model: other_memory(model.num_tokens),
+    "a tensor of a module": lambda model: other_load(model.layers[0].router),
+    "a number of a module": lambda model: setattr(model.dropout, "p", 1.0),
+    "an object of a module": lambda model: setattr(model, "activation", torch.relu),
+    "mode": lambda model: model.eval(),
+    "forward hook": lambda model: model.layers[0].register_forward_hook(double),
+    "gradient hook": lambda model: model.layers[0].router.weight.register_hook(lambda gradient: 3 * gradient),
+    "experts": lambda model: new_experts(model.layers[0]),
+    "frozen": lambda model: model.layers[1].requires_grad_(False),
+}
+
+
+@contextmanager
+def deterministic(_: str) -> Iterator[None]:
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
+AROUND: dict[str, Callable[[str], Any]] = {
+    "autocast": lambda device: torch.autocast(device, torch.bfloat16),
+    "autocast in fp16": lambda device: torch.autocast(device, torch.float16),
+    "deterministic": deterministic,
+}
+
+
+def check_changes(rank: int, num_ranks: int, device: str) -> list[str]:
+    """After each change the step is captured once more, and has the bits of an eager one."""
+    findings = Findings()
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        model, plain = Model(heap), Model(heap)
+        plain.load_state_dict(model.state_dict())
+        for either in (model, plain):
+            either.layers[0].experts.requires_grad_(False)
+        captured, eager = symmoe.capture_step(make_step(model), model, num_eager=1), make_step(plain)
+        if device == "cpu":
+            captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+        x, num_captures = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device), 0
+        for name in (*CHANGES, *AROUND):
+            findings.where = f"{name}, rank {rank}"
+            for either in (model, plain):
+                CHANGES.get(name, CHANGES["nothing"])(either)
+            for number in range(3):
+                plain.zero_grad()
+                with AROUND.get(name, nullcontext)(device):
+                    torch.manual_seed(number)
+                    found = captured([x], scale=0.5)["loss"]
+                    torch.manual_seed(number)
+                    wanted = eager([x], scale=0.5)["loss"]
+                pairs = zip(results(model, found), results(plain, wanted), strict=True)
+                same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs]
+                findings.check(all(same), f"call {number}: {same}")
+            num_captures += 1
+            findings.equal("captures", captured.num_captures, num_captures)
+        findings.equal("repeated", captured.num_repeated, 0)
+        captured.close()
+    return findings.texts

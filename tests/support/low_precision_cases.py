@@ -1,0 +1,102 @@
+"""Recipes, the numbers that they make, sizes and cases that tests of layers in low precision share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import low_precision_oracle as oracle
+import pytest
+import torch
+from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear, used, used_values
+from row_ranges import whole_groups
+
+from symmoe import GroupedMLP, ScaledSwiGLU
+from symmoe.kernels import for_device
+from symmoe.precision import MXFP8, NVFP4, Float8Block
+
+RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
+
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+
+
+# Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
+SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
+
+
+SMALL = Sizes(splits=(9, 0, 1, 14), lead=(7, 4), hidden=160, ffn=96)
+
+
+TINY = Sizes(splits=(3, 0, 2, 4), lead=(3, 4), hidden=64, ffn=32)
+
+
+OUT = 96  # columns of a single linear layer
+
+
+NUMBERS = {
+    Float8Block(): oracle.Numbers(*oracle.E4M3_BLOCK),
+    Float8Block(power_of_two=True): oracle.Numbers(*oracle.E4M3_POWERS),
+    MXFP8(): oracle.Numbers(*oracle.E4M3_MX),
+    NVFP4(stochastic_gradients=False): oracle.Numbers(*oracle.E2M1, signs=0x9A5C),
+    NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),
+}
+
+
+# Of a product of two operands whose elements have independent errors of 2.8 % and 11.5 % (E4M3 and E2M1, numbers from a
+# normal distribution, test_precision.py): the root of two of them. Stochastic rounding doubles the variance.
+ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
+
+
+TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
+
+
+def rows_of_groups(tensor: torch.Tensor, name: str, sizes: Sizes = SIZES) -> torch.Tensor:
+    if name in ("y", "d_x"):
+        return used(tensor, sizes)
+    return used_values(tensor, sizes) if name == "d_scale" else tensor
+
+
+def check_bias_gradients(recipe, way: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Of GroupedLinear, with and without a scale, and of both layers of GroupedMLP."""
+    case = Case(dtype=dtype, buffers=(), delayed=way == "delayed")
+    sizes = replace(SIZES, splits=(333, 0, 1, 25), lead=(40, 9))
+    inputs = make_inputs(case, sizes=sizes, device=device)
+    ops, row_range = for_device(inputs.x.device), whole_groups(sizes.splits, device)
+
+    def sums(d_y, scale=None):
+        dbias = inputs.b1.new_empty(sizes.num_groups, d_y.shape[1])
+        ops.grouped_bias_grad(d_y.contiguous(), row_range, dbias, scale=scale)
+        return dbias
+
+    def layer(weight, bias):
+        made = make_linear(case, weight, bias, precision=recipe, weights="packed" if way == "packed" else "discrete")
+        for parameter in made.weight_parameters() if way == "scattered" else ():
+            parameter.data = parameter.data.clone()
+        return made
+
+    x = inputs.x.clone().requires_grad_()
+    for scale in (None, inputs.scale):
+        fc2 = layer(inputs.w2.mT.contiguous(), inputs.b1[:, : sizes.ffn].contiguous())
+        d_y = inputs.d_y[:, : sizes.ffn].contiguous()
+        fc2(x, inputs.splits, bias_scale=scale).backward(d_y)
+        assert_same_bits(fc2.bias.grad, sums(d_y, scale))
+    mlp = GroupedMLP(sizes.num_groups, sizes.hidden, sizes.ffn, device=device)
+    mlp.fc1, mlp.fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
+    mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
+    assert_same_bits(mlp.fc2.bias.grad, sums(inputs.d_y, inputs.scale))
+    # FC1's: out of three modules, the first of which gets the gradient of h.
+    fc1, fc2 = layer(inputs.w1, inputs.b1), layer(inputs.w2, inputs.b2)
+    h = fc1(x, inputs.splits)
+    h.retain_grad()
+    fc2(ScaledSwiGLU()(h, inputs.scale), inputs.splits, bias_scale=inputs.scale).backward(inputs.d_y)
+    for found in (fc1, mlp.fc1):
+        assert_same_bits(found.bias.grad, sums(h.grad))
+
+
+CASES = [  # every pair of two options
+    Case(dtype, is_nd=bias != delayed, bias=bias, buffers=buffers, main_grad=main_grad, delayed=delayed)
+    for (dtype, buffers), bias, main_grad, delayed in product(
+        zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
+    )
+]

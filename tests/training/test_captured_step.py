@@ -1,0 +1,424 @@
+"""Captured steps: exact whatever the routing does. On CPUs a function that runs again takes the place of a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from captured_cases import (
+    Batch,
+    H,
+    HostGraph,
+    I,
+    Model,
+    batches,
+    captured_on_host,
+    check_changes,
+    check_exact,
+    make_step,
+    other_memory,
+)
+from torch import nn
+from torch.utils._pytree import register_pytree_node
+from worker import open_heap
+
+import symmoe
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import ArgumentError, ExpertIdError, HeapPoisoned
+from symmoe.training.captured_step import CapturedStep
+from symmoe.training.step_kind import Tree
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"),
+    [
+        pytest.param(1, None, id="1", marks=pytest.mark.slow),
+        pytest.param(2, None, id="2"),
+        pytest.param(2, 1, id="2 x 1"),
+        pytest.param(4, 2, id="2 x 2", marks=pytest.mark.slow),
+    ],
+)
+def test_every_step_is_exact(cluster, num_ranks, ranks_per_node):
+    found = cluster(num_ranks).run(check_exact, "cpu", 14, ranks_per_node)
+    assert [text for *_, texts in found for text in texts] == []
+    assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
+    num_replays, num_repeated, num_captures, _ = found[0]
+    assert num_replays >= 6
+    assert num_replays + num_repeated == 12
+    assert num_captures <= num_repeated + 1
+    if num_ranks > 1:
+        assert num_repeated >= 1
+
+
+def train(rank: int, num_ranks: int, ranks_per_node: int | None, room: float | None) -> tuple[tuple[int, ...], list]:
+    """Steps with given routings: counts of a captured step, or no counts, and of each step its tensors or its error.
+
+    In step 3 all tokens go to the last rank, in step 5 the first one has an id that is out of range.
+    """
+    generator = torch.Generator().manual_seed(num_ranks)
+    num_tokens, found = (24, 5, 0, 17)[rank], []
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        num_experts = 2 * num_ranks
+        sizes = {"hidden": H, "ffn": I, "num_experts": num_experts, "top_k": 2}
+        model = nn.ModuleList([nn.Linear(H, H), MoELayer(MoEConfig(**sizes, order="slot", router="none"), heap)])
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.01 * rank)
+
+        def step(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            y, _ = model[1](model[0](x), topk_idx=ids, probs=torch.full(ids.shape, 0.5))
+            y.square().sum().backward()
+            return y
+
+        captured: CapturedStep = symmoe.capture_step(step, model, room=room or 1.0, num_eager=2)
+        if room is not None:
+            captured.make_graph = lambda function, heaps: HostGraph(model, [], function)
+        for number in range(10):
+            slots = torch.arange(2 * num_tokens).view(-1, 2)
+            ids = (slots + number) % num_experts
+            if number == 3:
+                ids = slots % 2 + num_experts - 2
+            if number == 5 and rank == 0:
+                ids[3, 1] = num_experts
+            x = torch.randn((num_tokens, H), generator=torch.Generator().manual_seed(10 * number + rank))
+            try:
+                y = captured(x, ids)
+                found.append([y, *(parameter.grad.clone() for parameter in model.parameters())])
+                del y
+            except ExpertIdError as error:
+                found.append(str(error))
+        captured.close()
+        assert heap.leased_bytes == 0
+        return (captured.num_replays, captured.num_repeated, captured.num_captures), found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [pytest.param(2, 1, id="2 x 1"), pytest.param(4, 2, id="2 x 2")]
+)
+def test_steps_between_nodes_have_the_bits_of_eager_ones_on_one_node(cluster, num_ranks, ranks_per_node):
+    """Also one that has too little room on one rank of one node, and those after an error."""
+    by_rank = cluster(num_ranks).run(train, ranks_per_node, 1.5)
+    for (counts, found), (_, wanted) in zip(by_rank, cluster(num_ranks).run(train, None, None), strict=True):
+        assert counts == (4, 1, 2)
+        assert found[5] == wanted[5]
+        assert "rank 0" in found[5]
+        for number in (0, 1, 2, 3, 4, 6, 7, 8, 9):
+            assert all(map(torch.equal, found[number], wanted[number])), number
+        assert all(float(gradient.abs().sum()) > 0 for gradient in by_rank[0][1][9])
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        yield Model(heap)
+
+
+def test_on_cpus_every_call_is_eager(model):
+    captured = symmoe.capture_step(make_step(model), model)
+    for batch in batches(0, 5):
+        captured(batch, scale=1.0)
+    assert (captured.num_replays, captured.num_captures) == (0, 0)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_inputs_of_other_shapes_are_captured_apart(model):
+    captured = captured_on_host(model, num_eager=1)
+    for num_tokens in (5, 5, 9, 9, 5, 9):
+        captured([torch.ones(num_tokens, H)], scale=1.0)
+    assert captured.num_captures == 2
+    captured([torch.ones(5, H)], scale=2.0)  # another constant: another step
+    assert captured.num_captures == 2
+    captured([torch.ones(5, H)], scale=2.0)
+    assert captured.num_captures == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"room": 0.9}, r"room \(0.9\) must be at least 1"), ({"num_eager": 0}, r"num_eager \(0\) must be at least 1")],
+)
+def test_numbers_out_of_range(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        symmoe.capture_step(lambda: None, nn.Linear(2, 2), **options)
+
+
+def test_a_layer_that_was_not_called_before(model):
+    switch = []
+    captured: CapturedStep = symmoe.capture_step(lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1)
+    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+    captured(torch.ones(3, H))
+    switch.append(True)
+    with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
+        captured(torch.ones(3, H))
+    assert model.layers[0].heap.captured_reports is None
+
+
+def test_nothing_is_replayed_on_a_heap_on_which_nothing_works(model):
+    captured = captured_on_host(model, num_eager=1)
+    for _ in range(2):
+        captured([torch.ones(3, H)], scale=1.0)
+    model.layers[0].heap.abort("enough")
+    with mock.patch.object(HostGraph, "replay") as replay, pytest.raises(HeapPoisoned, match="enough"):
+        captured([torch.ones(3, H)], scale=1.0)
+    assert not replay.called
+
+
+def test_what_could_not_be_taken_back_is_refused(model):
+    for option in ("accumulate_into_main_grad", "delay_wgrad"):
+        fc2 = model.layers[1].experts.fc2
+        setattr(fc2, option, True)
+        with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False"):
+            symmoe.capture_step(make_step(model), model)
+        setattr(fc2, option, False)
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
+        both = nn.ModuleList([model, Model(other)])
+        with pytest.raises(ArgumentError, match="layers on several heaps"):
+            symmoe.capture_step(make_step(model), both)
+
+
+# -- what decides a step -----------------------------------------------------------------------------------------------
+
+
+def test_what_decides_a_step_is_captured_apart(cluster):
+    assert cluster(2).run(check_changes, "cpu") == [[], []]
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("x", "y")
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Attributes(dict):
+    """A dict whose values are attributes, as ModelOutput of transformers is."""
+
+    def __init__(self, **values: object) -> None:
+        super().__init__(**values)
+        self.__dict__.update(values)
+
+
+class Registered:
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+register_pytree_node(Registered, lambda node: ([node.x, node.y], "xy"), lambda parts, _: Registered(*parts))
+BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "list": (lambda x, y: [x, [y]], lambda batch: (batch[0], batch[1][0])),
+    "tuple": (lambda x, y: (x, y), tuple),
+    "NamedTuple": (Pair, tuple),
+    "dict": (lambda x, y: {"x": x, 1: y}, lambda batch: tuple(batch.values())),
+    "OrderedDict": (lambda x, y: OrderedDict(x=x, y=y), lambda batch: tuple(batch.values())),
+    "defaultdict": (lambda x, y: defaultdict(list, x=x, y=y), lambda batch: tuple(batch.values())),
+    "attributes of a dict": (lambda x, y: Attributes(x=x, y=y), lambda batch: (batch.x, batch["y"])),
+    "dataclass": (Batch, lambda batch: (batch.x, batch.scale * batch.y)),
+    "slots": (Slots, lambda batch: (batch.x, batch.y)),
+    "namespace": (lambda x, y: SimpleNamespace(x=x, y=y), lambda batch: (batch.x, batch.y)),
+    "registered": (Registered, lambda batch: (batch.x, batch.y)),
+    "nested": (lambda x, y: {"a": [Batch(x, (y,))]}, lambda batch: (batch["a"][0].x, batch["a"][0].y[0])),
+    "slice": (lambda x, y: (x, y, slice(0, 2)), lambda batch: (batch[0][batch[2]], batch[1][batch[2]])),
+    "others": (lambda x, y: (x, y, None, torch.int8, 1 + 2j, np.float32(1)), lambda batch: batch[:2]),
+}
+
+
+def captured_linear(step: Callable[..., Any], **options) -> tuple[CapturedStep, nn.Linear]:
+    """A captured step of `step(linear, *arguments)`, with a stand-in for its graph."""
+    linear = nn.Linear(2, 2)
+    captured: CapturedStep = symmoe.capture_step(lambda batch: step(linear, batch), linear, num_eager=1, **options)
+    captured.make_graph = lambda function, heaps: HostGraph(linear, [], function)
+    return captured, linear
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_arguments_and_results_of_all_kinds(kind: str):
+    """A replay reads the tensors that it is given, and what it returns stays."""
+    make, tensors_of = BATCHES[kind]
+
+    def step(linear: nn.Linear, batch: Any) -> Any:
+        x, y = tensors_of(batch)
+        return make(linear(x).sum(0), (x * y).sum(0))
+
+    captured, linear = captured_linear(step)
+    found, wanted = [], []
+    for number in range(1, 5):
+        x, y = torch.full((3, 2), float(number)), torch.full((3, 2), number / 2)
+        found.append(tensors_of(captured(make(x, y))))
+        x, y = tensors_of(make(x, y))
+        wanted.append((linear(x).sum(0).detach(), (x * y).sum(0)))
+    assert all(map(torch.equal, sum(map(tuple, found), ()), sum(wanted, ())))
+    assert (captured.num_captures, captured.num_replays) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({1, 2}, r"batch\.y \(set\) cannot be captured"),
+        (np.zeros(3), r"batch\.y \(ndarray\) cannot be captured: .* \(torch\.from_numpy makes them"),
+        (object(), r"batch\.y \(object\) cannot be captured"),
+        ([len], r"batch\.y\[0\] \(builtin_function_or_method\) cannot be captured"),
+        ({"a": nn.Linear(1, 1)}, r"batch\.y\['a'\] \(Linear\) cannot be captured"),
+        ({object(): 1}, r"batch\.y \(dict\) cannot be captured"),
+        (Batch(torch.ones(2), torch.ones(2, requires_grad=True)), r"batch\.y\.y \[2\] requires a gradient"),
+        (torch.ones(2).to_sparse(), r"batch\.y \(torch\.sparse_coo\) must be a strided tensor"),
+    ],
+    ids=["set", "array", "object", "function", "module", "key", "gradient", "sparse"],
+)
+def test_what_is_not_understood_is_refused_by_name(argument: object, text: str):
+    captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
+    for _ in range(3):
+        with pytest.raises(ArgumentError, match=text):
+            captured(Batch(torch.ones(3, 2), argument))
+    assert captured(Batch(torch.ones(3, 2), torch.ones(2))).dim() == 0
+
+
+def test_a_result_that_is_not_understood_is_refused_by_name():
+    captured, _ = captured_linear(lambda linear, batch: {"loss": linear(batch).sum(), "x": {1}})
+    with pytest.raises(ArgumentError, match=r"result\['x'\] \(set\) cannot be captured"):
+        captured(torch.ones(3, 2))
+
+
+def test_constants_and_tensors_given_twice_decide_a_step():
+    captured, _ = captured_linear(lambda linear, batch: batch[0] * batch[1])
+    x, y = torch.ones(2), torch.full((2,), 2.0)
+    for batch, wanted in (((x, 0.0), 0.0), ((x, -0.0), -0.0), ((x, float("nan")), None), ((x, x), 1.0), ((x, y), 2.0)):
+        before = captured.num_captures
+        for _ in range(3):
+            found = captured(batch)
+            assert wanted is None or (found.tolist() == [wanted] * 2 and str(found[0].item()) == str(wanted))
+        assert captured.num_captures == before + 1
+
+
+def test_numbers_on_the_cpu_and_tensors_elsewhere():
+    """Of arguments for a model on a GPU: a graph would have numbers on the CPU as they were, and read nothing else."""
+    gpu = torch.device("cuda", 0)
+    one, other = (Tree({"scale": torch.tensor(number)}, gpu) for number in (1.0, 2.0))
+    assert one.kind != other.kind
+    assert one.kind == Tree({"scale": torch.tensor(1.0)}, gpu).kind
+    assert one.tensors == []
+    assert float(one.with_tensors([])["scale"]) == 1.0
+    with pytest.raises(ArgumentError, match=r"lengths\[1\] \[3\] is on cpu, the model on cuda:0: .* move it there"):
+        Tree({"lengths": (1, torch.ones(3))}, gpu)
+
+
+def test_arguments_do_not_stay_alive():
+    captured, _ = captured_linear(lambda linear, batch: linear(batch.x).sum())
+    found = []
+    for _ in range(4):
+        batch = Batch(torch.ones(3, 2), torch.ones(2))
+        found += [weakref.ref(batch), weakref.ref(batch.x), weakref.ref(batch.y)]
+        captured(batch)
+    del batch
+    gc.collect()
+    assert [reference() for reference in found] == [None] * len(found)
+    assert captured.num_replays == 3
+
+
+def call_often(captured: CapturedStep) -> None:
+    for _ in range(4):
+        captured(torch.ones(3, 2))
+
+
+def replace_buffer(linear: nn.Linear, x: torch.Tensor) -> None:
+    linear.register_buffer("seen", x.sum())
+
+
+def write_parameter(linear: nn.Linear, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        linear.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda linear, x: x.mul_(2), r"the step writes into batch \[3, 2\]"),
+        (write_parameter, r"the step writes into weight \[2, 2\]"),
+        (replace_buffer, r"the step replaces \['seen'\] of modules in every call"),
+    ],
+    ids=["argument", "parameter", "buffer"],
+)
+def test_what_a_replay_would_not_do_is_refused(change: Callable[..., None], text: str):
+    captured, _ = captured_linear(lambda linear, batch: (change(linear, batch), linear(batch).sum())[1])
+    with pytest.raises(ArgumentError, match=text):
+        call_often(captured)
+    assert captured.num_replays == 0
+
+
+def test_attributes_that_the_step_itself_sets_are_warned_of():
+    def step(linear: nn.Linear, batch: torch.Tensor) -> torch.Tensor:
+        linear.num_calls, linear.last = linear.num_calls + 1, batch
+        return linear(batch).sum()
+
+    captured, linear = captured_linear(step)
+    linear.num_calls, linear.last = 0, torch.zeros(1)
+    with pytest.warns(UserWarning, match=r"the step sets \['last', 'num_calls'\] of modules") as warned:
+        call_often(captured)
+    assert len(warned) == 1
+    assert (captured.num_captures, captured.num_replays) == (1, 3)
+
+
+def test_modes_that_take_turns_are_captured_once():
+    captured, linear = captured_linear(lambda linear, batch: linear(batch).sum())
+    for turn in range(6):
+        linear.train(turn % 2 == 0)
+        captured(torch.ones(3, 2))
+    assert (captured.num_captures, captured.num_replays) == (2, 4)
+
+
+def test_memory_that_moves_after_an_error(model):
+    """Then no heap knows how many rows calls need: the step is not captured before eager calls have said so."""
+    captured = captured_on_host(model, num_eager=1)
+    for batch in ([torch.ones(3, H)], [torch.ones(3, H)], [torch.ones(3, H), {1}]):
+        with pytest.raises(ArgumentError, match="set") if len(batch) == 2 else nullcontext():
+            captured(batch, scale=1.0)
+    other_memory(model.layers[0].experts.fc1.weight)
+    for _ in range(2):
+        captured([torch.ones(3, H)], scale=1.0)
+    assert (captured.num_captures, captured.num_replays) == (2, 2)
+
+
+def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
+    captured = captured_on_host(model, num_eager=1)
+    for _ in range(2):
+        captured([torch.ones(3, H)], scale=1.0)
+    model.layers[0].experts.fc1.delay_wgrad = True
+    captured([torch.ones(3, H)], scale=1.0)  # eager, and so right
+    with pytest.raises(ArgumentError, match=r"delay_wgrad \(True\) must be False"):
+        captured([torch.ones(3, H)], scale=1.0)
+
+
+def refuse_on(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> list[str]:
+    """The errors of calls of which the second and the fifth have an argument that some ranks refuse."""
+    found = []
+    with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
+        model = Model(heap)
+        captured = captured_on_host(model, num_eager=2)
+        for number in range(6):
+            batch: Any = [torch.ones(5, H)]
+            if number in (1, 4) and rank in culprits:
+                batch = [torch.ones(5, H), {1}]
+            try:
+                captured(batch, scale=1.0)
+                found.append("")
+            except ArgumentError as error:
+                found.append(str(error).split(": ")[-2])
+        captured.close()
+    return found
+
+
+@pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)])
+def test_what_one_rank_refuses_all_do(cluster, culprits: tuple[int, ...]):
+    text = "batch[1] (set) cannot be captured"
+    for found in cluster(2).run(refuse_on, culprits):
+        assert found == ["", text, "", "", text, ""]
