@@ -403,7 +403,11 @@ def _fill(
 
 @recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
 def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
-    return PlanIntegers(storage, plan_layout(*sizes)[1])
+    """A plan's integers with all of their views, which its kernels will need."""
+    integers = PlanIntegers(storage, plan_layout(*sizes)[1])
+    for name, (first, numel, shape) in integers.layout.items():
+        vars(integers)[name] = storage[first : first + numel].view(shape)
+    return integers
 
 
 def _find_problem(

@@ -38,7 +38,7 @@ from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout, rounded_up
+from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
@@ -171,6 +171,12 @@ def _overlap(
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
     return overlap_of(schedule, sizes, x.device, experts.precision)
+
+
+def rounded_up(number: int) -> int:
+    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True)

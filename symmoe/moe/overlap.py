@@ -385,9 +385,3 @@ def overlap_of(schedule: str, sizes: Sizes, device: torch.device, precision: Rec
         chosen = overlap(sizes, num_sms, rates_of(gpu_of(device), precision))
     # Where GEMMs take no parts, they begin when all rows are there.
     return chosen if takes_parts(precision) else replace(chosen, dispatch=None, gradient_dispatch=None)
-
-
-def rounded_up(number: int) -> int:
-    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
-    step = 1 << max(0, number.bit_length() - 4)
-    return -(-number // step) * step

@@ -18,7 +18,7 @@ from symmoe.dispatch import nodes
 from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.moe import overlap as formulas
-from symmoe.moe.ep_step import expert_parallel_mlp
+from symmoe.moe.ep_step import expert_parallel_mlp, rounded_up
 from symmoe.moe.overlap import (
     H100,
     H200,
@@ -359,7 +359,7 @@ def test_numbers_that_are_multiplied_do_not_change_a_gpus_memory():
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])
 def test_numbers_near_each_other_are_cut_alike(number: int):
-    rounded = formulas.rounded_up(number)
+    rounded = rounded_up(number)
     assert number <= rounded <= 1.125 * number
-    assert rounded == formulas.rounded_up(rounded)
-    assert len({formulas.rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
+    assert rounded == rounded_up(rounded)
+    assert len({rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
