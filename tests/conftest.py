@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from cluster import Cluster
+from shared_memory import left_in_shared_memory, shared_memory
 
 if TYPE_CHECKING:
     from symmoe import SymmetricHeap
-
-_SHARED_MEMORY = Path("/dev/shm")
-
 
 # Files that take longest, the longest first. With `--dist loadfile`, a worker that gets one of them last works alone
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
@@ -148,28 +143,3 @@ def inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def shared_memory_before() -> frozenset[str]:
     """Names in /dev/shm when the test started."""
     return shared_memory()
-
-
-def shared_memory() -> frozenset[str]:
-    """Names in /dev/shm."""
-    return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset()
-
-
-def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 60.0) -> set[str]:
-    """Names in /dev/shm that are new and that no process uses: other jobs of this machine have theirs mapped."""
-    deadline = time.monotonic() + wait_s
-    while new := shared_memory() - before:
-        in_use = "".join(_maps_of_all_processes())
-        left = {name for name in new if f"/dev/shm/{name}" not in in_use}
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.1)
-    return set()
-
-
-def _maps_of_all_processes() -> Iterator[str]:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            yield maps.read_text(errors="replace")
-        except OSError:
-            continue  # it has ended, or is not ours

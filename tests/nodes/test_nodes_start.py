@@ -18,10 +18,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
 from node_calls import Ready, connections, refuses
 from relay import _ADDRESS, _Publishing
+from shared_memory import left_in_shared_memory
 
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable

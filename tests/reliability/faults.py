@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import left_in_shared_memory, shared_memory
 from heap_calls import round_trip
+from shared_memory import left_in_shared_memory, shared_memory
 
 from reliability.delays import before_steps
 from reliability.launch import Job, JobFailure, Launcher

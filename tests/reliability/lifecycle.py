@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from conftest import left_in_shared_memory, shared_memory
 from heap_calls import round_trip
+from shared_memory import left_in_shared_memory, shared_memory
 
 from reliability.launch import JobFailure, Launcher
 from reliability.step import num_arenas_mapped, num_open_files

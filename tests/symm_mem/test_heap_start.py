@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import left_in_shared_memory
 from heap_calls import outcome, round_trip
 from limits import PROMPT_S
+from shared_memory import left_in_shared_memory
 from worker import Findings
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from doctor_cases import NVLINK, QUERY, TOPOLOGY, TORCH, wrong
 from limits import PROMPT_S
 from node_calls import refuses  # noqa: F401 - found by its name
-from test_doctor_findings import NVLINK, QUERY, TOPOLOGY, TORCH, wrong
 from torchrun_nodes import nodes, run
 
 from symmoe.cli import main
