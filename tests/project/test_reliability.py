@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from limits import HANG_S
+from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
 from reliability import command, faults, fuzz, lifecycle, litmus, mutations
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
@@ -188,27 +189,10 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
-def sleep_on_the_last_rank(rank: int, num_ranks: int) -> Iterator[str]:
-    yield "here"
-    if rank == num_ranks - 1:
-        time.sleep(3600.0)
-    yield "there"
-
-
-def raise_on_the_last_rank(rank: int, num_ranks: int) -> Iterator[str]:
-    if rank == num_ranks - 1:
-        raise ZeroDivisionError("on purpose")
-    yield "fine"
-
-
-def yield_pid(rank: int, num_ranks: int) -> Iterator[int]:
-    yield os.getpid()
-
-
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with launcher.start(2, "cpu") as job:
-        job.run(yield_pid, deadline_s=HANG_S)  # imports this module
+        job.run(yield_pid, deadline_s=HANG_S)  # imports its module
         with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught:
             list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
     assert "in sleep_on_the_last_rank" in str(caught.value)
