@@ -1,9 +1,15 @@
 """Run by test_litmus.py in a process with TRITON_INTERPRET=1: the litmus test's kernels, without time and waiting."""
 
+import sys
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
 from interpreter import spare_the_interpreter
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 from reliability import litmus_kernels
 from reliability.litmus_kernels import GpuWords
 

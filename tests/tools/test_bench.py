@@ -152,12 +152,15 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
-    """The twin of that name leaves its result in `argument` with one column (of a map: one element) changed."""
+    """The twin of that name leaves its result in `argument`, or in an attribute of it, with one column changed."""
     kernel = getattr(twin, name)
 
     def spoiled(*args, **kwargs):
         result = kernel(*args, **kwargs)
-        changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[argument]
+        first, *rest = argument.split(".")
+        changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[first]
+        for name in rest:
+            changed = getattr(changed, name)
         changed[..., 0] += 1
         return result
 
@@ -189,7 +192,7 @@ def test_the_command_of_the_package_measures_steps_and_the_layer(tmp_path: Path)
         ("pull_rows", "out", "combine"),
         ("sum_home", "out", "combine"),
         ("pull_values", "out", "combine"),
-        ("assign_rows", "slot_to_row", "plan"),
+        ("assign_rows", "plan.slot_to_row", "plan"),
         ("grouped_gemm", "out", "overhead"),
         ("copy_host_to_device", "destination", "overhead"),
         ("swizzle_scales", "swizzled", "overhead"),
