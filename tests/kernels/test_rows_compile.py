@@ -92,7 +92,8 @@ def test_rows_move_in_16_byte_accesses(launches, shape, dtype):
     # With one slot per token there are no secondary rows, with one rank no tokens of peers.
     assert len(launches) == 4 + (num_ranks > 1) + (num_ranks > 1 and top_k > 1)
     for launch in launches:
-        ptx = check(launches, launch.name).ptx
+        # Of 64 ranks and 32 experts of a token one program per multiprocessor less.
+        ptx = check(launches, launch.name, 144 if shape == "largest" else 128).ptx
         assert "ld.global.v4.b32" in ptx
         for line in ptx.splitlines():
             if re.search(r"\bst\.global", line):

@@ -15,23 +15,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 42_900),
-    "tests": (42_000, 55_700),
+    "symmoe": (36_000, 42_599),
+    "tests": (42_000, 55_600),
     "docs": (4_000, 0),
-    "kernels + tape": (15_000, 16_200),
-    "symm_mem + nodes": (3_900, 5_200),
-    "checks + precision": (1_200, 1_400),
-    "dispatch + combine": (1_500, 1_600),
-    "grouped + moe + training": (6_900, 8_600),
-    "checkpoint + integrations": (3_500, 4_500),
-    "tools + timeline": (2_700, 4_400),
+    "kernels + tape": (15_000, 15_936),
+    "symm_mem + nodes": (3_900, 5_150),
+    "checks + precision": (1_200, 1_392),
+    "dispatch + combine": (1_500, 1_595),
+    "grouped + moe + training": (6_900, 8_575),
+    "checkpoint + integrations": (3_500, 4_493),
+    "tools + timeline": (2_700, 4_384),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
     "functions on the host with more than 8 parameters": (25, 44),
     # a steady step of a layer on two CPU ranks, see test_bounds.py
     "files of a step": (32, 0),
-    "changes of file in forward": (300, 350),
+    "changes of file in forward": (300, 341),
     "frames in forward": (14, 0),
 }
 MOST_PARAMETERS = 8
