@@ -367,8 +367,8 @@ def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule
         wrapper, owner = its_ddp(), its_layer()
         return wrapper if wrapper is not None and owner is not None and owner.replicas.ddp is wrapper else None
 
-    def scale(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient if current() is None else gradient / num_ranks
+    def scale(gradient: torch.Tensor | None) -> torch.Tensor | None:  # None: torch 2.11, of a compiled graph
+        return gradient if gradient is None or current() is None else gradient / num_ranks
 
     def average(parameter: torch.Tensor) -> None:
         wrapper = current()
