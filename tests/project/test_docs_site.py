@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -39,16 +40,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def public_names() -> list[str]:
-    """Everything in an `__all__` of PUBLIC, and every exception, without importing them."""
-    names = []
-    for package in PUBLIC:
-        tree = ast.parse((ROOT / f"symmoe{package}".replace(".", "/") / "__init__.py").read_text())
-        (exported,) = (
-            node.value
-            for node in tree.body
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-        )
-        names += [f"symmoe{package}.{name}" for name in ast.literal_eval(exported)]
+    """Everything in an `__all__` of PUBLIC, and every exception."""
+    modules = [importlib.import_module(f"symmoe{package}") for package in PUBLIC]
+    names = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
     errors = ast.parse((ROOT / "symmoe" / "errors.py").read_text())
     return names + [f"symmoe.errors.{node.name}" for node in errors.body if isinstance(node, ast.ClassDef)]
 
