@@ -405,8 +405,8 @@ def _fill(
 def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
     """A plan's integers with all of their views, which its kernels will need."""
     integers = PlanIntegers(storage, plan_layout(*sizes)[1])
-    for name, (first, numel, shape) in integers.layout.items():
-        vars(integers)[name] = storage[first : first + numel].view(shape)
+    for name in integers.layout:
+        getattr(integers, name)
     return integers
 
 
