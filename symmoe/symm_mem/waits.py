@@ -22,6 +22,7 @@ from symmoe.tape.tape import CallInteger
 ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 _PLAN = control.pack_call(plan=-1)
+_GENERATION = control.pack_call(plan=1)  # the unit of a plan's generation in a call
 BARRIER = -1  # stands for all peers
 NUM_CALLS = 64
 Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
@@ -222,7 +223,7 @@ class Waits:
 
     def _note_barrier(self, call: int, generation: int, fault: bool) -> tuple[int | None, int]:
         """Notes a barrier that is about to be launched; its bound, and the call with the plan's generation."""
-        call |= control.pack_call(plan=generation)
+        call |= generation * _GENERATION & _PLAN
         self.flight.launched(call)
         return self._timeout_ns(self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)), call
 
