@@ -105,15 +105,15 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
         launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a),
     ]
     assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe, _ in calls] == [(H // 256, False), (I // 256, True)]
-    launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, h, a, SWIGLU)
+    launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, (h, a), SWIGLU)
     for i, dscale in itertools.product((None, index), (None, scale)):
-        arguments = (rows, w2, row_range, h, scale, h, a, dscale, sums, SWIGLU)
-        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
+        arguments = (rows, i), w2, row_range, (h, scale), (h, a, dscale, None), sums, SWIGLU
+        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments)
         assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
     pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
     assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
-    for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
-        gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1, num_sms=5, **others)
+    for left, right, accumulate in (((h, index), rows, False), (h, (rows, index), False), (h, rows, True)):
+        gpu_gemm.grouped_gemm_wgrad(left, right, row_range, w1, accumulate=accumulate, num_sms=5)
     gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1.float(), num_sms=5)
     assert [launch.name for launch in launches] == ["grouped_gemm_wgrad_kernel"] * 4
 
