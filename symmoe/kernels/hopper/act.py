@@ -278,8 +278,7 @@ def hopper_act_kernel(
 
 @fast_launch
 @gluon.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_index", "row_range", "row_scale", "scale_sums"],
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_index", "row_range", "row_scale", "scale_sums"]
 )
 def hopper_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering

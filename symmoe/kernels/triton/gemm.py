@@ -255,16 +255,7 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 
 
 @triton.jit
-def add_tile(
-    acc,
-    out,
-    row,
-    end,
-    first_column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out [., WIDTH] += acc [ROWS, COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
     parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)

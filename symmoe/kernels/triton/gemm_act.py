@@ -184,15 +184,7 @@ def grouped_gemm_act_kernel(
 
 @triton.jit
 def store_column_sums(
-    sums,
-    gate,
-    up,
-    row,
-    end,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    sums, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Sums of rounded dh over the rows before `end`, into `sums` [W], a row tile's slot."""
     inside = (row < end)[:, None]
@@ -279,13 +271,7 @@ def grouped_gemm_dact_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale_sums", "row_range", "dscale"])
 def sum_dscale_kernel(
-    scale_sums,
-    row_range,
-    dscale,
-    num_rows,
-    NUM_GROUPS: tl.constexpr,
-    NUM_SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scale_sums, row_range, dscale, num_rows, NUM_GROUPS: tl.constexpr, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dscale from the sums per block of columns, in order; 0 in the tail."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
