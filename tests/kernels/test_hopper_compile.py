@@ -77,13 +77,6 @@ def test_wgrad_multiplies_tiles_of_256_features_and_moves_boxes_of_tma(launches,
     assert ptx.count("cp.async.bulk.tensor.3d.global") == 8
 
 
-def test_wgrad_of_no_rows_needs_no_kernel(launches):
-    empty, out = torch.empty(0, 64), torch.full((2, 64, 64), torch.nan)
-    wgrad.launch_wgrad(empty, empty, torch.zeros(2, 2, dtype=torch.int32), out)
-    assert not launches
-    assert not out.any()
-
-
 def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
     """From the public functions, as on a Hopper GPU."""
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda device, dtype, columns: launchers)

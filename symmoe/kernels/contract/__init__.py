@@ -25,7 +25,8 @@ of results do not depend on the grid of a launch.
 
 from __future__ import annotations
 
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from symmoe.kernels.contract.activation import ActivationKernels
 from symmoe.kernels.contract.gemm import GemmKernels
@@ -38,7 +39,7 @@ from symmoe.kernels.contract.rows import RowKernels
 from symmoe.kernels.contract.sync import SyncKernels
 from symmoe.kernels.contract.wire import WireKernels
 
-__all__ = ["Kernels"]
+__all__ = ["Kernels", "kernels_in"]
 
 
 class Kernels(
@@ -55,3 +56,10 @@ class Kernels(
     Protocol,
 ):
     """All kernels of one kind of device, by subject."""
+
+
+def kernels_in(*modules: ModuleType) -> dict[str, Any]:
+    """The functions that these modules define of those that the contract has, by name."""
+    names = {name for subject in Kernels.__mro__ for name in vars(subject) if not name.startswith("_")}
+    found = {(module.__name__, name): each for module in modules for name, each in vars(module).items()}
+    return {name: each for (where, name), each in found.items() if name in names and each.__module__ == where}
