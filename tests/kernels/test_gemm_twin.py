@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from gemm_problem import (
-    BIASES,
     BOTH,
     DTYPES,
     ActProblem,
@@ -16,14 +15,12 @@ from gemm_problem import (
     check_act,
     check_act_ranges,
     check_activation,
-    check_biases,
-    check_dgrad,
     check_fused,
-    check_gemm,
+    check_gradients,
     check_nan_goes_through,
+    check_products,
     check_ranges,
     check_splits,
-    check_wgrad,
     formula,
     part_calls,
 )
@@ -42,34 +39,9 @@ of_all_splits = pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{
 
 @of_all_splits
 @dtypes
-def test_products(splits, dtype):
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-    for gather, biased, zero_tail in itertools.product(BOTH, BIASES, BOTH):
-        check_gemm(twin, p, gather, True, biased, zero_tail)
-    for gather, zero_tail in itertools.product(BOTH, BOTH):
-        check_dgrad(twin, p, gather, True, zero_tail)
-
-
-@of_all_splits
-@dtypes
-def test_results_are_added(splits, dtype):
-    """To what out holds; the tail stays as it is."""
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-    for gather, biased in itertools.product(BOTH, BIASES):
-        check_gemm(twin, p, gather, False, biased, False, accumulate=True)
-    for gather in BOTH:
-        check_dgrad(twin, p, gather, False, False, accumulate=True)
-
-
-@of_all_splits
-@dtypes
-def test_gradients_of_weights_and_biases(splits, dtype):
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-    for gather_dout, gather_rows, accumulate in itertools.product(BOTH, BOTH, BOTH):
-        for out_dtype in {dtype, torch.float32}:
-            check_wgrad(twin, p, gather_dout, gather_rows, True, accumulate, out_dtype)
-    for case in itertools.product(BOTH, BOTH, BOTH):
-        check_biases(twin, p, *case)
+@pytest.mark.parametrize("check", [check_products, check_gradients])
+def test_products_and_gradients_against_float64(check, splits, dtype):
+    check(twin, Problem(splits, WIDTHS, dtype, capacity=CAPACITY))
 
 
 def test_the_order_of_a_bias_gradient():
@@ -221,7 +193,7 @@ def test_infinite_features_do_not_become_nan():
 @pytest.mark.parametrize("splits", SPLITS[:4])
 def test_both_passes_of_fused_gemms(splits, dtype, activation):
     p = ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
-    check_act(twin, p, cases=[(gather, with_bias) for gather in BOTH for with_bias in BOTH])
+    check_act(twin, p, table=True, cases=itertools.product(BOTH, BOTH))
 
 
 @dtypes
