@@ -214,7 +214,7 @@ def test_many_groups():
 
 
 def calls_of(p):
-    """Those by the kernels that the functions choose, and dgrad by Triton's: (widths of the outputs, call)."""
+    """Those by the kernels that the functions choose, and dgrad by Triton's: (function that makes outputs, call)."""
     by_triton = part_calls(kernels, p, config=gemm.gemm_config(p.hidden, p.dtype))["dgrad"]
     return {**part_calls(kernels, p), "dgrad_by_triton": by_triton}
 
@@ -224,21 +224,21 @@ def calls_of(p):
 def test_ranges_of_rows(step, dtype):
     for splits in SPLITS:
         p = Problem(splits, WIDTHS[1], dtype)
-        for widths, call in calls_of(p).values():
-            check_ranges(p, widths, call, random_ranges(splits, 3, step=step), num_sms=7)
+        for blanks, call in calls_of(p).values():
+            check_ranges(p, blanks, call, random_ranges(splits, 3, step=step), num_sms=7)
 
 
 @dtypes
 def test_ranges_of_a_single_group(dtype):
     """Rows in the middle of it, none at the end, and an end far before the begin."""
     p = Problem((500,), WIDTHS[1], dtype)
-    for name, ((width,), call) in calls_of(p).items():
-        whole = p.blank(width)
-        call(p.row_range, [whole], all_rows(p))
+    for name, (blanks, call) in calls_of(p).items():
+        (whole,) = outs = blanks()
+        call(p.row_range, outs, all_rows(p))
         for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
             ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
-            come, out = rows_of(ranges, p.capacity), p.blank(width)
-            call(ranges, [out], come)
+            come, (out,) = rows_of(ranges, p.capacity), (outs := blanks())
+            call(ranges, outs, come)
             assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (name, begin, end)
 
 

@@ -100,6 +100,10 @@ class Problem:
     def blank(self, *shape, dtype=None):
         return torch.full((self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device=self.device)
 
+    def blanks(self, *widths):
+        """A function that makes blank outputs of these widths."""
+        return lambda: [self.blank(width) for width in widths]
+
     def source(self, gather):
         """(rows, or rows and their index; the rows themselves in float64)."""
         return self._choose(self.rows, self.packed, gather)
@@ -266,7 +270,7 @@ def check_gradients(kernels, p, **options):
 
 
 def part_calls(kernels, p, **fixed):
-    """{name: (widths of the outputs, call(row_range, outs, come, **options))}; rows that have not come are NaN."""
+    """{name: (makes outputs, call(row_range, outs, come, **options))}; rows that have not come are NaN."""
     table = Scattered(p.weight)
 
     def only(rows, come):
@@ -286,28 +290,34 @@ def part_calls(kernels, p, **fixed):
     def dgrad(row_range, outs, come, **options):
         kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, *outs, **fixed, **options)
 
-    calls = {call.__name__: ((p.width,), call) for call in (plain, biased, gathered)}
-    return calls | {"dgrad": ((p.hidden,), dgrad)}
+    calls = {call.__name__: (p.blanks(p.width), call) for call in (plain, biased, gathered)}
+    return calls | {"dgrad": (p.blanks(p.hidden), dgrad)}
 
 
 def all_rows(p):
     return torch.arange(p.capacity, device=p.device) < p.num_rows
 
 
-def check_ranges(p, widths, call, parts, **options):
-    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole."""
-    whole, union = ([p.blank(width) for width in widths] for _ in range(2))
+def check_ranges(p, blanks, call, parts, **options):
+    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole.
+
+    Of outputs that are matrices. Returns all of the whole, and of all ranges.
+    """
+    whole, union = blanks(), blanks()
     call(p.row_range, whole, all_rows(p))
     for ranges in parts:
-        ranges, outs = ranges.to(p.device), [p.blank(width) for width in widths]
+        ranges, outs = ranges.to(p.device), blanks()
         come = rows_of(ranges, p.capacity)
         call(ranges, outs, come, **options)
         for out, expected in zip(outs, whole, strict=True):
-            assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), (call.__name__, ranges)
+            if out.ndim == 2:
+                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), (call, ranges)
         call(ranges, union, come)
     for out, expected in zip(union, whole, strict=True):
-        assert not expected.isnan().any()
-        assert torch.equal(out, expected), call.__name__
+        if out.ndim == 2:
+            assert not expected.isnan().any()
+            assert torch.equal(out, expected), call
+    return whole, union
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
@@ -452,25 +462,23 @@ def check_fused(kernels, p):
 def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=None, dact_options=None, **options):
     """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
     (source, _), act_options, dact_options = p.source(gather), act_options or {}, dact_options or {}
-    workspaces, numbers = {}, set()
+    numbers = set()
+
+    def blanks():
+        return [*p.blanks(p.width, p.ffn, p.width, p.ffn)(), p.workspace(kernels, dact_options.get("config"))]
 
     def both(row_range, outs, come, **more):
-        workspace = workspaces.setdefault(id(outs), p.workspace(kernels, dact_options.get("config")))
         rows = source if gather else torch.where(come[:, None], source, torch.nan)
-        hidden, gradients = torch.where(come[:, None], p.h, torch.nan), (*outs[2:], None, None)
-        kept.append(outs)
-        act_arguments = row_range, p.scale, outs[:2], p.activation
-        kernels.grouped_gemm_act(rows, p.weight1, *act_arguments, bias=bias, **act_options, **more)
-        arguments = row_range, (hidden, p.scale), gradients, workspace, p.activation
+        hidden, (h, a, *gradients, workspace) = torch.where(come[:, None], p.h, torch.nan), outs
+        given = {"bias": bias, **act_options, **more}
+        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, (h, a), p.activation, **given)
+        arguments = row_range, (hidden, p.scale), (*gradients, None, None), workspace, p.activation
         numbers.add(kernels.grouped_gemm_dact(rows, p.weight2, *arguments, **dact_options, **more))
 
-    kept = []  # so that no two have the same id
-    check_ranges(p, (p.width, p.ffn, p.width, p.ffn), both, parts, **options)
-    (num_partials,) = numbers
     *_, dscale, _ = backward(kernels, p, source, p.h, with_dbias=False, **dact_options)
-    for outs in (kept[0], kept[-1]):  # of the whole, and of the union of ranges
-        found = p.blank(dtype=torch.float32)
-        kernels.sum_dact_partials(workspaces[id(outs)], p.row_range, found, num_partials)
+    for outs in check_ranges(p, blanks, both, parts, **options):
+        (num_partials,), found = numbers, p.blank(dtype=torch.float32)
+        kernels.sum_dact_partials(outs[-1], p.row_range, found, num_partials)
         assert torch.equal(found, dscale)
 
 
