@@ -13,7 +13,7 @@ import triton.language as tl
 from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, entry, launch
 from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -125,8 +125,7 @@ def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["topk_idx", "block_counts"])
+@entry([])
 def count_slots_kernel(
     topk_idx,  # [T, K]
     block_counts,  # [B, E + R + 2]
@@ -189,11 +188,7 @@ def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
     return address.to(tl.pointer_type(tl.int32))
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "capacity", "max_tokens", "packed_capacity", "num_blocks"],
-    do_not_specialize_on_alignment=["block_counts", "topk_idx", "block_starts", "bases"],
-)
+@entry([])
 def send_counts_kernel(
     block_counts,  # [B, E + R + 2]
     topk_idx,  # [T, K]
@@ -386,11 +381,7 @@ def clip_to_capacity(load, capacity):
     return tl.where(clips[:, None], kept, load)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["status", "capacity", "packed_capacity"],
-    do_not_specialize_on_alignment=["bases", "received", *LAID_OUT],
-)
+@entry([])
 def lay_out_kernel(
     bases,
     received,
@@ -506,8 +497,7 @@ def round_up(rows, STEP: tl.constexpr):
     return (rows + (STEP - 1)) // STEP * STEP
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["source_to_row_start", "source_to_rows"])
+@entry([])
 def split_by_source_kernel(
     source_to_row_start,  # [R + 1, e]
     source_to_rows,  # [R, 2, e]
@@ -542,11 +532,7 @@ def split_by_source(source_to_row_start, source_to_rows, *, rank):
     launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=range(7),  # of no tensor
-)
+@entry([])
 def assign_rows_kernel(
     topk_idx,  # [T, K]
     block_starts,  # [B, E]
@@ -616,11 +602,7 @@ def assign_rows(topk_idx, block_starts, plan):
     launch(assign_rows_kernel, (num_blocks,), constants, topk_idx, block_starts, *results, num_tokens)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=range(6),  # of no tensor
-)
+@entry([])
 def assign_packed_rows_kernel(
     slot_to_row,  # [T, K]
     slot_to_rank,  # [T, K]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, entry, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 
 SCORES_PER_PROGRAM = 1024
@@ -98,8 +98,7 @@ def keep_top_groups(value, expert, CHOICE: tl.constexpr):
     return tl.where(is_kept, value, -float("inf"))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "route_scale"])
+@entry()
 def choose_experts_kernel(
     logits,  # fp32 [T, E]
     bias,  # fp32 [E] or None
@@ -153,8 +152,7 @@ def choose_experts_kernel(
     tl.store(probs + token[:, None] * TOP_K + place[None, :], prob * route_scale, mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "route_scale"])
+@entry()
 def choose_experts_grad_kernel(
     d_probs,  # fp32 [T, K] or None
     d_scores,  # fp32 [T, E] or None

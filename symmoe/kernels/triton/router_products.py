@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, entry, launch
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
@@ -52,8 +52,7 @@ def next_part(rest):
     return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_elements"])
+@entry()
 def bf16_parts_kernel(
     matrix,  # fp32
     parts,  # bf16 [3, like matrix]
@@ -76,8 +75,7 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
     return tl.load(matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"])
+@entry()
 def router_gemm_kernel(
     x,  # bf16 [T, H]
     parts,  # bf16 [3, E, H]
@@ -106,8 +104,7 @@ def router_gemm_kernel(
     tl.store(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], total, mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"])
+@entry()
 def router_dgrad_kernel(
     d_parts,  # bf16 [3, T, E]
     parts,  # bf16 [3, E, H]
@@ -138,8 +135,7 @@ def router_dgrad_kernel(
     tl.store(dx + token.to(tl.int64)[:, None] * WIDTH + column[None, :], total.to(tl.bfloat16), mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "split_tokens"])
+@entry()
 def router_wgrad_kernel(
     d_parts,  # bf16 [3, T, E]
     x,  # bf16 [T, H]

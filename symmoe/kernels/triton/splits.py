@@ -6,15 +6,14 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, entry, launch
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["splits", "row_range"])
+@entry([])
 def splits_to_row_range_kernel(
     splits,  # int32 or int64 [G]
     row_range,  # int32[2, G]
-    num_rows,
+    num_rows: tl.int32,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
 ):

@@ -14,7 +14,7 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, entry, launch
 
 # Triton kernels may read global numbers only as constexpr.
 BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
@@ -144,12 +144,7 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
     return tl.load(counters + BARRIER_EPOCH)
 
 
-@fast_launch
-@triton.jit(
-    # No argument may make this kernel compile again: a rank that compiles keeps its peers waiting.
-    do_not_specialize="status word_0 word_1 word_2 call fault timeout_ns spoiled num_spoiled_words".split(),
-    do_not_specialize_on_alignment=["bases", "received"],
-)
+@entry([])
 def barrier_kernel(
     bases,
     received,
@@ -258,8 +253,7 @@ def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["bases"])
+@entry([])
 def send_signal_kernel(
     bases,
     rank: tl.int32,
@@ -280,11 +274,7 @@ def send_signal(peers, rank):
     launch(send_signal_kernel, (1,), _constants(peers.rank, peers.num_ranks, peers.layout), peers.bases, rank)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["status", "rank", "phase", "timeout_ns", "spoiled", "num_spoiled_words"],
-    do_not_specialize_on_alignment=["bases", "arrived"],
-)
+@entry([])
 def wait_for_signal_kernel(
     bases,
     arrived,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, entry, launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 ACCESS_BYTES = tl.constexpr(16)
@@ -133,11 +133,7 @@ def row_pointers(address, ELEMENT: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), [ACCESS_BYTES])[:, None]
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "first_rank", "end_rank", "but"],
-    do_not_specialize_on_alignment=["token_to_row", "bases", "received"],
-)
+@entry(["x"])
 def push_rows_kernel(
     x,  # [T, H]
     token_to_row,  # [T, R]
@@ -180,8 +176,7 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
     launch(push_rows_kernel, grid, constants, x, token_to_row, peers.bases, received, *numbers)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=range(9))
+@entry([])
 def push_slots_kernel(
     slot_to_row,  # [T, K]
     slot_to_rank,  # [T, K]
@@ -245,8 +240,7 @@ def push_slots(slots, region, peers, received, *, row_column, prob_column):
     launch(push_slots_kernel, grid, constants, *slots, *region, peers.bases, received, *numbers)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_slots", "num_rows"], do_not_specialize_on_alignment=range(9))
+@entry([])
 def index_rows_kernel(
     wire_to_row,  # [P_cap, K]
     wire_probs,  # [P_cap, K] or None
@@ -306,11 +300,7 @@ def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
     return primary, num_rows
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "rank"],
-    do_not_specialize_on_alignment=["slot_to_rank", "slot_to_row", "received"],
-)
+@entry(["x", "rows"])
 def place_rows_kernel(
     x,  # [T, H]
     slot_to_rank,  # [T, K]
@@ -341,11 +331,7 @@ def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
     launch(place_rows_kernel, grid, constants, x, slot_to_rank, slot_to_row, rows, received, num_tokens, rank)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["rank", "source"],
-    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"],
-)
+@entry(["rows"])
 def fan_out_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
@@ -386,11 +372,7 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
     launch(fan_out_kernel, grid, constants, rows, *tables, rank, -1 if source is None else source)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["rank", "first_step", "end_step"],
-    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start", "bases", "received"],
-)
+@entry(["rows"])
 def push_sums_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
@@ -449,8 +431,7 @@ def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, c
     launch(push_sums_kernel, grid, constants, rows, *tables, peers.bases, received, rank, *steps)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_values", "packed_to_row", "num_packed", "packed_values"])
+@entry([])
 def gather_values_kernel(
     row_values,  # [N_cap]
     packed_to_row,  # [P_cap, K]
@@ -480,11 +461,7 @@ def call_failed(received, SIZES: tl.constexpr):
     return tl.min(offset, axis=0) < 0
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["source_rank", "source_row", "bases", "received"],
-)
+@entry(["out"])
 def pull_rows_kernel(
     source_rank,  # [T, S]
     source_row,  # [T, S]
@@ -560,11 +537,7 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
     return total.to(rows.dtype.element_ty)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "top_k", "own_rank"],
-    do_not_specialize_on_alignment="token_to_packed_row packed_start slot_to_rank slot_to_row ready arrived".split(),
-)
+@entry(["rows", "returned", "out"])
 def sum_home_kernel(
     rows,  # [N_cap, H]
     returned,  # [(R - 1) * T, H]
@@ -627,11 +600,7 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
     launch(sum_home_kernel, grid, constants, *rows, *index, *trip, out, num_tokens, top_k, rank)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["slot_to_rank", "token_to_packed_row", "bases", "received", "out"],
-)
+@entry([])
 def pull_values_kernel(
     slot_to_rank,  # [T, K]
     token_to_packed_row,  # [T, R]
