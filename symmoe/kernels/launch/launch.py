@@ -81,9 +81,7 @@ def entry(aligned: Collection[str] | None = None) -> Callable[[Any], Any]:
         kinds = {each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr}
         numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty]
         anywhere = [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
-        return fast_launch(
-            triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere)
-        )
+        return fast_launch(triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere))
 
     return decorate
 

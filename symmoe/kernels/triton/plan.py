@@ -14,7 +14,7 @@ from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, entry, launch
-from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record
+from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
 NO_SLOT = tl.constexpr(2**31 - 1)
@@ -22,38 +22,7 @@ INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
 TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
 HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
-HEAD_NUM_TOKENS = tl.constexpr(control.HEAD_NUM_TOKENS)
-HEAD_CAPACITY = tl.constexpr(control.HEAD_CAPACITY)
-HEAD_MAX_TOKENS = tl.constexpr(control.HEAD_MAX_TOKENS)
-HEAD_PACKED_CAPACITY = tl.constexpr(control.HEAD_PACKED_CAPACITY)
-HEAD_OVERFLOW = tl.constexpr(control.HEAD_OVERFLOW)
-HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
-HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
-HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
-HEAD_RAIL_CAPACITY = tl.constexpr(control.HEAD_RAIL_CAPACITY)
-HEAD_RAIL_DROPPED = tl.constexpr(control.HEAD_RAIL_DROPPED)
 AGREED_WORDS = tl.constexpr(sum(1 << word for word in control.AGREED_FIELDS))  # bit w: ranks must agree on word w
-SUMMARY_WORDS = tl.constexpr(control.SUMMARY_WORDS)
-SUM_ERROR = tl.constexpr(control.SUM_ERROR)
-SUM_ERROR_RANK = tl.constexpr(control.SUM_ERROR_RANK)
-SUM_LIMIT = tl.constexpr(control.SUM_LIMIT)
-SUM_VALUE = tl.constexpr(control.SUM_VALUE)
-SUM_WHERE = tl.constexpr(control.SUM_WHERE)
-SUM_NUM_ROWS = tl.constexpr(control.SUM_NUM_ROWS)
-SUM_MAX_ROWS = tl.constexpr(control.SUM_MAX_ROWS)
-SUM_NUM_PACKED = tl.constexpr(control.SUM_NUM_PACKED)
-SUM_MAX_PACKED = tl.constexpr(control.SUM_MAX_PACKED)
-SUM_NUM_DROPPED = tl.constexpr(control.SUM_NUM_DROPPED)
-OVERFLOW_REPEAT = tl.constexpr(control.OVERFLOW_REPEAT)
-PLAN_OK = tl.constexpr(control.PLAN_OK)
-PLAN_FAULT = tl.constexpr(control.PLAN_FAULT)
-PLAN_MISMATCH = tl.constexpr(control.PLAN_MISMATCH)
-PLAN_BAD_ID = tl.constexpr(control.PLAN_BAD_ID)
-PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
-PLAN_RAIL_OVERFLOW = tl.constexpr(control.PLAN_RAIL_OVERFLOW)
-PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
-STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
-NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 PART_ROWS = tl.constexpr(gemm_parts.PART_ROWS)
 
 _VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS, control.HEAD_PACKED_CAPACITY)
@@ -231,10 +200,10 @@ def send_counts_kernel(
         words = tl.zeros((HEADER_WORDS,), tl.int32)
         for word in tl.static_range(HEADER_WORDS):
             words = tl.where(lane == word, HEADER[word], words)
-        words = tl.where(lane == HEAD_NUM_TOKENS, num_tokens, words)
-        words = tl.where(lane == HEAD_CAPACITY, capacity, words)
-        words = tl.where(lane == HEAD_MAX_TOKENS, max_tokens, words)
-        words = tl.where(lane == HEAD_PACKED_CAPACITY, packed_capacity, words)
+        words = tl.where(lane == CONTROL.HEAD_NUM_TOKENS, num_tokens, words)
+        words = tl.where(lane == CONTROL.HEAD_CAPACITY, capacity, words)
+        words = tl.where(lane == CONTROL.HEAD_MAX_TOKENS, max_tokens, words)
+        words = tl.where(lane == CONTROL.HEAD_PACKED_CAPACITY, packed_capacity, words)
         if num_blocks > 0:
             num_bad = tl.zeros((BLOCK_ROWS,), tl.int32)
             first_bad = tl.full((BLOCK_ROWS,), NO_SLOT, tl.int32)
@@ -245,12 +214,12 @@ def send_counts_kernel(
                 first_bad = tl.minimum(first_bad, tl.load(end + 1, mask=block < num_blocks, other=NO_SLOT))
             bad_slots = tl.sum(num_bad, axis=0)
             bad_slot = tl.min(first_bad, axis=0)
-            words = tl.where(lane == HEAD_BAD_SLOTS, bad_slots, words)
-            words = tl.where(lane == HEAD_BAD_SLOT, bad_slot, words)
+            words = tl.where(lane == CONTROL.HEAD_BAD_SLOTS, bad_slots, words)
+            words = tl.where(lane == CONTROL.HEAD_BAD_SLOT, bad_slot, words)
             if bad_slots > 0:
                 bad_id = tl.load(topk_idx + bad_slot)
                 bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
-                words = tl.where(lane == HEAD_BAD_ID, bad_id, words)
+                words = tl.where(lane == CONTROL.HEAD_BAD_ID, bad_id, words)
         for peer in range(NUM_RANKS):
             row = table_row(tl.load(bases + peer), half, RANK, SIZES)
             tl.store(row + lane, words)
@@ -296,63 +265,67 @@ def find_error(
 
     most_packed = tl.max(num_packed, axis=0)
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
-    packed_capacity = smallest(pick(headers, (word == HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
+    packed_capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
     overflow = most_packed > packed_capacity
-    error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
+    error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, CONTROL.PLAN_OK)
     error_rank = tl.where(overflow, fullest, -1)
     limit = tl.where(overflow, packed_capacity, 0)
     value = tl.where(overflow, most_packed, 0)
 
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
-    capacity = smallest(pick(headers, (word == HEAD_CAPACITY)[None, :], 1), is_rank)
+    capacity = smallest(pick(headers, (word == CONTROL.HEAD_CAPACITY)[None, :], 1), is_rank)
     overflow = (most_rows > capacity) & (not DROP)
-    error = tl.where(overflow, PLAN_OVERFLOW, error)
+    error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, error)
     error_rank = tl.where(overflow, fullest, error_rank)
     limit = tl.where(overflow, capacity, limit)
     value = tl.where(overflow, most_rows, value)
 
     if not DROP:
-        too_many = pick(headers, (word == HEAD_RAIL_DROPPED)[None, :], 1)
+        too_many = pick(headers, (word == CONTROL.HEAD_RAIL_DROPPED)[None, :], 1)
         culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, RANK_LANES), axis=0)
         overflow = culprit < RANK_LANES
         head = pick(headers, (rank == culprit)[:, None], 0)
-        error = tl.where(overflow, PLAN_RAIL_OVERFLOW, error)
+        error = tl.where(overflow, CONTROL.PLAN_RAIL_OVERFLOW, error)
         error_rank = tl.where(overflow, culprit, error_rank)
-        limit = tl.where(overflow, pick(head, word == HEAD_RAIL_CAPACITY, 0), limit)
-        value = tl.where(overflow, pick(head, word == HEAD_RAIL_DROPPED, 0), value)
+        limit = tl.where(overflow, pick(head, word == CONTROL.HEAD_RAIL_CAPACITY, 0), limit)
+        value = tl.where(overflow, pick(head, word == CONTROL.HEAD_RAIL_DROPPED, 0), value)
 
-    bad_slots = pick(headers, (word == HEAD_BAD_SLOTS)[None, :], 1)
+    bad_slots = pick(headers, (word == CONTROL.HEAD_BAD_SLOTS)[None, :], 1)
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
     found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
-    error = tl.where(found, PLAN_BAD_ID, error)
+    error = tl.where(found, CONTROL.PLAN_BAD_ID, error)
     error_rank = tl.where(found, culprit, error_rank)
     limit = tl.where(found, SIZES.num_experts, limit)
-    value = tl.where(found, pick(head, word == HEAD_BAD_ID, 0), value)
-    where = tl.where(found, pick(head, word == HEAD_BAD_SLOT, 0), 0)
+    value = tl.where(found, pick(head, word == CONTROL.HEAD_BAD_ID, 0), value)
+    where = tl.where(found, pick(head, word == CONTROL.HEAD_BAD_SLOT, 0), 0)
 
     first = pick(headers, (rank == 0)[:, None], 0)
     agreed = ((AGREED_WORDS >> word) & 1) != 0
-    is_room = (word == HEAD_CAPACITY) | (word == HEAD_PACKED_CAPACITY)  # which each rank may give itself
-    repeats = pick(headers, (word == HEAD_OVERFLOW)[None, :], 1) == OVERFLOW_REPEAT
-    is_own = repeats[:, None] & is_room[None, :] & (pick(first, word == HEAD_OVERFLOW, 0) == OVERFLOW_REPEAT)
+    is_room = (word == CONTROL.HEAD_CAPACITY) | (
+        word == CONTROL.HEAD_PACKED_CAPACITY
+    )  # which each rank may give itself
+    repeats = pick(headers, (word == CONTROL.HEAD_OVERFLOW)[None, :], 1) == CONTROL.OVERFLOW_REPEAT
+    is_own = (
+        repeats[:, None] & is_room[None, :] & (pick(first, word == CONTROL.HEAD_OVERFLOW, 0) == CONTROL.OVERFLOW_REPEAT)
+    )
     differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None] & (is_own.to(tl.int32) == 0)
     culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
     found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
     field = tl.min(tl.where(pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS), axis=0)
-    error = tl.where(found, PLAN_MISMATCH, error)
+    error = tl.where(found, CONTROL.PLAN_MISMATCH, error)
     error_rank = tl.where(found, culprit, error_rank)
     limit = tl.where(found, pick(first, word == field, 0), limit)
     value = tl.where(found, pick(head, word == field, 0), value)
     where = tl.where(found, field, where)
 
     lowest = tl.zeros((RANK_LANES,), tl.int64)
-    for column in tl.static_range(NUM_PUBLISHED):
-        lowest = tl.minimum(lowest, tl.load(received + rank * NUM_PUBLISHED + column, mask=is_rank, other=0))
+    for column in tl.static_range(CONTROL.NUM_PUBLISHED):
+        lowest = tl.minimum(lowest, tl.load(received + rank * CONTROL.NUM_PUBLISHED + column, mask=is_rank, other=0))
     found = tl.min(lowest, axis=0) < 0
-    error = tl.where(found, PLAN_FAULT, error)
+    error = tl.where(found, CONTROL.PLAN_FAULT, error)
     error_rank = tl.where(found, -1, error_rank)
     limit = tl.where(found, 0, limit)
     value = tl.where(found, 0, value)
@@ -431,7 +404,7 @@ def lay_out_kernel(
     num_rows = tl.sum(load, axis=1)
     error, error_rank, limit, value, where = find_error(headers, num_rows, num_packed, received, rank, SIZES)
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
-    kept = tl.where(error == PLAN_OK, kept, 0)
+    kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
 
     start = tl.cumsum(kept, axis=1) - kept
     num_kept = tl.sum(kept, axis=1)
@@ -462,25 +435,25 @@ def lay_out_kernel(
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     tl.store(expert_load + expert, load, mask=is_expert)
 
-    dropped = tl.where(error == PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
-    word = tl.arange(0, SUMMARY_WORDS)
-    summary = tl.where(word == SUM_ERROR, error, 0)
-    summary = tl.where(word == SUM_ERROR_RANK, error_rank, summary)
-    summary = tl.where(word == SUM_LIMIT, limit, summary)
-    summary = tl.where(word == SUM_VALUE, value, summary)
-    summary = tl.where(word == SUM_WHERE, where, summary)
-    summary = tl.where(word == SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
-    summary = tl.where(word == SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
-    summary = tl.where(word == SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
-    summary = tl.where(word == SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
-    summary = tl.where(word == SUM_NUM_DROPPED, dropped, summary)
+    dropped = tl.where(error == CONTROL.PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
+    word = tl.arange(0, CONTROL.SUMMARY_WORDS)
+    summary = tl.where(word == CONTROL.SUM_ERROR, error, 0)
+    summary = tl.where(word == CONTROL.SUM_ERROR_RANK, error_rank, summary)
+    summary = tl.where(word == CONTROL.SUM_LIMIT, limit, summary)
+    summary = tl.where(word == CONTROL.SUM_VALUE, value, summary)
+    summary = tl.where(word == CONTROL.SUM_WHERE, where, summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
-        is_guess = (error == PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
-        if (error != PLAN_OK) & (error != PLAN_FAULT) & (not is_guess):
+        is_guess = (error == CONTROL.PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
+        if (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT) & (not is_guess):
             counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
-            tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves rows
-            write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
+            tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
+            write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
 
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):

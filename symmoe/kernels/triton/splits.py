@@ -2,7 +2,6 @@
 
 import functools
 
-import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import next_power_of_2
