@@ -101,23 +101,19 @@ def count_slots_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    TOP_K: tl.constexpr = SIZES.top_k
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
-    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
-    WIDTH: tl.constexpr = NUM_EXPERTS + NUM_RANKS + 2
+    WIDTH: tl.constexpr = NUM_EXPERTS + SIZES.num_ranks + 2
     block = tl.program_id(0)
     row = block_counts + block * WIDTH
-    first_slot = block * (TOKENS_PER_BLOCK * TOP_K)
-    num_slots = tl.minimum(TOKENS_PER_BLOCK * TOP_K, num_tokens * TOP_K - first_slot)
+    first_slot = block * (TOKENS_PER_BLOCK * SIZES.top_k)
+    num_slots = tl.minimum(TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot)
     for first in range(0, NUM_EXPERTS, BLOCK_EXPERTS):
         expert = first + tl.arange(0, BLOCK_EXPERTS)
         count = tl.zeros((BLOCK_EXPERTS,), tl.int32)
-        for part in range(0, TOKENS_PER_BLOCK * TOP_K, BLOCK_SLOTS):
-            index = part + tl.arange(0, BLOCK_SLOTS)
+        for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+            index = part + tl.arange(0, SIZES.block_slots)
             chosen = load_experts(topk_idx, first_slot + index, index < num_slots, NUM_EXPERTS)
             count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
         tl.store(row + expert, count, mask=expert < NUM_EXPERTS)
@@ -127,15 +123,15 @@ def count_slots_kernel(
     goes = tl.zeros((TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
     num_bad = tl.zeros((TOKENS_PER_BLOCK,), tl.int32)
     first_bad = tl.full((TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
-    for k in range(TOP_K):
-        index = token * TOP_K + k
+    for k in range(SIZES.top_k):
+        index = token * SIZES.top_k + k
         ids = tl.load(topk_idx + first_slot + index, mask=index < num_slots, other=-1)
         bad = (ids < -1) | (ids >= NUM_EXPERTS)
         num_bad += bad.to(tl.int32)
         first_bad = tl.minimum(first_bad, tl.where(bad, first_slot + index, NO_SLOT))
-        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -EXPERTS_PER_RANK).to(tl.int32)
-        goes |= ((chosen // EXPERTS_PER_RANK)[:, None] == rank[None, :]).to(tl.int32)
-    tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < NUM_RANKS)
+        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -SIZES.experts_per_rank).to(tl.int32)
+        goes |= ((chosen // SIZES.experts_per_rank)[:, None] == rank[None, :]).to(tl.int32)
+    tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
     tl.store(row + WIDTH - 2, tl.sum(num_bad, axis=0))
     tl.store(row + WIDTH - 1, tl.min(first_bad, axis=0))
 
@@ -170,15 +166,11 @@ def send_counts_kernel(
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    HEADER: tl.constexpr = SIZES.header
-    RANK: tl.constexpr = SIZES.rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     BLOCK_COLUMNS: tl.constexpr = SIZES.block_columns
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
-    NUM_COLUMNS: tl.constexpr = NUM_EXPERTS + NUM_RANKS
+    NUM_COLUMNS: tl.constexpr = SIZES.num_experts + SIZES.num_ranks
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
-    half = (barrier_epoch(bases, RANK, SIZES.layout.counters) + 1) & 1  # the half of the next barrier
+    half = (barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) + 1) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * BLOCK_COLUMNS
     if first_column < NUM_COLUMNS:
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -189,17 +181,17 @@ def send_counts_kernel(
             mask = (block < num_blocks)[:, None] & is_column[None, :]
             count = tl.load(block_counts + block[:, None] * WIDTH + column[None, :], mask=mask, other=0)
             start = total[None, :] + tl.cumsum(count, axis=0) - count
-            mask &= (column < NUM_EXPERTS)[None, :]
-            tl.store(block_starts + block[:, None] * NUM_EXPERTS + column[None, :], start, mask=mask)
+            mask &= (column < SIZES.num_experts)[None, :]
+            tl.store(block_starts + block[:, None] * SIZES.num_experts + column[None, :], start, mask=mask)
             total += tl.sum(count, axis=0)
-        for peer in range(NUM_RANKS):
-            row = table_row(tl.load(bases + peer), half, RANK, SIZES)
+        for peer in range(SIZES.num_ranks):
+            row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
             tl.store(row + HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
         lane = tl.arange(0, HEADER_WORDS)
         words = tl.zeros((HEADER_WORDS,), tl.int32)
         for word in tl.static_range(HEADER_WORDS):
-            words = tl.where(lane == word, HEADER[word], words)
+            words = tl.where(lane == word, SIZES.header[word], words)
         words = tl.where(lane == CONTROL.HEAD_NUM_TOKENS, num_tokens, words)
         words = tl.where(lane == CONTROL.HEAD_CAPACITY, capacity, words)
         words = tl.where(lane == CONTROL.HEAD_MAX_TOKENS, max_tokens, words)
@@ -220,8 +212,8 @@ def send_counts_kernel(
                 bad_id = tl.load(topk_idx + bad_slot)
                 bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
                 words = tl.where(lane == CONTROL.HEAD_BAD_ID, bad_id, words)
-        for peer in range(NUM_RANKS):
-            row = table_row(tl.load(bases + peer), half, RANK, SIZES)
+        for peer in range(SIZES.num_ranks):
+            row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
             tl.store(row + lane, words)
 
 
@@ -259,7 +251,6 @@ def find_error(
 ):
     """(code, rank, limit, value, where) of the first error: later code here overrides earlier code."""
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    DROP: tl.constexpr = SIZES.drop
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
 
@@ -275,13 +266,13 @@ def find_error(
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_CAPACITY)[None, :], 1), is_rank)
-    overflow = (most_rows > capacity) & (not DROP)
+    overflow = (most_rows > capacity) & (not SIZES.drop)
     error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, error)
     error_rank = tl.where(overflow, fullest, error_rank)
     limit = tl.where(overflow, capacity, limit)
     value = tl.where(overflow, most_rows, value)
 
-    if not DROP:
+    if not SIZES.drop:
         too_many = pick(headers, (word == CONTROL.HEAD_RAIL_DROPPED)[None, :], 1)
         culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, RANK_LANES), axis=0)
         overflow = culprit < RANK_LANES
@@ -374,19 +365,16 @@ def lay_out_kernel(
     SIZES: tl.constexpr,
 ):
     RANK: tl.constexpr = SIZES.rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    COUNTERS: tl.constexpr = SIZES.layout.counters
-    ROW_WORDS: tl.constexpr = SIZES.layout.row_words
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
-    half = barrier_epoch(bases, RANK, COUNTERS) & 1
+    half = barrier_epoch(bases, RANK, SIZES.layout.counters) & 1
     table = table_row(tl.load(bases + RANK), half, 0, SIZES)
 
     rank = tl.arange(0, RANK_LANES)
-    is_rank = rank < NUM_RANKS
+    is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
-    headers = tl.load(table + rank[:, None] * ROW_WORDS + word[None, :], mask=is_rank[:, None], other=0)
+    headers = tl.load(table + rank[:, None] * SIZES.layout.row_words + word[None, :], mask=is_rank[:, None], other=0)
 
     # Tiles [destination rank, its experts]; sources are looped over.
     local = tl.arange(0, EXPERT_LANES)
@@ -396,11 +384,11 @@ def lay_out_kernel(
     is_mine = is_expert & (rank == RANK)[:, None]
     counts = table + HEADER_WORDS + expert
     load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
-    tokens_to_rank = table + HEADER_WORDS + NUM_RANKS * EXPERTS_PER_RANK + rank
+    tokens_to_rank = table + HEADER_WORDS + SIZES.num_ranks * EXPERTS_PER_RANK + rank
     num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
-    for source in range(NUM_RANKS):
-        load += tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
-        num_packed += tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
+    for source in range(SIZES.num_ranks):
+        load += tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
+        num_packed += tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
     num_rows = tl.sum(load, axis=1)
     error, error_rank, limit, value, where = find_error(headers, num_rows, num_packed, received, rank, SIZES)
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
@@ -412,9 +400,9 @@ def lay_out_kernel(
     before = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)  # slots of the expert on earlier sources
     own_before = before
     packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
-    for source in range(NUM_RANKS):
-        count = tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
-        tokens = tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
+    for source in range(SIZES.num_ranks):
+        count = tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
+        tokens = tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
         kept_here = tl.minimum(tl.maximum(kept - before, 0), count)
         region = tl.minimum(tl.sum(kept_here, axis=1), tokens)
         tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == RANK))
@@ -426,9 +414,9 @@ def lay_out_kernel(
         own_before = tl.where(source == RANK, before, own_before)
         before += count
         packed += region
-    tl.store(source_to_packed_start + NUM_RANKS + rank * 0, packed, mask=rank == RANK)
+    tl.store(source_to_packed_start + SIZES.num_ranks + rank * 0, packed, mask=rank == RANK)
 
-    tl.store(source_to_row_start + NUM_RANKS * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
+    tl.store(source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(splits + own_row, kept, mask=is_mine)
     tl.store(row_range + own_row, start, mask=is_mine)
     tl.store(row_range + EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
@@ -451,7 +439,7 @@ def lay_out_kernel(
     if SIZES.record_errors:
         is_guess = (error == CONTROL.PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
         if (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT) & (not is_guess):
-            counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+            counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
             tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
 
@@ -476,26 +464,24 @@ def split_by_source_kernel(
     source_to_rows,  # [R, 2, e]
     SIZES: tl.constexpr,
 ):
-    RANK: tl.constexpr = SIZES.rank
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = SIZES.experts_per_rank
     expert = tl.arange(0, SIZES.expert_lanes)
-    mask = expert < NUM_EXPERTS
+    mask = expert < SIZES.experts_per_rank
     first = tl.load(source_to_row_start + expert, mask=mask, other=0)
-    end = tl.load(source_to_row_start + NUM_RANKS * NUM_EXPERTS + expert, mask=mask, other=0)
+    end = tl.load(source_to_row_start + NUM_RANKS * SIZES.experts_per_rank + expert, mask=mask, other=0)
     known = end
-    if RANK + 1 < NUM_RANKS:
-        later = tl.load(source_to_row_start + (RANK + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
+    if SIZES.rank + 1 < NUM_RANKS:
+        later = tl.load(source_to_row_start + (SIZES.rank + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
         known = first + (later - first) // PART_ROWS * PART_ROWS
     begin = first
     for source in tl.static_range(NUM_RANKS):
-        if source + 1 == RANK + 1:
+        if source + 1 == SIZES.rank + 1:
             bound = known
         else:
-            start = tl.load(source_to_row_start + (source + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
-            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < RANK else end)
-        tl.store(source_to_rows + 2 * source * NUM_EXPERTS + expert, begin, mask=mask)
-        tl.store(source_to_rows + (2 * source + 1) * NUM_EXPERTS + expert, bound, mask=mask)
+            start = tl.load(source_to_row_start + (source + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
+            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < SIZES.rank else end)
+        tl.store(source_to_rows + 2 * source * SIZES.experts_per_rank + expert, begin, mask=mask)
+        tl.store(source_to_rows + (2 * source + 1) * SIZES.experts_per_rank + expert, bound, mask=mask)
         begin = bound
 
 
@@ -517,15 +503,13 @@ def assign_rows_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    TOP_K: tl.constexpr = SIZES.top_k
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
     OTHER_SLOTS: tl.constexpr = SIZES.other_slots
-    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * TOP_K
+    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
     block = tl.program_id(0)
     first_slot = block * BLOCK
-    num_slots = tl.minimum(BLOCK, num_tokens * TOP_K - first_slot)
+    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
     for part in range(0, BLOCK, BLOCK_SLOTS):
         index = part + tl.arange(0, BLOCK_SLOTS)
         slot = first_slot + index
@@ -547,8 +531,8 @@ def assign_rows_kernel(
 
     tl.debug_barrier()  # what other threads have stored is read back
     token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
-    rank_lane = tl.arange(0, RANK_LANES)
+    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, SIZES.top_k, SIZES.rank_lanes)
+    rank_lane = tl.arange(0, SIZES.rank_lanes)
     place = block_tokens + block * SIZES.num_ranks + rank_lane
     tl.store(place, tl.sum(goes, axis=0), mask=rank_lane < SIZES.num_ranks)
 
@@ -586,31 +570,29 @@ def assign_packed_rows_kernel(
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    TOP_K: tl.constexpr = SIZES.top_k
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     block = tl.program_id(0)
     rank = tl.arange(0, RANK_LANES)
-    is_rank = rank < NUM_RANKS
+    is_rank = rank < SIZES.num_ranks
     earlier = tl.zeros((BLOCK_ROWS, RANK_LANES), tl.int32)
     for first in range(0, block, BLOCK_ROWS):
         other = first + tl.arange(0, BLOCK_ROWS)
         mask = (other < block)[:, None] & is_rank[None, :]
-        earlier += tl.load(block_tokens + other[:, None] * NUM_RANKS + rank[None, :], mask=mask, other=0)
+        earlier += tl.load(block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0)
     start = tl.load(packed_start + rank, mask=is_rank, other=0) + tl.sum(earlier, axis=0)
 
     token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
+    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, SIZES.top_k, RANK_LANES)
     packed = start[None, :] + tl.cumsum(goes, axis=0) - goes
     primary = tl.full((TOKENS_PER_BLOCK, RANK_LANES), -1, tl.int32)
-    for k in range(TOP_K):
-        slot = token * TOP_K + k
+    for k in range(SIZES.top_k):
+        slot = token * SIZES.top_k + k
         chosen = tl.load(slot_to_rank + slot, mask=token < num_tokens, other=-1)
         row = tl.load(slot_to_row + slot, mask=token < num_tokens, other=-1)
         here = (chosen[:, None] == rank[None, :]) & (primary < 0)
         primary = tl.where(here, row[:, None], primary)
-    entry = token[:, None] * NUM_RANKS + rank[None, :]
+    entry = token[:, None] * SIZES.num_ranks + rank[None, :]
     mask = (token < num_tokens)[:, None] & is_rank[None, :]
     tl.store(token_to_packed_row + entry, tl.where(goes != 0, packed, -1), mask=mask)
     tl.store(token_to_primary_row + entry, primary, mask=mask)

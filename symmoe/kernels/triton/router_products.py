@@ -113,7 +113,6 @@ def router_dgrad_kernel(
     SIZES: tl.constexpr,
 ):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     # Programs of the same tokens run side by side, and read their parts from L2.
@@ -124,15 +123,15 @@ def router_dgrad_kernel(
         expert = k + tl.arange(0, SIZES.block_k)
         d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
         d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
-        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
-        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, SIZES.width)
+        middle = matrix_tile(parts + NUM_EXPERTS * SIZES.width, expert, column, NUM_EXPERTS, SIZES.width)
         # The result is rounded to bf16: products of 2^-16 and less would not show.
         terms = tl.dot(d_middle, high)
         terms = tl.dot(d_high, middle, terms)
         terms = tl.dot(d_high, high, terms)
         total += terms
-    mask = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
-    tl.store(dx + token.to(tl.int64)[:, None] * WIDTH + column[None, :], total.to(tl.bfloat16), mask=mask)
+    mask = (token < num_tokens)[:, None] & (column < SIZES.width)[None, :]
+    tl.store(dx + token.to(tl.int64)[:, None] * SIZES.width + column[None, :], total.to(tl.bfloat16), mask=mask)
 
 
 @entry()
@@ -144,29 +143,27 @@ def router_wgrad_kernel(
     split_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * split_tokens
     end = tl.minimum(first + split_tokens, num_tokens)
-    part_numel = num_tokens.to(tl.int64) * NUM_EXPERTS
+    part_numel = num_tokens.to(tl.int64) * SIZES.num_experts
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(first, end, SIZES.block_k):
         token = k + tl.arange(0, SIZES.block_k)
-        high = matrix_tile(d_parts, token, expert, end, NUM_EXPERTS)
-        middle = matrix_tile(d_parts + part_numel, token, expert, end, NUM_EXPERTS)
-        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, NUM_EXPERTS)
-        rows = matrix_tile(x, token, column, end, WIDTH)
+        high = matrix_tile(d_parts, token, expert, end, SIZES.num_experts)
+        middle = matrix_tile(d_parts + part_numel, token, expert, end, SIZES.num_experts)
+        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, SIZES.num_experts)
+        rows = matrix_tile(x, token, column, end, SIZES.width)
         terms = tl.dot(low.T, rows)
         terms = tl.dot(middle.T, rows, terms)
         terms = tl.dot(high.T, rows, terms)
         total += terms
-    mask = (expert < NUM_EXPERTS)[:, None] & (column < WIDTH)[None, :]
-    out = sums + tl.program_id(2) * (NUM_EXPERTS * WIDTH)
-    tl.store(out + expert[:, None] * WIDTH + column[None, :], total, mask=mask)
+    mask = (expert < SIZES.num_experts)[:, None] & (column < SIZES.width)[None, :]
+    out = sums + tl.program_id(2) * (SIZES.num_experts * SIZES.width)
+    tl.store(out + expert[:, None] * SIZES.width + column[None, :], total, mask=mask)
 
 
 def router_gemm(x, weight, logits):

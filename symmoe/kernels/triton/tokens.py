@@ -191,27 +191,25 @@ def push_slots_kernel(
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    TOP_K: tl.constexpr = SIZES.top_k
     BLOCK: tl.constexpr = SIZES.block
     program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    if program >= NUM_RANKS:  # slots of tokens
-        slot = (program - NUM_RANKS) * BLOCK + lane
-        token = slot // TOP_K
-        k = slot - token * TOP_K
+    if program >= SIZES.num_ranks:  # slots of tokens
+        slot = (program - SIZES.num_ranks) * BLOCK + lane
+        token = slot // SIZES.top_k
+        k = slot - token * SIZES.top_k
         is_slot = token < num_tokens
         row = tl.load(slot_to_row + slot, mask=is_slot, other=-1)
         slot_rank = tl.load(slot_to_rank + slot, mask=is_slot, other=-1)
         if probs is not None:
             prob = tl.load(probs + slot, mask=is_slot, other=0.0)
-        for rank in range(NUM_RANKS):
+        for rank in range(SIZES.num_ranks):
             offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
-            packed = tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=is_slot, other=-1)
+            packed = tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=is_slot, other=-1)
             goes = (packed >= 0) & (offset >= 0)
             here = slot_rank == rank
             base = tl.load(bases + rank)
-            entry = packed.to(tl.int64) * TOP_K + k
+            entry = packed.to(tl.int64) * SIZES.top_k + k
             tl.store((base + offset).to(tl.pointer_type(tl.int32)) + entry, tl.where(here, row, -1), mask=goes)
             if probs is not None:
                 prob_offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.prob_column)
@@ -222,10 +220,10 @@ def push_slots_kernel(
         used = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, num_blocks, BLOCK):
             block = first + lane
-            used += tl.load(block_tokens + block * NUM_RANKS + program, mask=block < num_blocks, other=0)
+            used += tl.load(block_tokens + block * SIZES.num_ranks + program, mask=block < num_blocks, other=0)
         start = tl.load(packed_start + program)
-        first_unused = (start + tl.sum(used, axis=0)) * TOP_K
-        end = (start + tl.load(packed_limit + program)) * TOP_K
+        first_unused = (start + tl.sum(used, axis=0)) * SIZES.top_k
+        end = (start + tl.load(packed_limit + program)) * SIZES.top_k
         rows = (tl.load(bases + program) + offset).to(tl.pointer_type(tl.int32))
         for first in range(first_unused, end, BLOCK):
             entry = first + lane
@@ -385,34 +383,32 @@ def push_sums_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = rows.dtype.element_ty
-    TOP_K: tl.constexpr = SIZES.top_k
     UNROLL: tl.constexpr = SIZES.unroll
-    ROW_BYTES: tl.constexpr = SIZES.row_bytes
     for step in range(first_step, end_step):  # every rank begins with another one
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
         offset = tl.load(received + home * NUM_PUBLISHED + SIZES.column)
         num = tl.where(offset < 0, 0, tl.load(source_to_packed_start + home + 1) - begin)
-        region_bytes = tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + ROW_BYTES
+        region_bytes = tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + SIZES.row_bytes
         region = tl.load(bases + home) + offset + (rank - (rank > home).to(tl.int32)) * region_bytes
         for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
             index, column, is_column = tile_place(tile, SIZES)
             primary, num_rows = primary_row(packed_to_row, begin + index, index < num, SIZES)
             mask = (num_rows > 0)[:, None] & is_column
             total = tl.load(row_places(rows, primary, column, SIZES), mask=mask, other=0.0).to(tl.float32)
-            for first in range(0, TOP_K, UNROLL):
+            for first in range(0, SIZES.top_k, UNROLL):
                 masks, values = (), ()
                 for more in tl.static_range(UNROLL):
                     k = first + more
-                    is_slot = (num_rows > 1) & (k < TOP_K)
-                    row = tl.load(packed_to_row + (begin + index) * TOP_K + k, mask=is_slot, other=-1)
+                    is_slot = (num_rows > 1) & (k < SIZES.top_k)
+                    row = tl.load(packed_to_row + (begin + index) * SIZES.top_k + k, mask=is_slot, other=-1)
                     source = row_places(rows, row, column, SIZES)
                     masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                     values += (tl.load(source, mask=masks[more], other=0.0),)
                 for more in tl.static_range(UNROLL):
                     # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
                     total = tl.where(masks[more], total + values[more].to(tl.float32), total)
-            target = row_pointers(region + index.to(tl.int64) * ROW_BYTES, ELEMENT) + column
+            target = row_pointers(region + index.to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
             tl.store(target, total.to(ELEMENT), mask=mask)
 
 
@@ -472,7 +468,6 @@ def pull_rows_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    NUM_SOURCES: tl.constexpr = SIZES.top_k
     UNROLL: tl.constexpr = SIZES.unroll
     TILE: tl.constexpr = SIZES.tile
     failed = call_failed(received, SIZES)
@@ -480,16 +475,16 @@ def pull_rows_kernel(
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
         total = tl.zeros(TILE, tl.float32)
-        for first in range(0, NUM_SOURCES, UNROLL):
+        for first in range(0, SIZES.top_k, UNROLL):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
             for step in tl.static_range(UNROLL):
                 s = first + step
-                mask = is_token & (s < NUM_SOURCES) & (not failed)
-                rows += (tl.load(source_row + token * NUM_SOURCES + s, mask=mask, other=-1),)
+                mask = is_token & (s < SIZES.top_k) & (not failed)
+                rows += (tl.load(source_row + token * SIZES.top_k + s, mask=mask, other=-1),)
             for step in tl.static_range(UNROLL):
                 s = first + step
-                rank = tl.load(source_rank + token * NUM_SOURCES + s, mask=rows[step] >= 0, other=-1)
+                rank = tl.load(source_rank + token * SIZES.top_k + s, mask=rows[step] >= 0, other=-1)
                 base = tl.load(bases + rank, mask=rank >= 0, other=0)
                 places += (base + tl.load(received + rank * NUM_PUBLISHED + SIZES.column, mask=rank >= 0, other=0),)
             for step in tl.static_range(UNROLL):
@@ -554,7 +549,6 @@ def sum_home_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     UNROLL: tl.constexpr = SIZES.peers_unroll
     TILE: tl.constexpr = SIZES.tile
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
@@ -563,16 +557,16 @@ def sum_home_kernel(
         is_token = token < num_tokens
         total = tl.zeros(TILE, tl.float32)
         own = tl.zeros(TILE, ELEMENT)
-        for first in range(0, NUM_RANKS, UNROLL):
+        for first in range(0, SIZES.num_ranks, UNROLL):
             packed, values = (), ()
             for step in tl.static_range(UNROLL):
                 rank = first + step
-                mask = is_token & (rank < NUM_RANKS) & (rank != own_rank) & (not failed)
-                packed += (tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=mask, other=-1),)
+                mask = is_token & (rank < SIZES.num_ranks) & (rank != own_rank) & (not failed)
+                packed += (tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=mask, other=-1),)
             for step in tl.static_range(UNROLL):
                 rank = first + step
                 region = rank - (own_rank < rank).to(tl.int32)
-                start = tl.load(packed_start + rank, mask=rank < NUM_RANKS, other=0)
+                start = tl.load(packed_start + rank, mask=rank < SIZES.num_ranks, other=0)
                 row = region * num_tokens + packed[step] - start
                 has = is_token & (packed[step] >= 0)
                 values += (tl.load(row_places(returned, row, column, SIZES), mask=has[:, None] & is_column, other=0.0),)
