@@ -95,12 +95,7 @@ def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
 
 
 @entry([])
-def count_slots_kernel(
-    topk_idx,  # [T, K]
-    block_counts,  # [B, E + R + 2]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
@@ -155,11 +150,11 @@ def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
 
 @entry([])
 def send_counts_kernel(
-    block_counts,  # [B, E + R + 2]
-    topk_idx,  # [T, K]
-    block_starts,  # [B, E]
+    block_counts,
+    topk_idx,
+    block_starts,
     bases,
-    num_tokens: tl.int32,  # words of the header that may change from step to step
+    num_tokens: tl.int32,
     capacity: tl.int32,
     max_tokens: tl.int32,
     packed_capacity: tl.int32,
@@ -241,15 +236,11 @@ def smallest(capacity, is_rank):
 
 
 @triton.jit
-def find_error(
-    headers,  # [RANK_LANES, HEADER_WORDS]
-    num_rows,  # [RANK_LANES] that each rank would receive
-    num_packed,  # [RANK_LANES], packed rows
-    received,
-    rank,  # tl.arange(0, RANK_LANES)
-    SIZES: tl.constexpr,
-):
-    """(code, rank, limit, value, where) of the first error: later code here overrides earlier code."""
+def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexpr):
+    """(code, rank, limit, value, where) of the first error: later code here overrides earlier code.
+
+    headers: [RANK_LANES, HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
+    """
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
@@ -459,11 +450,7 @@ def round_up(rows, STEP: tl.constexpr):
 
 
 @entry([])
-def split_by_source_kernel(
-    source_to_row_start,  # [R + 1, e]
-    source_to_rows,  # [R, 2, e]
-    SIZES: tl.constexpr,
-):
+def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     expert = tl.arange(0, SIZES.expert_lanes)
     mask = expert < SIZES.experts_per_rank
@@ -493,13 +480,13 @@ def split_by_source(source_to_row_start, source_to_rows, *, rank):
 
 @entry([])
 def assign_rows_kernel(
-    topk_idx,  # [T, K]
-    block_starts,  # [B, E]
+    topk_idx,
+    block_starts,
     slot_start,
     slot_limit,
-    slot_to_row,  # [T, K]
-    slot_to_rank,  # [T, K]
-    block_tokens,  # [B, R]
+    slot_to_row,
+    slot_to_rank,
+    block_tokens,
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
@@ -561,12 +548,12 @@ def assign_rows(topk_idx, block_starts, plan):
 
 @entry([])
 def assign_packed_rows_kernel(
-    slot_to_row,  # [T, K]
-    slot_to_rank,  # [T, K]
-    block_tokens,  # [B, R]
+    slot_to_row,
+    slot_to_rank,
+    block_tokens,
     packed_start,
-    token_to_packed_row,  # [T, R]
-    token_to_primary_row,  # [T, R]
+    token_to_packed_row,
+    token_to_primary_row,
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):

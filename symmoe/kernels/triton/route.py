@@ -99,12 +99,12 @@ def keep_top_groups(value, expert, CHOICE: tl.constexpr):
 
 @entry()
 def choose_experts_kernel(
-    logits,  # fp32 [T, E]
-    bias,  # fp32 [E] or None
-    given_idx,  # int32 [T, K] or None
-    topk_idx,  # int32 [T, K]
-    probs,  # fp32 [T, K]
-    scores,  # fp32 [T, E]
+    logits,
+    bias,
+    given_idx,
+    topk_idx,
+    probs,
+    scores,
     num_tokens: tl.int32,
     route_scale: tl.float32,
     CHOICE: tl.constexpr,
@@ -151,14 +151,7 @@ def choose_experts_kernel(
 
 @entry()
 def choose_experts_grad_kernel(
-    d_probs,  # fp32 [T, K] or None
-    d_scores,  # fp32 [T, E] or None
-    topk_idx,  # int32 [T, K]
-    scores,  # fp32 [T, E]
-    d_logits,  # fp32 [T, E]
-    num_tokens: tl.int32,
-    route_scale: tl.float32,
-    CHOICE: tl.constexpr,
+    d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, CHOICE: tl.constexpr
 ):
     EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
     TOKENS: tl.constexpr = CHOICE.tokens

@@ -53,12 +53,7 @@ def next_part(rest):
 
 
 @entry()
-def bf16_parts_kernel(
-    matrix,  # fp32
-    parts,  # bf16 [3, like matrix]
-    num_elements: tl.int32,
-    BLOCK: tl.constexpr,
-):
+def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num_elements
     rest = tl.load(matrix + place, mask=mask, other=0.0)
@@ -76,13 +71,7 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
 
 
 @entry()
-def router_gemm_kernel(
-    x,  # bf16 [T, H]
-    parts,  # bf16 [3, E, H]
-    logits,  # fp32 [T, E]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
@@ -105,13 +94,7 @@ def router_gemm_kernel(
 
 
 @entry()
-def router_dgrad_kernel(
-    d_parts,  # bf16 [3, T, E]
-    parts,  # bf16 [3, E, H]
-    dx,  # bf16 [T, H]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
@@ -135,14 +118,7 @@ def router_dgrad_kernel(
 
 
 @entry()
-def router_wgrad_kernel(
-    d_parts,  # bf16 [3, T, E]
-    x,  # bf16 [T, H]
-    sums,  # fp32 [splits, E, H]
-    num_tokens: tl.int32,
-    split_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+def router_wgrad_kernel(d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr):
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -10,11 +10,7 @@ from symmoe.kernels.launch.launch import Constants, entry, launch
 
 @entry([])
 def splits_to_row_range_kernel(
-    splits,  # int32 or int64 [G]
-    row_range,  # int32[2, G]
-    num_rows: tl.int32,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
+    splits, row_range, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr
 ):
     group = tl.arange(0, GROUP_LANES)
     size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)

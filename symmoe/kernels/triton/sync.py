@@ -138,14 +138,14 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
 def barrier_kernel(
     bases,
     received,
-    status: tl.int64,  # address of pinned host memory, the same for the device
+    status: tl.int64,
     word_0: tl.int64,
     word_1: tl.int64,
     word_2: tl.int64,
     call: tl.int64,
     fault: tl.int32,
     timeout_ns: tl.int64,
-    spoiled: tl.int64,  # address, or anything if there are no words
+    spoiled: tl.int64,
     num_spoiled_words: tl.int64,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -153,6 +153,7 @@ def barrier_kernel(
     LAYOUT: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
+    # `status` is the address of pinned host memory, the same for the device; `spoiled` anything if there are no words.
     peer = tl.arange(0, LANES)
     is_peer = peer < NUM_RANKS
     own = tl.load(bases + RANK)

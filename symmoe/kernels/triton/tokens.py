@@ -6,7 +6,6 @@ so a caller may limit their number and leave SMs to a GEMM.
 
 import functools
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -74,13 +73,13 @@ class Sizes:
         return next_power_of_2(self.num_ranks)
 
 
-def _tiles(
-    rows: torch.Tensor, num_rows: int, accesses: int, num_ctas: int | None = None, **sizes: Any
-) -> tuple[tuple[int], Constants]:
-    """Grid and constants of a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and tile."""
+def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
+    """Launches a kernel that moves num_rows such rows, if any, `accesses` 16-byte accesses per thread and tile."""
+    if num_rows == 0:
+        return
     found, constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     num_tiles = ceil_div(num_rows, found.tokens) * found.column_tiles
-    return (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),), constants
+    launch(kernel, (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),), constants, *args)
 
 
 @functools.cache
@@ -96,15 +95,20 @@ def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **s
     return found, Constants({"SIZES": found, "num_warps": num_warps})
 
 
+def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
+    """Launches a kernel that moves so many slots or values, if any."""
+    if num_programs := more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM):
+        launch(kernel, (num_programs,), _slots(**sizes), *args)
+
+
 @functools.cache
 def _slots(**sizes: Any) -> Constants:
     return Constants({"SIZES": Sizes(block=SLOTS_PER_PROGRAM, **sizes), "num_warps": 4})
 
 
-def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
-    """The kernels for few programs (hopper/rows.py), if num_ctas is given and they can move these rows; else None."""
-    on_hopper = None if num_ctas is None else hopper_choice.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
-    return on_hopper if on_hopper is not None and on_hopper.takes_rows(rows) else None
+def _mover(name: str, rows: torch.Tensor, num_ctas: int | None) -> hopper_choice.Launcher | None:
+    """The kernel for few programs, if num_ctas is given and there is one for these rows; else None."""
+    return None if num_ctas is None else hopper_choice.launcher(name, rows.device, rows.dtype, rows.shape[1], rows)
 
 
 @triton.jit
@@ -135,8 +139,8 @@ def row_pointers(address, ELEMENT: tl.constexpr):
 
 @entry(["x"])
 def push_rows_kernel(
-    x,  # [T, H]
-    token_to_row,  # [T, R]
+    x,
+    token_to_row,
     bases,
     received,
     num_tokens: tl.int32,
@@ -167,22 +171,21 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
     ranks = range(num_ranks) if ranks is None else ranks
     if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
-    if len(ranks) == 1 and (on_hopper := _movers(x, num_ctas)) is not None:
-        on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
+    if len(ranks) == 1 and (on_hopper := _mover("push_rows", x, num_ctas)) is not None:
+        on_hopper(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
         return
     sizes = {"num_ranks": num_ranks, "column": column, "one_rank": len(ranks) == 1 < num_ranks}
-    grid, constants = _tiles(x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
-    numbers = num_tokens, ranks.start, ranks.stop, -1 if but is None else but
-    launch(push_rows_kernel, grid, constants, x, token_to_row, peers.bases, received, *numbers)
+    args = x, token_to_row, peers.bases, received, num_tokens, ranks.start, ranks.stop, -1 if but is None else but
+    _move(push_rows_kernel, args, x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
 
 
 @entry([])
 def push_slots_kernel(
-    slot_to_row,  # [T, K]
-    slot_to_rank,  # [T, K]
-    probs,  # [T, K] or None
-    token_to_packed_row,  # [T, R]
-    block_tokens,  # [B, R]
+    slot_to_row,
+    slot_to_rank,
+    probs,
+    token_to_packed_row,
+    block_tokens,
     packed_start,
     packed_limit,
     bases,
@@ -232,25 +235,24 @@ def push_slots_kernel(
 
 def push_slots(slots, region, peers, received, *, row_column, prob_column):
     num_tokens, top_k = slots[0].shape
-    grid = (peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)
-    constants = _slots(top_k=top_k, num_ranks=peers.num_ranks, column=row_column, prob_column=prob_column)
-    numbers = num_tokens, region[1].shape[0]
-    launch(push_slots_kernel, grid, constants, *slots, *region, peers.bases, received, *numbers)
+    sizes = {"num_ranks": peers.num_ranks, "column": row_column, "prob_column": prob_column}
+    args = *slots, *region, peers.bases, received, num_tokens, region[1].shape[0]
+    _move_slots(push_slots_kernel, args, num_tokens * top_k, peers.num_ranks, top_k=top_k, **sizes)
 
 
 @entry([])
 def index_rows_kernel(
-    wire_to_row,  # [P_cap, K]
-    wire_probs,  # [P_cap, K] or None
+    wire_to_row,
+    wire_probs,
     packed_begin,
     packed_end,
     ready,
     arrived,
-    packed_to_row,  # [P_cap, K]
-    row_to_packed_row,  # [N_cap]
-    row_probs,  # [N_cap] or None
-    num_slots: tl.int32,  # P_cap * K
-    num_rows: tl.int32,  # N_cap
+    packed_to_row,
+    row_to_packed_row,
+    row_probs,
+    num_slots: tl.int32,
+    num_rows: tl.int32,
     SIZES: tl.constexpr,
 ):
     BLOCK: tl.constexpr = SIZES.block
@@ -276,11 +278,9 @@ def index_rows_kernel(
 def index_rows(wire, packed, trip, index):
     packed_to_row, row_to_packed_row, row_probs = index
     numbers = packed_to_row.numel(), row_to_packed_row.numel()
-    if max(numbers) == 0:
-        return
     results = packed_to_row, row_to_packed_row, row_probs if wire[1] is not None else None
-    grid, constants = (ceil_div(max(numbers), SLOTS_PER_PROGRAM),), _slots(top_k=packed_to_row.shape[1])
-    launch(index_rows_kernel, grid, constants, *wire, *packed, *trip, *results, *numbers)
+    args = *wire, *packed, *trip, *results, *numbers
+    _move_slots(index_rows_kernel, args, max(numbers), top_k=packed_to_row.shape[1])
 
 
 @triton.jit
@@ -300,14 +300,7 @@ def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
 
 @entry(["x", "rows"])
 def place_rows_kernel(
-    x,  # [T, H]
-    slot_to_rank,  # [T, K]
-    slot_to_row,  # [T, K]
-    rows,  # [N_cap, H]
-    received,
-    num_tokens: tl.int32,
-    rank: tl.int32,
-    SIZES: tl.constexpr,
+    x, slot_to_rank, slot_to_row, rows, received, num_tokens: tl.int32, rank: tl.int32, SIZES: tl.constexpr
 ):
     num = tl.where(tl.load(received + rank * NUM_PUBLISHED) < 0, 0, num_tokens)
     for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
@@ -322,22 +315,14 @@ def place_rows_kernel(
 
 
 def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
-    num_tokens = x.shape[0]
-    if num_tokens == 0 or rows.numel() == 0:
-        return
-    grid, constants = _tiles(x, num_tokens, COPY_ACCESSES, top_k=slot_to_row.shape[1])
-    launch(place_rows_kernel, grid, constants, x, slot_to_rank, slot_to_row, rows, received, num_tokens, rank)
+    if rows.numel():
+        args = x, slot_to_rank, slot_to_row, rows, received, x.shape[0], rank
+        _move(place_rows_kernel, args, x, x.shape[0], COPY_ACCESSES, top_k=slot_to_row.shape[1])
 
 
 @entry(["rows"])
-def fan_out_kernel(
-    rows,  # [N_cap, H]
-    packed_to_row,  # [P_cap, K]
-    source_to_packed_start,  # [R + 1]
-    rank: tl.int32,
-    source: tl.int32,  # -1: all but `rank`
-    SIZES: tl.constexpr,
-):
+def fan_out_kernel(rows, packed_to_row, source_to_packed_start, rank: tl.int32, source: tl.int32, SIZES: tl.constexpr):
+    # From all sources but this rank if `source` is -1.
     own_begin = tl.load(source_to_packed_start + rank)
     own_end = tl.load(source_to_packed_start + rank + 1)
     begin = tl.load(source_to_packed_start + tl.maximum(source, 0))
@@ -362,19 +347,18 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
     # One slot per token: no secondary rows.
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
         return
-    tables = packed_to_row, source_to_packed_start
-    if source is not None and (on_hopper := _movers(rows, num_ctas)) is not None:
-        on_hopper.launch_fan_out(rows, *tables, source=source, num_ctas=num_ctas)
+    if source is not None and (on_hopper := _mover("fan_out", rows, num_ctas)) is not None:
+        on_hopper(rows, packed_to_row, source_to_packed_start, source=source, num_ctas=num_ctas)
         return
-    grid, constants = _tiles(rows, num_packed_cap, COPY_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
-    launch(fan_out_kernel, grid, constants, rows, *tables, rank, -1 if source is None else source)
+    args = rows, packed_to_row, source_to_packed_start, rank, -1 if source is None else source
+    _move(fan_out_kernel, args, rows, num_packed_cap, COPY_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
 
 
 @entry(["rows"])
 def push_sums_kernel(
-    rows,  # [N_cap, H]
-    packed_to_row,  # [P_cap, K]
-    source_to_packed_start,  # [R + 1]
+    rows,
+    packed_to_row,
+    source_to_packed_start,
     bases,
     received,
     rank: tl.int32,
@@ -418,23 +402,17 @@ def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, c
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
         return
     tables = packed_to_row, source_to_packed_start
-    if source is not None and (on_hopper := _movers(rows, num_ctas)) is not None:
-        on_hopper.launch_push_sums(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
+    if source is not None and (on_hopper := _mover("push_sums", rows, num_ctas)) is not None:
+        on_hopper(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
         return
     steps = (1, num_ranks) if source is None else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
     sizes = {"num_ranks": num_ranks, "top_k": top_k, "column": column}
-    grid, constants = _tiles(rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
-    launch(push_sums_kernel, grid, constants, rows, *tables, peers.bases, received, rank, *steps)
+    args = rows, *tables, peers.bases, received, rank, *steps
+    _move(push_sums_kernel, args, rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
 
 
 @entry([])
-def gather_values_kernel(
-    row_values,  # [N_cap]
-    packed_to_row,  # [P_cap, K]
-    num_packed,
-    packed_values,  # [P_cap, K]
-    SIZES: tl.constexpr,
-):
+def gather_values_kernel(row_values, packed_to_row, num_packed, packed_values, SIZES: tl.constexpr):
     entry = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     used = entry // SIZES.top_k < tl.load(num_packed)
     row = tl.load(packed_to_row + entry, mask=used, other=-1)
@@ -443,10 +421,8 @@ def gather_values_kernel(
 
 
 def gather_values(row_values, packed_to_row, num_packed, packed_values):
-    if packed_to_row.numel() == 0:
-        return
-    grid, constants = (ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),), _slots(top_k=packed_to_row.shape[1])
-    launch(gather_values_kernel, grid, constants, row_values, packed_to_row, num_packed, packed_values)
+    args = row_values, packed_to_row, num_packed, packed_values
+    _move_slots(gather_values_kernel, args, packed_to_row.numel(), top_k=packed_to_row.shape[1])
 
 
 @triton.jit
@@ -458,15 +434,7 @@ def call_failed(received, SIZES: tl.constexpr):
 
 
 @entry(["out"])
-def pull_rows_kernel(
-    source_rank,  # [T, S]
-    source_row,  # [T, S]
-    bases,
-    received,
-    out,  # [T, H]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+def pull_rows_kernel(source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.unroll
     TILE: tl.constexpr = SIZES.tile
@@ -499,12 +467,9 @@ def pull_rows_kernel(
 
 
 def pull_rows(source_rank, source_row, peers, received, out, *, column):
-    num_tokens = out.shape[0]
-    if num_tokens == 0:
-        return
     sizes = {"top_k": source_row.shape[1], "num_ranks": peers.num_ranks, "column": column}
-    grid, constants = _tiles(out, num_tokens, SUM_ACCESSES, **sizes)
-    launch(pull_rows_kernel, grid, constants, source_rank, source_row, peers.bases, received, out, num_tokens)
+    args = source_rank, source_row, peers.bases, received, out, out.shape[0]
+    _move(pull_rows_kernel, args, out, out.shape[0], SUM_ACCESSES, **sizes)
 
 
 @triton.jit
@@ -534,15 +499,15 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
 
 @entry(["rows", "returned", "out"])
 def sum_home_kernel(
-    rows,  # [N_cap, H]
-    returned,  # [(R - 1) * T, H]
-    token_to_packed_row,  # [T, R]
-    packed_start,  # [R]
-    slot_to_rank,  # [T, K]
-    slot_to_row,  # [T, K]
+    rows,
+    returned,
+    token_to_packed_row,
+    packed_start,
+    slot_to_rank,
+    slot_to_row,
     ready,
     arrived,
-    out,  # [T, H]
+    out,
     num_tokens: tl.int32,
     top_k: tl.int32,
     own_rank: tl.int32,
@@ -587,22 +552,16 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         return
     _, packed_start, _, slot_to_row = index
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
-    if num_ranks > 1 and (on_hopper := _movers(out, num_ctas)) is not None:
-        on_hopper.launch_sum_home(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
+    if num_ranks > 1 and (on_hopper := _mover("sum_home", out, num_ctas)) is not None:
+        on_hopper(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
         return
-    grid, constants = _tiles(out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
-    launch(sum_home_kernel, grid, constants, *rows, *index, *trip, out, num_tokens, top_k, rank)
+    args = *rows, *index, *trip, out, num_tokens, top_k, rank
+    _move(sum_home_kernel, args, out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
 
 
 @entry([])
 def pull_values_kernel(
-    slot_to_rank,  # [T, K]
-    token_to_packed_row,  # [T, R]
-    bases,
-    received,
-    out,  # [T, K]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
+    slot_to_rank, token_to_packed_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
     slot = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     token = slot // SIZES.top_k
@@ -619,11 +578,6 @@ def pull_values_kernel(
 
 
 def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
-    num_tokens, top_k = out.shape
-    if num_tokens == 0:
-        return
-    grid = (ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)
-    constants = _slots(top_k=top_k, num_ranks=peers.num_ranks, column=column)
-    launch(
-        pull_values_kernel, grid, constants, slot_to_rank, token_to_packed_row, peers.bases, received, out, num_tokens
-    )
+    args = slot_to_rank, token_to_packed_row, peers.bases, received, out, out.shape[0]
+    sizes = {"top_k": out.shape[1], "num_ranks": peers.num_ranks, "column": column}
+    _move_slots(pull_values_kernel, args, out.numel(), **sizes)
