@@ -273,7 +273,7 @@ class Memory:
             for span in () if arena is None else arena.clear():
                 self.give_back(self.arena, span)
 
-    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
+    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], object]) -> None:
         self._live.pop(span[0], None)
         if arena is not self.arena or not self._streams.capture:  # a capture begins after all earlier work
             note(span)
