@@ -317,11 +317,7 @@ def _plan_between_nodes(
 
 
 def _place_slots(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    words: dict[int, int],
-    config: int,
-    counts: RailCounts | None = None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], config: int, counts: RailCounts | None = None
 ) -> Plan:
     """The plan; `words` of the header are the other arguments of make_plan. Does not wait. config: as in PlanOptions;
     counts: if the group spans nodes."""
