@@ -24,7 +24,7 @@ from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMB
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_device, current_stream
 
-__all__ = ["Constants", "Describe", "FastLaunch", "entry", "fast_launch", "launch", "num_compiled", "one_stage_less"]
+__all__ = ["Constants", "Describe", "FastLaunch", "fast_jit", "fast_launch", "launch", "num_compiled", "one_stage_less"]
 
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
@@ -72,7 +72,7 @@ def fast_launch(kernel: Any) -> Any:
     return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
-def entry(aligned: Collection[str] | None = None) -> Callable[[Any], Any]:
+def fast_jit(aligned: Collection[str] | None = None) -> Callable[[Any], Any]:
     """Decorator of an entry kernel: `fast_launch` of a function whose numbers are the parameters with a type. No value
     of these is compiled in, and whether a tensor is 16-byte aligned only for those that are named; None: for all."""
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, entry, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -94,7 +94,7 @@ def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
-@entry([])
+@fast_jit([])
 def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
@@ -148,7 +148,7 @@ def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
     return address.to(tl.pointer_type(tl.int32))
 
 
-@entry([])
+@fast_jit([])
 def send_counts_kernel(
     block_counts,
     topk_idx,
@@ -336,7 +336,7 @@ def clip_to_capacity(load, capacity):
     return tl.where(clips[:, None], kept, load)
 
 
-@entry([])
+@fast_jit([])
 def lay_out_kernel(
     bases,
     received,
@@ -449,7 +449,7 @@ def round_up(rows, STEP: tl.constexpr):
     return (rows + (STEP - 1)) // STEP * STEP
 
 
-@entry([])
+@fast_jit([])
 def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     expert = tl.arange(0, SIZES.expert_lanes)
@@ -478,7 +478,7 @@ def split_by_source(source_to_row_start, source_to_rows, *, rank):
     launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
 
 
-@entry([])
+@fast_jit([])
 def assign_rows_kernel(
     topk_idx,
     block_starts,
@@ -546,7 +546,7 @@ def assign_rows(topk_idx, block_starts, plan):
     launch(assign_rows_kernel, (num_blocks,), constants, topk_idx, block_starts, *results, num_tokens)
 
 
-@entry([])
+@fast_jit([])
 def assign_packed_rows_kernel(
     slot_to_row,
     slot_to_rank,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, entry, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 
 SCORES_PER_PROGRAM = 1024
@@ -97,7 +97,7 @@ def keep_top_groups(value, expert, CHOICE: tl.constexpr):
     return tl.where(is_kept, value, -float("inf"))
 
 
-@entry()
+@fast_jit()
 def choose_experts_kernel(
     logits,
     bias,
@@ -149,7 +149,7 @@ def choose_experts_kernel(
     tl.store(probs + token[:, None] * CHOICE.top_k + place[None, :], prob * route_scale, mask=mask)
 
 
-@entry()
+@fast_jit()
 def choose_experts_grad_kernel(
     d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, CHOICE: tl.constexpr
 ):

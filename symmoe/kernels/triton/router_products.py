@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, entry, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
@@ -52,7 +52,7 @@ def next_part(rest):
     return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
 
 
-@entry()
+@fast_jit()
 def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num_elements
@@ -70,7 +70,7 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
     return tl.load(matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
 
 
-@entry()
+@fast_jit()
 def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     WIDTH: tl.constexpr = SIZES.width
@@ -93,7 +93,7 @@ def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constex
     tl.store(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], total, mask=mask)
 
 
-@entry()
+@fast_jit()
 def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     BLOCK_M: tl.constexpr = SIZES.block_m
@@ -117,7 +117,7 @@ def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.cons
     tl.store(dx + token.to(tl.int64)[:, None] * SIZES.width + column[None, :], total.to(tl.bfloat16), mask=mask)
 
 
-@entry()
+@fast_jit()
 def router_wgrad_kernel(d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr):
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n

@@ -5,10 +5,10 @@ import functools
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, entry, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 
-@entry([])
+@fast_jit([])
 def splits_to_row_range_kernel(
     splits, row_range, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr
 ):

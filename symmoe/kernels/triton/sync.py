@@ -16,7 +16,7 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, entry, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 
 class _Numbers(tl.constexpr):
@@ -134,7 +134,7 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
     return tl.load(counters + CONTROL.BARRIER_EPOCH)
 
 
-@entry([])
+@fast_jit([])
 def barrier_kernel(
     bases,
     received,
@@ -246,7 +246,7 @@ def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8)
 
 
-@entry([])
+@fast_jit([])
 def send_signal_kernel(
     bases,
     rank: tl.int32,
@@ -269,7 +269,7 @@ def send_signal(peers, rank):
     launch(send_signal_kernel, (1,), _constants(peers.rank, peers.num_ranks, peers.layout), peers.bases, rank)
 
 
-@entry([])
+@fast_jit([])
 def wait_for_signal_kernel(
     bases,
     arrived,

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, entry, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 ACCESS_BYTES = tl.constexpr(16)
@@ -137,7 +137,7 @@ def row_pointers(address, ELEMENT: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), [ACCESS_BYTES])[:, None]
 
 
-@entry(["x"])
+@fast_jit(["x"])
 def push_rows_kernel(
     x,
     token_to_row,
@@ -179,7 +179,7 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
     _move(push_rows_kernel, args, x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
 
 
-@entry([])
+@fast_jit([])
 def push_slots_kernel(
     slot_to_row,
     slot_to_rank,
@@ -240,7 +240,7 @@ def push_slots(slots, region, peers, received, *, row_column, prob_column):
     _move_slots(push_slots_kernel, args, num_tokens * top_k, peers.num_ranks, top_k=top_k, **sizes)
 
 
-@entry([])
+@fast_jit([])
 def index_rows_kernel(
     wire_to_row,
     wire_probs,
@@ -298,7 +298,7 @@ def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
     return primary, num_rows
 
 
-@entry(["x", "rows"])
+@fast_jit(["x", "rows"])
 def place_rows_kernel(
     x, slot_to_rank, slot_to_row, rows, received, num_tokens: tl.int32, rank: tl.int32, SIZES: tl.constexpr
 ):
@@ -320,7 +320,7 @@ def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
         _move(place_rows_kernel, args, x, x.shape[0], COPY_ACCESSES, top_k=slot_to_row.shape[1])
 
 
-@entry(["rows"])
+@fast_jit(["rows"])
 def fan_out_kernel(rows, packed_to_row, source_to_packed_start, rank: tl.int32, source: tl.int32, SIZES: tl.constexpr):
     # From all sources but this rank if `source` is -1.
     own_begin = tl.load(source_to_packed_start + rank)
@@ -354,7 +354,7 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
     _move(fan_out_kernel, args, rows, num_packed_cap, COPY_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
 
 
-@entry(["rows"])
+@fast_jit(["rows"])
 def push_sums_kernel(
     rows,
     packed_to_row,
@@ -411,7 +411,7 @@ def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, c
     _move(push_sums_kernel, args, rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
 
 
-@entry([])
+@fast_jit([])
 def gather_values_kernel(row_values, packed_to_row, num_packed, packed_values, SIZES: tl.constexpr):
     entry = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     used = entry // SIZES.top_k < tl.load(num_packed)
@@ -433,7 +433,7 @@ def call_failed(received, SIZES: tl.constexpr):
     return tl.min(offset, axis=0) < 0
 
 
-@entry(["out"])
+@fast_jit(["out"])
 def pull_rows_kernel(source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr):
     ELEMENT: tl.constexpr = out.dtype.element_ty
     UNROLL: tl.constexpr = SIZES.unroll
@@ -497,7 +497,7 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
     return total.to(rows.dtype.element_ty)
 
 
-@entry(["rows", "returned", "out"])
+@fast_jit(["rows", "returned", "out"])
 def sum_home_kernel(
     rows,
     returned,
@@ -559,7 +559,7 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
     _move(sum_home_kernel, args, out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
 
 
-@entry([])
+@fast_jit([])
 def pull_values_kernel(
     slot_to_rank, token_to_packed_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
