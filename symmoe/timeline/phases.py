@@ -18,10 +18,7 @@ _TABLE = {
         "count_slots send_counts lay_out split_by_source assign_rows assign_packed_rows",
     ),
     "wait": ("barrier wait_for_signal", "barrier wait_for_signal"),
-    "push": (
-        "push_rows place_rows push_slots send_signal",
-        "push_rows hopper_push place_rows push_slots send_signal",
-    ),
+    "push": ("push_rows place_rows push_slots send_signal", "push_rows hopper_push place_rows push_slots send_signal"),
     "index": ("index_rows", "index_rows"),
     "fan-out": ("fan_out unpack_rows", "fan_out hopper_fan_out unpack_rows"),
     "FC1": ("grouped_gemm_act", "grouped_gemm_act hopper_act"),
