@@ -14,10 +14,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import Timeline
-from symmoe.timeline.recording import Recording, record
-from symmoe.timeline.replays import capture_step, record_replays
-from symmoe.timeline.report import table
+from symmoe.timeline.events import Timeline, table
+from symmoe.timeline.recording import Recording, capture_step, record, record_replays
 from symmoe.tools.bench.cases import PRESETS, add_shape_arguments, config_of, shape_of
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
