@@ -98,11 +98,7 @@ def parallelize(
             fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
         placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
         sharded = fully_shard(
-            layer,
-            mesh=expert_mesh,
-            shard_placement_fn=placement,
-            reshard_after_forward=free,
-            mp_policy=expert_policy,
+            layer, mesh=expert_mesh, shard_placement_fn=placement, reshard_after_forward=free, mp_policy=expert_policy
         )
         _divide_gradients(sharded, expert_mesh, divisor)
     for unit in units:

@@ -120,11 +120,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self, heap: SymmetricHeap, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata]:
         plan = make_plan(
-            topk_expert_ids_TK,
-            num_experts=self.num_experts,
-            heap=heap,
-            hidden=x_TD.shape[1],
-            dtype=x_TD.dtype,
+            topk_expert_ids_TK, num_experts=self.num_experts, heap=heap, hidden=x_TD.shape[1], dtype=x_TD.dtype
         )
         rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
         metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)

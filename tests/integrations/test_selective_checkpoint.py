@@ -39,10 +39,7 @@ CHECKPOINTS: dict[str, tuple[Callable, int, int, bool]] = {
     "full": (partial(checkpoint, use_reentrant=False), 2 * FORWARD + BACKWARD, 2, False),
     "full, reentrant": (partial(checkpoint, use_reentrant=True), 2 * FORWARD + BACKWARD, 2, False),
     "selective, experts saved": (selective(save_experts), FORWARD + BACKWARD, 2, True),
-    "selective, list of operators": (
-        selective([torch.ops.symmoe.moe_forward.default]),
-        *(FORWARD + BACKWARD, 2, True),
-    ),
+    "selective, list of operators": (selective([torch.ops.symmoe.moe_forward.default]), *(FORWARD + BACKWARD, 2, True)),
     "selective, nothing saved": (selective(save_nothing), 2 * FORWARD + BACKWARD, 2, False),
 }
 FIELDS = {

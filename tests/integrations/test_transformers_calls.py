@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 
@@ -10,14 +11,15 @@ import pytest
 pytest.importorskip("transformers", minversion="5.17")
 
 import torch
-from hf_cases import FAMILIES, batch_of, random_model
+import torch.distributed as dist
+from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
 from small_model import assert_same, check_metrics, counted_barriers, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from worker import open_heap, without_semaphores
 
 import symmoe
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
 from symmoe.integrations.transformers.families import experts_modules
 
@@ -137,6 +139,28 @@ def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
             assert_same(step(block, tokens()), expected)
         barriers[name] = len(phases)
     assert barriers["full"] - barriers["saved"] == 5  # plan 1, dispatch 2, combine 2
+
+
+# -- generation ---------------------------------------------------------------------------------------------------
+
+
+def generated(rank: int, num_ranks: int, closes: bool) -> None:
+    """Rank 0 ends first and leaves: the other's error says what would have kept it."""
+    options = {"do_sample": False, "max_new_tokens": 2 + 4 * rank, "pad_token_id": VOCABULARY, "use_cache": True}
+    with open_heap("cpu", timeout_s=4.0) as heap:
+        model = swap_moe(random_model("qwen3_moe"), heap).eval()
+        tokens = model.generate(batch_of(rank), synced_gpus=True, **options)
+        assert tokens.shape == (2, 9 + 2 * rank + options["max_new_tokens"])
+        kinds = ConfigMismatch if closes else PeerTimeout
+        with pytest.raises(kinds, match="pass synced_gpus=True to generate") if rank else contextlib.nullcontext():
+            model.generate(batch_of(rank), **options)
+        with pytest.raises(SymmoeError) if closes else contextlib.nullcontext():
+            heap.close() if closes else dist.barrier()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(cluster, closes: bool):
+    cluster(2).run(generated, closes)
 
 
 # -- metrics and recorded routing ---------------------------------------------------------------------------------

@@ -45,6 +45,16 @@ def accelerated(model: nn.Module) -> nn.Module:
     return Accelerator(cpu=True).prepare(model)
 
 
+def in_fabric(model: nn.Module) -> nn.Module:
+    from lightning.fabric import Fabric
+
+    from symmoe.integrations.lightning import FabricStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricStrategy())
+    fabric.launch()
+    return fabric.setup(model)
+
+
 def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="aot_eager")
 
@@ -132,6 +142,7 @@ def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
                 "none": lambda layer: layer,
                 "DDP": DistributedDataParallel,
                 "accelerate": accelerated,
+                "Fabric": in_fabric,
                 "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
             }[wrap](layer)
             assert torch.equal(layer.experts.fc1.weight, before)
@@ -155,7 +166,9 @@ def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("how", ["DDP", "accelerate", pytest.param("DDP of compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)]
+)
 def test_a_bare_layer_needs_nothing(cluster, how: str):
     cluster(2).run(alone_in_ddp, how)
 

@@ -121,10 +121,7 @@ class SymmExperts(MegatronModule):
 
     @torch.compiler.disable
     def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Applies every expert to its rows, for Megatron's own dispatchers; SymmMoELayer calls the kernels itself. Not
         collective; device counts do not synchronise the host.

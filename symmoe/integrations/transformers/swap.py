@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn, TypeVar, cast
+from types import MethodType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout
 from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import adapt, unwrapped
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
@@ -73,6 +74,8 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
             "save_pretrained would write this rank's experts alone; "
             "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks",
         )
+    if hasattr(model, "generate"):
+        vars(model)["generate"] = MethodType(_generate, model)
     prepare_for_ddp(model)
     return model
 
@@ -129,6 +132,16 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Same as the model's `generate`, with errors that say what keeps ranks together."""
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    except (ConfigMismatch, PeerTimeout) as error:
+        hint = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
+        error.args = (f"{error} ({hint})",)
+        raise
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
