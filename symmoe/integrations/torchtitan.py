@@ -71,7 +71,10 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         num_ranks = self.ep_mesh.size()
         if self.num_experts % num_ranks:
             raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by the {num_ranks} ranks of 'ep'")
-        self.heap = _shared_heap(self.ep_mesh.get_group(), self.heap_bytes(num_ranks))
+        group, num_bytes = self.ep_mesh.get_group(), self.heap_bytes(num_ranks)
+        self.heap = _HEAPS.get((group, num_bytes))
+        if self.heap is None:
+            self.heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
 
     def heap_bytes(self, num_ranks: int) -> int:
         """Bytes of symmetric memory that one layer's trips need at most; layers take turns."""
@@ -92,14 +95,12 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         Raises:
             ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
-        dispatched: tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]
         if self.heap is None:
-            dispatched = LocalTokenDispatcher.dispatch(
+            local: tuple[torch.Tensor, torch.Tensor, LocalDispatchMetadata] = LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        else:
-            dispatched = self._dispatch(self.heap, x_TD, topk_scores_TK, topk_expert_ids_TK)
-        return dispatched
+            return local
+        return self._dispatch(self.heap, x_TD, topk_scores_TK, topk_expert_ids_TK)
 
     def combine(
         self,
@@ -108,12 +109,10 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """The sum of every token's rows, each times its score: [T, D]."""
-        y_TD: torch.Tensor
         if isinstance(metadata, LocalDispatchMetadata):
-            y_TD = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        else:
-            y_TD = self._combine(routed_output_RD, metadata)
-        return y_TD
+            local: torch.Tensor = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+            return local
+        return self._combine(routed_output_RD, metadata)
 
     @torch.compiler.disable
     def _dispatch(
@@ -140,13 +139,6 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
 
 # Heaps that dispatchers use now, by group and size: with NVSHMEM a process can have only one.
 _HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = weakref.WeakValueDictionary()
-
-
-def _shared_heap(group: dist.ProcessGroup, num_bytes: int) -> SymmetricHeap:
-    heap = _HEAPS.get((group, num_bytes))
-    if heap is None:
-        heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
-    return heap
 
 
 @override(target=LocalTokenDispatcher.Config, description="dispatch and combine over symmetric memory")
