@@ -84,26 +84,21 @@ def parallelize(
     units = list(_outermost_units(model) if units is None else units)
     if RouterOutput not in pytree.SUPPORTED_NODES:  # FSDP looks for tensors of outputs: then their backward begins
         pytree.register_dataclass(RouterOutput)
-    layers = shard_experts(model, mesh[EP])
-    free = reshard_after_forward
-    # Not output_dtype: the layer's second output is an fp32 loss.
-    expert_policy = dataclasses.replace(mp_policy, output_dtype=None)
-    expert_mesh = mesh[replicas]
-    for layer in layers:
-        # The router computes in fp32 and takes tokens of any dtype.
-        keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+    # The router computes in fp32 and takes tokens of any dtype; the layer's second output is an fp32 loss.
+    of_router = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+    of_experts = dataclasses.replace(mp_policy, output_dtype=None)
+    expert_mesh, shard = mesh[replicas], partial(fully_shard, reshard_after_forward=reshard_after_forward)
+    placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
+    for layer in shard_experts(model, mesh[EP]):
         if layer.router is not None:
-            fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
+            shard(layer.router, mesh=dense_mesh, mp_policy=of_router)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
-            fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
-        placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
-        sharded = fully_shard(
-            layer, mesh=expert_mesh, shard_placement_fn=placement, reshard_after_forward=free, mp_policy=expert_policy
-        )
+            shard(layer.shared_expert, mesh=dense_mesh, mp_policy=mp_policy)
+        sharded = shard(layer, mesh=expert_mesh, shard_placement_fn=placement, mp_policy=of_experts)
         _divide_gradients(sharded, expert_mesh, divisor)
     for unit in units:
         if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
+            shard(unit, mesh=dense_mesh, mp_policy=mp_policy)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dense_mesh, mp_policy=mp_policy)  # stays gathered: backward begins with it
     for module in model.modules():
@@ -128,10 +123,9 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> Dis
     """
     replicas = mesh[_replica_names(mesh)]
     shard_experts(model, mesh)
-    group = (replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")).get_group()
-    prepare_for_ddp(model, expert_group=group)
-    everybody = mesh._flatten("symmoe_dense").get_group()
-    ddp = DistributedDataParallel(model, process_group=everybody, **ddp_options)
+    replicas = replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")
+    prepare_for_ddp(model, expert_group=replicas.get_group())
+    ddp = DistributedDataParallel(model, process_group=mesh._flatten("symmoe_dense").get_group(), **ddp_options)
     raise_for(join_ddp(ddp))
     return ddp
 
@@ -152,10 +146,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}")
-    names = mesh.mesh_dim_names or ()
     for layer in layers:
         _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
-    placements = [Shard(0) if name == EP else Replicate() for name in names]
+    placements = [Shard(0) if name == EP else Replicate() for name in mesh.mesh_dim_names or ()]
     for layer in layers:
         for linear in (layer.experts.fc1, layer.experts.fc2):
             for name, parameter in list(linear.named_parameters()):
@@ -197,16 +190,11 @@ def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
     """The first dimension of the local part that FSDP can cut evenly."""
-    shape = _local(parameter).shape
+    shape = cast(DTensor, parameter).to_local().shape  # torch's annotations do not say what it is
     for dim, size in enumerate(shape):
         if size % num_shards == 0:
             return Shard(dim)
     raise ArgumentError(f"no dimension of an expert weight {list(shape)} is divisible by the {num_shards} replicas")
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The local part of an expert's parameter or gradient. They are DTensors; torch's annotations do not say so."""
-    return cast(DTensor, tensor).to_local()
 
 
 def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:

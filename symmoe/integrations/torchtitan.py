@@ -95,12 +95,13 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         Raises:
             ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
+        dispatched: tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]
+        arguments = (x_TD, topk_scores_TK, topk_expert_ids_TK)
         if self.heap is None:
-            local: tuple[torch.Tensor, torch.Tensor, LocalDispatchMetadata] = LocalTokenDispatcher.dispatch(
-                self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
-            )
-            return local
-        return self._dispatch(self.heap, x_TD, topk_scores_TK, topk_expert_ids_TK)
+            dispatched = LocalTokenDispatcher.dispatch(self, *arguments, num_local_tokens_per_expert_E)
+        else:
+            dispatched = self._dispatch(self.heap, *arguments)
+        return dispatched
 
     def combine(
         self,
@@ -109,10 +110,12 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """The sum of every token's rows, each times its score: [T, D]."""
+        y_TD: torch.Tensor
         if isinstance(metadata, LocalDispatchMetadata):
-            local: torch.Tensor = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-            return local
-        return self._combine(routed_output_RD, metadata)
+            y_TD = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        else:
+            y_TD = self._combine(routed_output_RD, metadata)
+        return y_TD
 
     @torch.compiler.disable
     def _dispatch(
