@@ -58,22 +58,17 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         raise ArgumentError(f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one")
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
-        _, wrappers = unwrapped(model.get_submodule(path))
-        if wrappers:
+        if wrappers := unwrapped(model.get_submodule(path))[1]:
             adopt_adapters(share, wrappers)
-    place = Place(model)
-    place.is_known_to_peft = is_wrapped
+    place = Place(model, is_known_to_peft=is_wrapped)
     for path, share in swapped.items():
         share.place = place
         model.set_submodule(path, share)
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
-        vars(model)["save_pretrained"] = partial(
-            _refuse,
-            "save_pretrained would write this rank's experts alone; "
-            "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks",
-        )
+        why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
+        vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
     if hasattr(model, "generate"):
         vars(model)["generate"] = MethodType(_generate, model)
     prepare_for_ddp(model)
@@ -90,14 +85,11 @@ def adopt_adapters(share: ExpertParallelExperts, wrappers: list[nn.Module]) -> N
 
 def refuse_methods_of_peft(model: nn.Module) -> None:
     """Makes methods of a PeftModel raise that would do something to its adapters but not to those of experts."""
+    why = "of peft knows nothing of adapters of experts that are on several ranks; save them with "
+    why += "symmoe.integrations.peft.save_adapters, and do this with the plain model"
     for owner in (model, cast(nn.Module, model.base_model)):
-        for name in _REFUSED_OF_PEFT:
-            if hasattr(owner, name):
-                vars(owner)[name] = partial(
-                    _refuse,
-                    f"{name} of peft knows nothing of adapters of experts that are on several ranks; save them with "
-                    "symmoe.integrations.peft.save_adapters, and do this with the plain model",
-                )
+        own = [name for name in _REFUSED_OF_PEFT if hasattr(owner, name)]
+        vars(owner).update((name, partial(_refuse, f"{name} {why}")) for name in own)
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
@@ -110,8 +102,7 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
 
 def local_weights(family: Family, experts: StockExperts) -> dict[str, torch.Tensor]:
     """All weights of a transformers experts module, by the names and in the layout of GroupedMLP."""
-    w1: torch.Tensor = experts.gate_up_proj
-    w2: torch.Tensor = experts.down_proj
+    w1, w2 = experts.gate_up_proj, experts.down_proj
     if not family.clamped:
         return {"fc1.weight": w1, "fc2.weight": w2}
     biases = {"fc1.bias": experts.gate_up_proj_bias, "fc2.bias": experts.down_proj_bias}
