@@ -63,17 +63,8 @@ def open_heap(
     timeout_s: float = 30.0,
     ranks_per_node: int | None = None,
 ) -> SymmetricHeap:
-    """A symmetric heap over this rank's expert-parallel group. Collective over that group.
-
-    Args:
-        num_bytes: size of each rank's arena; docs/megatron.md says how much is needed.
-        pg_collection: process groups; None: those of initialize_model_parallel.
-        timeout_s: bound of every wait for a peer.
-        ranks_per_node: see SymmetricHeap.
-
-    Raises:
-        ArgumentError, BackendUnavailable, ConfigMismatch: see SymmetricHeap.
-    """
+    """A symmetric heap over this rank's expert-parallel group (`pg_collection=None`: of initialize_model_parallel).
+    Collective over that group. `num_bytes`: :func:`heap_bytes`; other arguments and errors are SymmetricHeap's."""
     group = process_groups(pg_collection).ep
     return SymmetricHeap(group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
 

@@ -26,7 +26,6 @@ from symmoe.integrations.transformers.layout import (
     WEIGHTS,
     Layout,
     Piece,
-    keys_not_in_model,
     layout_problem,
     new_layout,
     pieces_of,
@@ -128,15 +127,9 @@ def save_checkpoint(
     def write() -> None:
         _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank])
 
-    def finish() -> None:
-        if heap.rank == 0:
-            _publish(partial, folder)
-
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)
-        compare(
-            peers, {piece.key: piece.tensor for piece in pieces if piece.is_everywhere and piece.tensor is not None}
-        )
+        compare(peers, {each.key: each.tensor for each in pieces if each.is_everywhere and each.tensor is not None})
         try:
             for step in (lay_out, write):
                 peers.together(step)
@@ -145,7 +138,7 @@ def save_checkpoint(
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         # What fails here leaves the files that have no name in `folder` yet.
-        peers.together(finish, is_last=True)
+        peers.together(lambda: None if heap.rank else _publish(partial, folder), is_last=True)
 
 
 def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -204,8 +197,8 @@ def _copy_rest(
     for path in like.iterdir():
         if path.is_file() and path.name not in (*layout.headers, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
-    for key in keys_not_in_model({piece.key for piece in pieces}, layout):
-        stored = layout.tensors[key]
+    own = {piece.key for piece in pieces}
+    for stored in (stored for key, stored in layout.tensors.items() if key not in own):
         with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
             source.seek(stored.start)
             target.seek(stored.start)

@@ -129,15 +129,9 @@ class ExpertParallelExperts(ExpertParallelModule):
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, expert_load, num_dropped = self._routed_experts(tokens, probs, top_k_index, self.mlp)
         if self.listeners.callbacks:
-            report = RoutingReport(
-                topk_idx=top_k_index,
-                chosen_idx=top_k_index,
-                expert_load=expert_load,
-                num_dropped=num_dropped,
-                row_bytes=self.config.hidden * dtype.itemsize,
-                sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-                is_training=self.training,
-            )
+            ids, config = top_k_index, self.config
+            size, sent = config.hidden * dtype.itemsize, config.sent_row_bytes("forward", dtype.itemsize)
+            report = RoutingReport(ids, ids, expert_load, num_dropped, size, sent, is_training=self.training)
             self.listeners.tell(report)
         return y.to(hidden_states.dtype)
 
