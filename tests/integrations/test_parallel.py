@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from small_model import (
     CONFIG,
     EXPERTS,
@@ -210,7 +211,8 @@ def test_more_shards_than_experts(cluster, num_experts: int):
         assert_same_training(result, expected)
 
 
-def described(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(2, 1)
     with open_heap(mesh) as heap:
         model = on_mesh(mesh, heap, "fsdp")
@@ -240,11 +242,9 @@ def described(rank: int, num_ranks: int) -> None:
         assert odd_weight.to_local().shape == (3, FFN, HIDDEN)
 
 
-def test_what_becomes_of_the_parameters(cluster):
-    cluster(2).run(described)
-
-
-def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@run_on(2)
+def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
     """Two micro-batches, reduced once, have the gradients of one batch of both; also with the sum over all tokens."""
     mesh, halves = open_mesh(1, 2), (TOKENS // 4,) * 4
     with open_heap(mesh) as heap:
@@ -264,11 +264,8 @@ def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_gradient_accumulation(cluster, wrap: str):
-    cluster(2).run(accumulated, wrap)
-
-
-def optimised(rank: int, num_ranks: int, wrap: str) -> None:
+@run_on(2)
+def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wrap: str) -> None:
     """One step of every implementation of AdamW moves every parameter, and all agree."""
     mesh = open_mesh(1, 2)
     with open_heap(mesh) as heap:
@@ -283,11 +280,6 @@ def optimised(rank: int, num_ranks: int, wrap: str) -> None:
             results.append(after)
         for found in results[1:]:
             torch.testing.assert_close(found, results[0])
-
-
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_every_kind_of_optimizer_takes_the_groups(cluster, wrap: str):
-    cluster(2).run(optimised, wrap)
 
 
 def in_bf16(rank: int, num_ranks: int) -> float:
@@ -318,7 +310,9 @@ def test_bf16_parameters_and_an_fp32_router(cluster, alone):
         assert loss == pytest.approx(alone[0][0][0], rel=0.02)
 
 
-def with_more(rank: int, num_ranks: int, more: str, wrap: str) -> None:
+@pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
+@run_on(2)
+def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) -> None:
     """Experts with biases, or with LoRA: outputs and gradients are those of this rank's layer without a wrapper."""
     mesh = open_mesh(1, 2)
     with open_heap(mesh) as heap:
@@ -347,12 +341,8 @@ def with_more(rank: int, num_ranks: int, more: str, wrap: str) -> None:
         assert more == "adapters" or layer.experts.fc2.bias.shape == (EXPERTS, HIDDEN)
 
 
-@pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
-def test_biases_and_adapters(cluster, more: str, wrap: str):
-    cluster(2).run(with_more, more, wrap)
-
-
-def refused(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(1, 2)
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     other = open_mesh(2, 1)
@@ -385,11 +375,9 @@ def refused(rank: int, num_ranks: int) -> None:
             symmoe.clip_grad_norm(model, 1.0)
 
 
-def test_errors_name_both_values(cluster):
-    cluster(2).run(refused)
-
-
-def looked_on(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@run_on(2)
+def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
     """FSDP with compiled blocks and with recomputed ones: the gradients of neither."""
     without_semaphores()
     mesh = open_mesh(2, 1)
@@ -413,17 +401,19 @@ def looked_on(rank: int, num_ranks: int) -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.slow
-def test_with_compile_and_checkpointing(cluster):
-    cluster(2).run(looked_on)
-
-
 # -- constant_weights -------------------------------------------------------------------------------------------------
 
 QUANTIZED = dataclasses.replace(CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
 
 
-def quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
+def counted(kernel: str) -> Any:
+    return patch.object(twin, kernel, wraps=getattr(twin, kernel))
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["FSDP2", "EP2"])
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@run_on(2)
+def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
     mesh, shares = open_mesh(*layout), equal_shares(num_ranks)
     with open_heap(mesh) as heap:
@@ -452,13 +442,3 @@ def quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str
         with symmoe.constant_weights(model):
             after = rank_loss(model, 0, rank, shares)
         assert torch.equal(before, after)
-
-
-def counted(kernel: str) -> Any:
-    return patch.object(twin, kernel, wraps=getattr(twin, kernel))
-
-
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["FSDP2", "EP2"])
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_constant_weights_are_quantised_once(cluster, layout: tuple[int, int], wrap: str):
-    cluster(2).run(quantised_once, layout, wrap)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from cluster import run_on
 from small_model import Block, counted_barriers
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from worker import without_semaphores
@@ -49,7 +50,9 @@ FIELDS = {
 }
 
 
-def train(rank: int, num_ranks: int, fields: dict) -> None:
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+@run_on(2)
+def test_checkpoints_recompute_only_what_they_do_not_save(rank: int, num_ranks: int, fields: dict) -> None:
     """What is saved does not communicate again, the rest is recomputed, and gradients have the bits of neither."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, z_loss_coef=0.01, **fields)
     x = torch.randn(20 + 7 * rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
@@ -74,12 +77,8 @@ def train(rank: int, num_ranks: int, fields: dict) -> None:
             assert heap.leased_bytes == 0
 
 
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-def test_checkpoints_recompute_only_what_they_do_not_save(cluster, fields: dict):
-    cluster(2).run(train, fields)
-
-
-def compiled(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_compiled_checkpoints_recompute_only_what_they_do_not_save(rank: int, num_ranks: int) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
     without_semaphores()
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=256, max_tokens=64)
@@ -100,7 +99,3 @@ def compiled(rank: int, num_ranks: int) -> None:
             for parameter, gradient in zip(block.parameters(), expected, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient)
     torch._dynamo.reset()
-
-
-def test_compiled_checkpoints_recompute_only_what_they_do_not_save(cluster):
-    cluster(2).run(compiled)

@@ -7,6 +7,7 @@ import copy
 from functools import partial
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -66,7 +67,9 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
         assert_same(step(compiled, tokens()), expected)
 
 
-def compiled_model(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@run_on(2)
+def test_whole_model_on_two_ranks(rank: int, num_ranks: int) -> None:
     """Loss and gradients of a compiled model are those of the unmodified one."""
     without_semaphores()
     torch._dynamo.reset()
@@ -85,11 +88,6 @@ def compiled_model(rank: int, num_ranks: int) -> None:
                 torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_whole_model_on_two_ranks(cluster):
-    cluster(2).run(compiled_model)
 
 
 def test_experts_of_another_kind_are_refused_by_the_compiled_block(heap):
@@ -144,7 +142,9 @@ def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
 # -- generation ---------------------------------------------------------------------------------------------------
 
 
-def generated(rank: int, num_ranks: int, closes: bool) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+@run_on(2)
+def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(rank: int, num_ranks: int, closes: bool) -> None:
     """Rank 0 ends first and leaves: the other's error says what would have kept it."""
     options = {"do_sample": False, "max_new_tokens": 2 + 4 * rank, "pad_token_id": VOCABULARY, "use_cache": True}
     with open_heap("cpu", timeout_s=4.0) as heap:
@@ -159,15 +159,12 @@ def generated(rank: int, num_ranks: int, closes: bool) -> None:
             heap.close()
 
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(cluster, closes: bool):
-    cluster(2).run(generated, closes)
-
-
 # -- metrics and recorded routing ---------------------------------------------------------------------------------
 
 
-def watch(rank: int, num_ranks: int, family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@run_on(2)
+def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(rank: int, num_ranks: int, family: str) -> None:
     """Records of a swapped model beside what the unmodified one's experts were asked for."""
     reference = random_model(family)
     chosen: dict[str, torch.Tensor] = {}
@@ -185,11 +182,6 @@ def watch(rank: int, num_ranks: int, family: str) -> None:
         routing = check_metrics(model, expected, lambda: model(batch, labels=batch).loss)
         assert all(torch.equal(routing[path], ids.int()) for path, ids in chosen.items())
         assert {ids.dtype for ids in routing.values()} == {torch.int32}
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(cluster, family: str):
-    cluster(2).run(watch, family)
 
 
 def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):

@@ -17,6 +17,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -115,17 +116,14 @@ def test_several_nodes(cluster, family: str, num_ranks: int, ranks_per_node: int
     cluster(num_ranks).run(compare, family, ranks_per_node)
 
 
-def replicated_experts(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@run_on(4)
+def test_two_groups_of_two(rank: int, num_ranks: int) -> None:
     """Two EP groups of two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     with open_heap("cpu", group=groups[rank // 2]) as heap:
         one_step(random_model("qwen3_moe"), heap, groups[rank // 2], replicas[rank % 2])
-
-
-@pytest.mark.slow
-def test_two_groups_of_two(cluster):
-    cluster(4).run(replicated_experts)
 
 
 # -- what could go unnoticed --------------------------------------------------------------------------------------
@@ -176,7 +174,9 @@ def test_negative_controls(cluster, family: str, how: str):
 # -- ranks and experts without tokens -----------------------------------------------------------------------------
 
 
-def crowded(rank: int, num_ranks: int, family: str) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@run_on(2)
+def test_rank_and_experts_without_tokens(rank: int, num_ranks: int, family: str) -> None:
     """All tokens choose experts 0, 1 (and 2); rank 1 takes part in backward and receives nothing."""
     reference = random_model(family)
     with torch.no_grad():
@@ -191,15 +191,14 @@ def crowded(rank: int, num_ranks: int, family: str) -> None:
         assert any(gradient.any() for gradient in experts) == (rank == 0)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
-def test_rank_and_experts_without_tokens(cluster, family: str):
-    cluster(2).run(crowded, family)
-
-
 # -- how people train ---------------------------------------------------------------------------------------------
 
 
-def losses(rank: int, num_ranks: int, options: dict) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity": 256, "max_tokens": 32, "order": "slot", "stash": "none"}], ids=["exact", "static"]
+)
+@run_on(2)
+def test_training_with_gradient_checkpointing(rank: int, num_ranks: int, options: dict) -> None:
     """Five steps of SGD with gradient checkpointing, swapped and unmodified."""
     reference = random_model("qwen3_moe")
     batches = [batch_of(r) for r in range(num_ranks)]
@@ -224,14 +223,9 @@ def losses(rank: int, num_ranks: int, options: dict) -> None:
     assert got[-1] < got[0] - 0.1
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"capacity": 256, "max_tokens": 32, "order": "slot", "stash": "none"}], ids=["exact", "static"]
-)
-def test_training_with_gradient_checkpointing(cluster, options: dict):
-    cluster(2).run(losses, options)
-
-
-def half(rank: int, num_ranks: int, autocast: bool) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+@run_on(2)
+def test_logits_in_bf16_are_near_those_of_the_unmodified_model(rank: int, num_ranks: int, autocast: bool) -> None:
     reference = random_model("gpt_oss", dtype=torch.float32 if autocast else torch.bfloat16)
     batch = batch_of(rank)
     with open_heap("cpu") as heap, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -242,11 +236,6 @@ def half(rank: int, num_ranks: int, autocast: bool) -> None:
         # Routing may flip on rounding; what is tested exactly is fp32.
         assert error(output.logits.float(), want.float()) < 0.05
         assert next(model.parameters()).grad.dtype == (torch.float32 if autocast else torch.bfloat16)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_logits_in_bf16_are_near_those_of_the_unmodified_model(cluster, autocast: bool):
-    cluster(2).run(half, autocast)
 
 
 # -- what is imported ---------------------------------------------------------------------------------------------
@@ -289,7 +278,8 @@ def test_models_that_cannot_be_swapped_are_refused():
             StepConfig(stash="some")
 
 
-def refusals_of_ranks(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_wrong_arguments_on_one_rank_raise_on_all(rank: int, num_ranks: int) -> None:
     with open_heap("cpu") as heap:
         odd = random_model("olmoe", num_experts=7)
         before = odd.model.layers[0].mlp.experts
@@ -306,7 +296,3 @@ def refusals_of_ranks(rank: int, num_ranks: int) -> None:
             with pytest.raises(ArgumentError, match=text):
                 experts(*(bad if rank else (x, idx, weights)))
         assert experts(x, idx, weights).shape == x.shape
-
-
-def test_wrong_arguments_on_one_rank_raise_on_all(cluster):
-    cluster(2).run(refusals_of_ranks)

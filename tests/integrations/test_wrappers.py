@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from launchers import launched
 from small_model import (
     CONFIG,
@@ -128,7 +129,11 @@ def test_adapters_train_in_ddp(cluster):
     cluster(2).run(trained, "DDP", with_adapters)
 
 
-def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)]
+)
+@run_on(2)
+def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None:
     """A bare MoELayer, whose experts DDP leaves alone without a word."""
     without_semaphores()
     curves = []
@@ -166,14 +171,10 @@ def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    "how", ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)]
-)
-def test_a_bare_layer_needs_nothing(cluster, how: str):
-    cluster(2).run(alone_in_ddp, how)
-
-
-def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
+@run_on(4)
+def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
     mesh = open_mesh(2, 2)
     shares = equal_shares(num_ranks)
@@ -199,13 +200,8 @@ def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
             symmoe.reduce_gradients(ddp)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
-def test_replicas_are_averaged(cluster, accumulate: bool):
-    cluster(4).run(replicated, accumulate)
-
-
-def one_rank_groups(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -> None:
     """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
     groups = [dist.new_group([r]) for r in range(num_ranks)]
     shares = equal_shares(num_ranks)
@@ -221,10 +217,6 @@ def one_rank_groups(rank: int, num_ranks: int) -> None:
         for clipped in (plain, ddp):
             assert symmoe.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(norm, rel=BOUND)
         assert_same_gradients(model, plain)
-
-
-def test_groups_of_one_rank_are_plain_data_parallel(cluster):
-    cluster(2).run(one_rank_groups)
 
 
 def unfreeze(model: nn.Module, may_train: bool = True) -> None:
@@ -312,7 +304,8 @@ def test_experts_of_compiled_models_that_change_late(cluster, change: str):
     cluster(2).run(changed_late, change, True, compiled)
 
 
-def unwrapped_again(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_a_model_leaves_its_ddp(rank: int, num_ranks: int) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model, shares = model_of(heap), equal_shares(num_ranks)
@@ -329,10 +322,6 @@ def unwrapped_again(rank: int, num_ranks: int) -> None:
             for name, gradient in expected.items():
                 assert torch.equal(again.get_parameter(name).grad, gradient), name
             symmoe.reduce_gradients(again)
-
-
-def test_a_model_leaves_its_ddp(cluster):
-    cluster(2).run(unwrapped_again)
 
 
 def clipped(rank: int, num_ranks: int) -> None:
@@ -419,7 +408,8 @@ def test_swapped_models_refuse_them_too(cluster, wrap: str, text: str):
     cluster(2).run(refused, wrap, text, True)
 
 
-def unknown_replicas(rank: int, num_ranks: int) -> None:
+@run_on(4)
+def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(2, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         wrapped = DistributedDataParallel(prepared(model_of(heap)))
@@ -429,11 +419,8 @@ def unknown_replicas(rank: int, num_ranks: int) -> None:
         wrapped(torch.randn(5, FEATURES))[0].sum().backward()
 
 
-def test_replicas_that_nobody_has_named_are_refused(cluster):
-    cluster(4).run(unknown_replicas)
-
-
-def options_refused(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int) -> None:
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         for option in ("delay_wgrad", "accumulate_into_main_grad"):
             experts = symmoe.GroupedMLP(CONFIG.num_experts // 2, HIDDEN, CONFIG.ffn, **{option: True})
@@ -444,18 +431,11 @@ def options_refused(rank: int, num_ranks: int) -> None:
         symmoe.prepare_for_ddp(nn.Linear(2, 2))
 
 
-def test_gradients_that_ddp_would_not_see(cluster):
-    cluster(2).run(options_refused)
-
-
-def copied_with_its_group(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> None:
     """A copy of a layer shares its group."""
     mesh = open_mesh(1, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         layer = symmoe.MoELayer(CONFIG, heap, expert_group=mesh["efsdp"].get_group())
         copied = copy.deepcopy(layer)
         assert copied.replicas.group is layer.replicas.group
-
-
-def test_a_copied_layer_keeps_its_expert_group(cluster):
-    cluster(2).run(copied_with_its_group)
