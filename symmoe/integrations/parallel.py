@@ -51,9 +51,9 @@ def parallelize(
 ) -> nn.Module:
     """Puts a model that was built on this rank under FSDP2, in place: experts over `mesh`, the rest over all its ranks.
 
-    In every MoELayer the experts become one FSDP unit, the router (always fp32) another, and the shared expert another.
-    Experts are sharded over the replicas on dimension 0, or on the next dimension that divides evenly
-    where a rank has too few of them. Collective over the mesh; build the optimizer afterwards.
+    Experts, router (always fp32) and shared expert of a MoELayer become FSDP units. Experts are sharded over the
+    replicas on dimension 0, or on the next one that divides evenly where a rank has too few of them. Collective over
+    the mesh; build the optimizer afterwards.
 
     Args:
         model: parameters of replicas must hold the same values; FSDP does not broadcast.
@@ -110,16 +110,9 @@ def parallelize(
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
     """Plain DDP for the dense parameters. Experts stay spread over `ep`; their gradients are summed over replicas.
 
-    Experts become DTensors (for checkpoints) and are left out of DDP's buckets. Their gradients are scaled when they
-    are computed, and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective.
-
-    Args:
-        model: expert weights are broadcast over the replicas, as DDP does with dense parameters.
-        mesh: as in :func:`parallelize`.
-        ddp_options: for DistributedDataParallel.
-
-    Raises:
-        ArgumentError: as in :func:`parallelize`.
+    Experts become DTensors (for checkpoints), are broadcast over the replicas, and are left out of DDP's buckets; their
+    gradients are scaled when they are computed, and averaged over the replicas when they are complete. DDP's `no_sync`
+    works for both. Collective. Mesh and errors are those of :func:`parallelize`.
     """
     replicas = mesh[_replica_names(mesh)]
     shard_experts(model, mesh)
@@ -131,14 +124,8 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> Dis
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
-    """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...], in place. Local.
-
-    Args:
-        mesh: with a dimension "ep", on which they are `Shard(0)`; on other dimensions they are `Replicate()`. The local
-            tensors are the parameters' own memory.
-
-    Returns:
-        the layers.
+    """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
+    place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local.
 
     Raises:
         ArgumentError: there is no MoELayer, or one does not fit.

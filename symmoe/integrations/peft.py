@@ -38,16 +38,12 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) -> peft.PeftModel:
-    """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values.
-
-    Local. Ranks that seed torch alike get the same whole: each has its part of the experts' adapters, and all of the
-    others.
+    """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values if
+    ranks seed torch alike; each has its part of the experts' adapters, and all of the others. Local.
 
     Args:
-        model: swapped.
         config: if it targets gate_up_proj or down_proj of experts, it targets both. The options that peft itself has
             not for parameters (dropout, DoRA, bias ..) it refuses.
-        options: of peft.get_peft_model.
 
     Raises:
         ArgumentError: the model has not been swapped, or the experts cannot have such adapters. The model is as peft
@@ -75,14 +71,9 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
 
 @torch.no_grad()
 def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
-    """Saves the adapters, and nothing else, as peft does: adapter_model.safetensors and adapter_config.json.
-
-    peft loads them into the plain model. Collective over the heap's process group; rank 0 has all adapters of experts
-    in host memory for a moment.
-
-    Args:
-        model: from get_peft_model of this module, or a PeftModel that has been swapped.
-        folder: files of these names are replaced, others stay. All ranks see the same.
+    """Saves the adapters, and nothing else, as peft does, for the plain model: adapter_model.safetensors and
+    adapter_config.json in `folder`, which all ranks see; other files there stay. Collective over the heap's process
+    group; rank 0 has all adapters of experts in host memory for a moment.
 
     Raises:
         ArgumentError: the model has not been swapped.
@@ -127,12 +118,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
 @torch.no_grad()
 def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
-    """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts.
-
-    Collective over the heap's process group.
-
-    Args:
-        model: as in save_adapters; wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
+    """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts. Collective over the
+    heap's process group. The model is wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
 
     Raises:
         ArgumentError: the model has not been swapped.

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from cluster import run_on
 from small_model import CONFIG, TOKENS, Model, curve_of, equal_shares, model_of, open_heap, set_weights
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import symmoe
@@ -179,12 +178,3 @@ def test_a_difference_may_be_that_of_experts(rank: int, num_ranks: int, tmp_path
             save_checkpoint(folder, 1, model=model)
         model.holds_experts = True
         save_checkpoint(folder, 1, model=model)
-
-
-@run_on(2)
-def test_ddp_changes_names_alone(rank: int, num_ranks: int) -> None:
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = Model(heap)
-        names = [name for name, _, is_expert in named_parameters(model) if is_expert]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        assert experts_of(DistributedDataParallel(model)) == {f"module.{name}" for name in names}

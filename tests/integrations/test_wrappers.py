@@ -105,8 +105,10 @@ def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
         assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
 
 
-def trained(
-    rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module] = model_of
+@pytest.mark.parametrize(("wrap", "build"), [*((wrap, model_of) for wrap in WRAPS), ("DDP", with_adapters)])
+@run_on(2)
+def test_prepared_models_train_as_with_reduce_gradients(
+    rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module]
 ) -> None:
     """Losses in a wrapper are those with reduce_gradients."""
     without_semaphores()
@@ -118,15 +120,6 @@ def trained(
         torch._dynamo.reset()
     assert losses == pytest.approx(expected, rel=BOUND)
     assert build is with_adapters or losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_prepared_models_train_as_with_reduce_gradients(cluster, wrap: str):
-    cluster(2).run(trained, wrap)
-
-
-def test_adapters_train_in_ddp(cluster):
-    cluster(2).run(trained, "DDP", with_adapters)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +246,18 @@ LATE = {
 NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": ".experts.", "add_lora": "lora"}
 
 
-def changed_late(rank: int, num_ranks: int, change: str, has_run: bool, wrap: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "wrap", "has_run", "change"),
+    [
+        *((2, prepared, has_run, change) for change in LATE for has_run in (True, False)),
+        *(pytest.param(4, prepared, True, change, marks=pytest.mark.slow) for change in LATE),
+        *(pytest.param(2, compiled, True, change, marks=pytest.mark.slow) for change in ("unfrozen", "add_lora")),
+    ],
+)
+@run_on()
+def test_experts_that_change_late_get_the_right_gradients(
+    rank: int, num_ranks: int, wrap: Callable[[nn.Module], nn.Module], has_run: bool, change: str
+) -> None:
     """Gradients are those of one process that has all experts, and replicas are equal."""
     without_semaphores()
     mesh, shares = open_mesh(num_ranks // 2, 2), equal_shares(num_ranks)
@@ -286,24 +290,6 @@ def changed_late(rank: int, num_ranks: int, change: str, has_run: bool, wrap: Ca
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("has_run", [True, False], ids=["after a step", "after wrapping"])
-@pytest.mark.parametrize("change", LATE)
-def test_experts_that_change_late_get_the_right_gradients(cluster, change: str, has_run: bool):
-    cluster(2).run(changed_late, change, has_run, prepared)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", LATE)
-def test_experts_of_replicas_that_change_late(cluster, change: str):
-    cluster(4).run(changed_late, change, True, prepared)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["unfrozen", "one layer of experts unfrozen", "add_lora"])
-def test_experts_of_compiled_models_that_change_late(cluster, change: str):
-    cluster(2).run(changed_late, change, True, compiled)
-
-
 @run_on(2)
 def test_a_model_leaves_its_ddp(rank: int, num_ranks: int) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
@@ -324,7 +310,8 @@ def test_a_model_leaves_its_ddp(rank: int, num_ranks: int) -> None:
             symmoe.reduce_gradients(again)
 
 
-def clipped(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank: int, num_ranks: int) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = equal_shares(num_ranks)
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -342,10 +329,6 @@ def clipped(rank: int, num_ranks: int) -> None:
         with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
             losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
         rank_loss(plain, 0, rank, shares).backward()
-
-
-def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(cluster):
-    cluster(2).run(clipped)
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
@@ -379,7 +362,18 @@ WRONG = {
 }
 
 
-def refused(rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "text", "in_transformers"),
+    [
+        *((wrap, text, False) for wrap, (_, text) in WRONG.items()),
+        ("DDP", "overwritten experts", True),
+        ("fully_shard", "transformers.register", True),
+    ],
+)
+@run_on(2)
+def test_wrong_wrappers_are_refused_in_the_first_forward(
+    rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool
+) -> None:
     """In the first forward pass and every other; the next correct call works."""
     without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -396,16 +390,6 @@ def refused(rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bo
                 wrapped(*batch)
         torch._dynamo.reset()
         model_of(heap)(torch.randn(5, FEATURES))[0].sum().backward()
-
-
-@pytest.mark.parametrize("wrap", WRONG)
-def test_wrong_wrappers_are_refused_in_the_first_forward(cluster, wrap: str):
-    cluster(2).run(refused, wrap, WRONG[wrap][1], False)
-
-
-@pytest.mark.parametrize(("wrap", "text"), [("DDP", "overwritten experts"), ("fully_shard", "transformers.register")])
-def test_swapped_models_refuse_them_too(cluster, wrap: str, text: str):
-    cluster(2).run(refused, wrap, text, True)
 
 
 @run_on(4)

@@ -35,9 +35,11 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
     return pytest.mark.parametrize(("num_ranks", "device"), [*((num_ranks, "cpu") for num_ranks in cpu), *on_gpus])
 
 
-def run_on(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def run_on(
+    num_ranks: int | None = None, *, fixture: str = "cluster"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
-    of the test. None: on as many as the test's parameter `num_ranks` says."""
+    of the test. None: on as many as the test's parameter `num_ranks` says; `fixture`: what gives clusters by size."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -45,12 +47,12 @@ def run_on(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Call
             if on_a_rank:
                 body(*on_a_rank, **given)
             else:
-                given.pop("cluster")(given.pop("num_ranks", num_ranks)).run(test, **given)
+                given.pop(fixture)(given.pop("num_ranks", num_ranks)).run(test, **given)
 
         inner = {"rank"} | ({"num_ranks"} if num_ranks else set())
         others = [parameter for name, parameter in inspect.signature(body).parameters.items() if name not in inner]
         test.__signature__ = inspect.Signature(
-            [inspect.Parameter("cluster", inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
+            [inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
         )
         return test
 

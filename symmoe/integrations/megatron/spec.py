@@ -31,9 +31,8 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     Args:
         config: Megatron's, with expert_model_parallel_size.
         num_tokens: the most tokens that a rank has in a micro-batch.
-        num_layers: MoE layers whose rows are kept for backward at one time: those of a pipeline stage, or of one of its
-            chunks, times the micro-batches in flight (docs/megatron.md, Memory), or 1 if MoE layers or whole layers
-            are recomputed.
+        num_layers: MoE layers whose rows are kept for backward at one time (docs/megatron.md, Memory); 1 if they are
+            recomputed.
         load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk (with padded capacity:
             num_moe_experts). None: all that any routing can send to one rank; trained routers stay below 2.
 

@@ -81,21 +81,19 @@ def save_checkpoint(
 ) -> None:
     """Saves a swapped model as a checkpoint of transformers.
 
-    Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time: no rank ever
-    holds another's. Collective over the heap's process group; where several EP groups train together, one of them
-    calls it.
+    Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time. Collective over
+    the heap's process group; where several EP groups train together, one of them calls it.
 
-    The files go into `folder` + ".partial"; when they are complete and on disk, it is renamed. If `folder` has files
-    already, those of a checkpoint are replaced as a whole, its config included, and others stay, as with
-    `save_pretrained`. A kill at any moment leaves the old weights or the new, and never a mixture; if both are shards
-    of the same names, perhaps none that transformers finds.
+    The files go into `folder` + ".partial", renamed when they are on disk. A checkpoint in `folder` is replaced whole,
+    other files stay. A kill at any moment leaves the old weights or the new, and never a mixture; if both are
+    shards of the same names, perhaps none that transformers finds.
 
     Args:
         model: swapped; every rank the same, after the same number of steps.
         folder: new, or with anything in it.
-        like: a checkpoint of the same model, e.g. the one it was loaded from. The new one has its files, keys, dtypes
-            and index, byte for byte except for the weights' values; keys that are not in the model, and files other
-            than weights (config, tokenizer), are copied. None: the keys of the hub, the model's dtypes, and its config.
+        like: a checkpoint of the same model, whose files, keys, dtypes and index the new one has, byte for byte except
+            for the weights' values; keys that are not in the model, and other files (config, tokenizer), are copied.
+            None: the keys of the hub, the model's dtypes, and its config.
         max_shard_bytes: largest size of one file, without `like`.
 
     Raises:

@@ -33,9 +33,9 @@ def from_pretrained(
 
     Args:
         folder: config.json, and weights as load_checkpoint reads them; huggingface_hub.snapshot_download makes one.
-        heap: the EP group's symmetric heap. The model is built on its device.
+        heap: the EP group's; the model is built on its device.
         config: in place of the folder's, e.g. with another attn_implementation.
-        dtype: the dtype of the parameters; None is the config's. What the model keeps in fp32 stays fp32.
+        dtype: of the parameters; None is the config's. What the model keeps in fp32 stays fp32.
         model_class: an auto class or a model class.
         step: see swap_moe.
 

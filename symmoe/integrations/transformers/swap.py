@@ -32,8 +32,6 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     gradient checkpointing work as before. From here on forward and backward are collective over the heap's group: each
     rank brings its own tokens. Not collective itself; copies this rank's weights and releases the others.
 
-    `model.save_pretrained` raises afterwards, as it would write only this rank's experts: see save_checkpoint.
-
     Args:
         model: of a known family (families.py), on any device; move it to the heap's before the first call. On the
             meta device the experts stay there too. A PeftModel may be around it: adapters of experts become those of
