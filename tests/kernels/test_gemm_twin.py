@@ -66,7 +66,7 @@ def test_the_order_of_a_bias_gradient():
 
 
 def test_the_result_is_rounded_once():
-    """256 + 1 + 1 is 258 in bf16, but 256 + 1 alone is rounded to 256."""
+    """256 + 1 + 1 is 258 in bf16, but 256 + 1 is rounded to 256."""
     ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
     weight = torch.tensor([256.0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.bfloat16).expand(1, 8, 8).contiguous()
     out = torch.empty(1, 8, dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def test_a_sum_is_rounded_once():
 
 
 @dtypes
-def test_accumulating_leaves_groups_without_rows_alone(dtype):
+def test_accumulating_does_not_touch_groups_without_rows(dtype):
     """Not even -0 or the payload of a NaN may change."""
     p = Problem((0, 3, 0), WIDTHS, dtype)
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
@@ -243,8 +243,8 @@ def threads(request):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("widths", [(8, 16), (64, 256), (520, 24), (136, 300)], ids=str)
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(widths):
-    """MKL alone would break this: its sums for few rows have another order."""
+def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
+    """MKL by itself would break this: its sums for few rows have another order."""
     generator = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(130, widths[0], generator=generator), torch.randn(1, *widths[::-1], generator=generator)
     whole = torch.empty(130, widths[1])
