@@ -119,7 +119,7 @@ def act_part(
     COLUMNS: tl.constexpr,
 ):
     """a [ROWS, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
     return (value * factor).to(h.dtype.element_ty)
@@ -140,7 +140,7 @@ def dact_part(
 ):
     """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
     DTYPE: tl.constexpr = h.dtype.element_ty
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     gate = gate.to(tl.float32)
     up = up.to(tl.float32)
     column = first + tl.arange(0, COLUMNS)
