@@ -255,10 +255,9 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 
 
 @triton.jit
-def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr):
-    """out [., WIDTH] += acc at these rows and from this column on, in fp32 and rounded once."""
+def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [., WIDTH] += acc [., COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
     ROWS: tl.constexpr = acc.shape[0]
-    COLUMNS: tl.constexpr = acc.shape[1]
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
     parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
     for i in tl.static_range(COLUMNS // PART):
@@ -301,7 +300,7 @@ def grouped_gemm_kernel(
         column = first_column + tl.arange(0, BLOCK_N)
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH)
         if GEMM.accumulate:
-            add_tile(acc, out, row, end, first_column, WIDTH)
+            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_N)
         else:
             pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
