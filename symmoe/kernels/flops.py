@@ -24,10 +24,8 @@ _GROUPED = {
     "grouped_gemm_wgrad": "out",
     "grouped_gemm_act": "weight",
     "grouped_gemm_dact": "weight",
-    "grouped_gemm_fp8": "weight",
-    "grouped_gemm_wgrad_fp8": "out",
-    "grouped_gemm_scaled": "weight",
-    "grouped_gemm_wgrad_scaled": "out",
+    "grouped_gemm_quantized": "weight",
+    "grouped_gemm_wgrad_quantized": "out",
 }
 _ROUTER = {"router_gemm": ("logits",), "router_gemm_grads": ("dx", "d_weight")}  # a product for each result
 
@@ -39,6 +37,7 @@ def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any)
     arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
     if name in _GROUPED:
         matrices = arguments[_GROUPED[name]]
+        matrices = matrices[0] if isinstance(matrices, tuple) else matrices  # quantised ones are an Operand
         _, out_features, in_features = matrices.shape
         numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
         _product(arguments["row_range"], 0, out_features * in_features * numbers_per_byte)

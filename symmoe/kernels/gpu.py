@@ -5,7 +5,7 @@
 from typing import TYPE_CHECKING
 
 from symmoe.kernels.low_precision.act_quantized import act_quantize, dact_quantize
-from symmoe.kernels.low_precision.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
+from symmoe.kernels.low_precision.products import grouped_gemm_quantized, grouped_gemm_wgrad_quantized
 from symmoe.kernels.low_precision.quantize import (
     group_amax,
     quantize_columns,
@@ -15,7 +15,6 @@ from symmoe.kernels.low_precision.quantize import (
     weight_amax,
 )
 from symmoe.kernels.low_precision.scale_tiles import swizzle_scales, unswizzle_scales
-from symmoe.kernels.low_precision.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.low_precision.wire import decode_rows, encode_rows, requantize_columns, unpack_rows
 from symmoe.kernels.triton.activation import scaled_activation, scaled_activation_grad
 from symmoe.kernels.triton.bias import grouped_bias_dot, grouped_bias_grad, sum_dbias

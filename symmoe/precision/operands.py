@@ -1,11 +1,10 @@
-"""The operands of grouped GEMMs in a recipe's numbers, and their two products, for all kernels.
+"""Operands of grouped GEMMs in a recipe's numbers: gradients with their seeds, and weights that several calls share.
 
-    forward  rows, along features      x  weight               multiply          y
-    dgrad    d_y, along features       x  transposed weight    multiply          d_x
-    wgrad    d_y, along tokens         x  rows, along tokens   multiply_columns  d_weight
+    forward  rows, along features      x  weight               grouped_gemm_quantized        y
+    dgrad    d_y, along features       x  transposed weight    grouped_gemm_quantized        d_x
+    wgrad    d_y, along tokens         x  rows, along tokens   grouped_gemm_wgrad_quantized  d_weight
 
-An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128, one-byte ones in 128x4
-tiles (kernels/quantized_gemm.py). The weight is quantised in forward, for both directions; backward takes what forward
+The weight is quantised in forward, for both directions; backward takes what forward
 has made. Gradients may be rounded stochastically (Recipe). No function synchronises the host.
 """
 
@@ -16,105 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe import kernels
 from symmoe.errors import ArgumentError
+from symmoe.kernels.operands import Operand
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.streams import capture_id
 from symmoe.torch_internals import version_of
-
-
-class Operand(NamedTuple):
-    """Quantised rows, columns or weights, ready for a grouped GEMM.
-
-    Attributes:
-        data: quantised numbers, as in Quantized.
-        scale: compact fp32 scales, or tiles of uint8 scales.
-        global_scale: fp32[G], or None where the format has none.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor | None
-
-
-class ScatteredWeight(NamedTuple):
-    """Quantised weights of G experts, each with memory of its own, e.g. from :func:`pack_weight_ptrs`. Nothing here
-    keeps that memory alive.
-
-    Attributes:
-        data: the matrices of Quantized.data.
-        scale: the matrices of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512].
-        global_scale: as in Operand.
-    """
-
-    data: TensorTable
-    scale: TensorTable
-    global_scale: torch.Tensor | None
-
-
-def operand(quantized: Quantized) -> Operand:
-    """The numbers of a recipe with their scales laid out."""
-    if quantized.scale.dtype != torch.float32:
-        return Operand(quantized.data, quantized.swizzled_scale(), quantized.global_scale)
-    return Operand(quantized.data, quantized.scale, None)
-
-
-def multiply(
-    rows: Operand,
-    weight: Operand | ScatteredWeight,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    group_range: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
-    """out[r] = rows[r] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g, same as grouped_gemm.
-
-    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1. group_range: the row_range
-    of the whole groups, by which scales lie in tiles, if row_range has only some of their rows; else None.
-    """
-    ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
-    if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_fp8(*operands, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail, num_sms=num_sms)
-        return
-    ops.grouped_gemm_scaled(
-        *operands,
-        row_global_scale=rows.global_scale,
-        weight_global_scale=weight.global_scale,
-        group_range=group_range,
-        bias=bias,
-        bias_scale=bias_scale,
-        zero_tail=zero_tail,
-        num_sms=num_sms,
-    )
-
-
-def multiply_columns(
-    dout: Operand,
-    rows: Operand,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    accumulate: bool,
-    num_sms: int | None = None,
-) -> None:
-    """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, same as grouped_gemm_wgrad; out [G, O, C]."""
-    ops, operands = kernels.for_device(out.device), (dout.data, dout.scale, rows.data, rows.scale, row_range, out)
-    if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_wgrad_fp8(*operands, accumulate=accumulate, num_sms=num_sms)
-        return
-    ops.grouped_gemm_wgrad_scaled(
-        *operands,
-        dout_global_scale=dout.global_scale,
-        rows_global_scale=rows.global_scale,
-        accumulate=accumulate,
-        num_sms=num_sms,
-    )
 
 
 def gradient_seeds(
@@ -146,9 +52,8 @@ def gradient_rows(
 ) -> Operand:
     """The gradient rows of dgrad. row_index, dbias [G, O], bias_scale fp32[N]: as in Recipe.quantize."""
     seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
-    return operand(
-        recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds, dbias=dbias, bias_scale=bias_scale)
-    )
+    rows = recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds, dbias=dbias, bias_scale=bias_scale)
+    return rows.operand()
 
 
 def gradient_columns(
@@ -158,7 +63,7 @@ def gradient_columns(
     seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
     # Other random words than those that rounded the rows.
     seeds = None if seeds is None else seeds + 1
-    return operand(recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds))
+    return recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds).operand()
 
 
 Directions = tuple[Operand, Operand | None]
@@ -175,9 +80,9 @@ def weight_operands(
     if held is not None:
         return held.operands(recipe, weight, transposed=transposed)
     if not transposed:
-        return operand(recipe.quantize_weight(weight)), None
+        return recipe.quantize_weight(weight).operand(), None
     forward, transposed_weight = recipe.quantize_weight_pair(weight)
-    return operand(forward), operand(transposed_weight)
+    return forward.operand(), transposed_weight.operand()
 
 
 class _Made(NamedTuple):

@@ -19,12 +19,10 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import FLOATS, check_column_scale, check_contiguous, check_operand
+from symmoe.kernels.operands import FLOATS, Buffers, check_column_scale, check_contiguous, check_operand
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.block_scaled import check_signs, checked_row_range
 from symmoe.precision.quantized import Layout, Quantized
-
-Buffers = tuple[torch.Tensor, torch.Tensor]
 
 
 class Recipe(ABC):
@@ -130,11 +128,11 @@ class Recipe(ABC):
             check_operand("dbias", dbias, (row_range.shape[1], rows.shape[1]), FLOATS)
             if bias_scale is not None:
                 check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
-            sums = empty_row_sums(num_rows, dbias)
-        options = {"row_index": row_index, "amax": amax, "seeds": seeds, "bias_sums": sums, "bias_scale": bias_scale}
-        ops.quantize_rows(rows, row_range, result.data, result.scale, row_format, **options)
+            sums = empty_row_sums(num_rows, dbias), bias_scale
+        options = {"row_index": row_index, "amax": amax, "seeds": seeds}
+        ops.quantize_rows(rows, row_range, result.buffers, row_format, sums=sums, **options)
         if dbias is not None and sums is not None:
-            ops.sum_dbias(sums, row_range, dbias)
+            ops.sum_dbias(sums[0], row_range, dbias)
         return result if amax is None else dataclasses.replace(result, amax=amax)
 
     @torch.no_grad()
@@ -153,8 +151,8 @@ class Recipe(ABC):
         row_format, signs = self.row_format, self.column_signs
         result = self.empty("columns", num_rows, rows.shape[1], row_range, out)
         amax = _amax(row_format, rows, row_range, row_index, signs)
-        ops, operands = kernels.for_device(rows.device), (rows, row_range, result.data, result.scale, row_format)
-        ops.quantize_columns(*operands, row_index=row_index, amax=amax, signs=signs, seeds=seeds)
+        ops, options = kernels.for_device(rows.device), {"row_index": row_index, "amax": amax, "seeds": seeds}
+        ops.quantize_columns(rows, row_range, result.buffers, row_format, signs=signs, **options)
         return result if amax is None and signs is None else dataclasses.replace(result, amax=amax, signs=signs)
 
     def quantize_weight(self, weight: torch.Tensor | TensorTable, *, out: Buffers | None = None) -> Quantized:
@@ -309,10 +307,10 @@ def _quantize_weights(
         )
     one, other = results[0], results[-1]
     if math.prod(weight.shape) and one is not other:
-        ops.quantize_weight_pairs(weight, one.data, one.scale, other.data, other.scale, weight_format, amax=amax)
+        ops.quantize_weight_pairs(weight, one.buffers, other.buffers, weight_format, amax=amax)
     elif math.prod(weight.shape):
         lines = weight.mT if isinstance(weight, torch.Tensor) and one.layout == "weight_transposed" else weight
-        ops.quantize_weights(lines, one.data, one.scale, weight_format, amax=amax)
+        ops.quantize_weights(lines, one.buffers, weight_format, amax=amax)
     return results
 
 

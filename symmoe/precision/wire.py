@@ -69,9 +69,8 @@ class WireFormat:
         self, received: torch.Tensor, row_range: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
     ) -> None:
         """Fills the result of Recipe.empty as `quantized` does, the rows of row_range."""
-        data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
-        ops = kernels.for_device(received.device)
-        ops.unpack_rows(received.view(torch.uint8), row_range, data, scale, row_index=row_index)
+        wire, parts = received.view(torch.uint8), (rows.data.view(torch.uint8), rows.scale.view(torch.uint8))
+        kernels.for_device(received.device).unpack_rows(wire, row_range, parts, row_index=row_index)
 
     def columns(
         self, received: torch.Tensor, row_range: torch.Tensor, dtype: torch.dtype, row_index: torch.Tensor | None = None
@@ -79,10 +78,8 @@ class WireFormat:
         """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
         columns = self.recipe.empty("columns", num_rows, self.hidden, row_range)
-        ops, row_format = kernels.for_device(received.device), self.recipe.row_format
-        ops.requantize_columns(
-            received.view(torch.uint8), row_range, columns.data, columns.scale, row_format, dtype, row_index=row_index
-        )
+        ops, wire, row_format = kernels.for_device(received.device), received.view(torch.uint8), self.recipe.row_format
+        ops.requantize_columns(wire, row_range, columns.buffers, row_format, dtype, row_index=row_index)
         return columns
 
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -29,12 +29,12 @@ _TABLE = {
     "FC2 dgrad": ("grouped_gemm_dact sum_dact_partials", "grouped_gemm_dact hopper_dact sum_dscale"),
     "FC1 dgrad": ("grouped_gemm_dgrad", ""),
     "wgrad": (
-        "grouped_gemm_wgrad grouped_gemm_wgrad_fp8 grouped_gemm_wgrad_scaled",
+        "grouped_gemm_wgrad grouped_gemm_wgrad_quantized",
         "grouped_gemm_wgrad hopper_wgrad zero_matrices grouped_gemm_wgrad_fp8 hopper_fp8_wgrad "
         "grouped_gemm_wgrad_scaled",
     ),
     "GEMM": (
-        "grouped_gemm_fp8 grouped_gemm_scaled",
+        "grouped_gemm_quantized",
         "grouped_gemm hopper_gemm grouped_gemm_fp8 hopper_fp8_gemm grouped_gemm_scaled",
     ),
     "send sums": ("push_sums gather_values", "push_sums hopper_push_sums gather_values"),
@@ -46,7 +46,7 @@ _TABLE = {
     "quantize": (
         "act_quantize dact_quantize decode_rows encode_rows group_amax quantize_columns quantize_rows "
         "quantize_weight_pairs quantize_weights requantize_columns swizzle_scales unswizzle_scales weight_amax",
-        "act_quantize_columns act_quantize_rows dact_quantize decode_rows encode_rows group_amax hopper_dact_quantize "
+        "act_quantize_rows dact_quantize decode_rows encode_rows group_amax hopper_dact_quantize "
         "hopper_quantize_columns hopper_quantize_weight_pairs hopper_requantize_columns quantize_columns quantize_rows "
         "quantize_weight_pairs quantize_weights requantize_columns swizzle_scales unswizzle_scales weight_amax",
     ),

@@ -30,12 +30,7 @@ from symmoe.kernels.twin.quantize import (
     unswizzle_scales,
     weight_amax,
 )
-from symmoe.kernels.twin.quantized_gemm import (
-    grouped_gemm_fp8,
-    grouped_gemm_scaled,
-    grouped_gemm_wgrad_fp8,
-    grouped_gemm_wgrad_scaled,
-)
+from symmoe.kernels.twin.quantized_gemm import grouped_gemm_quantized, grouped_gemm_wgrad_quantized
 from symmoe.kernels.twin.route import choose_experts, choose_experts_grad, router_gemm, router_gemm_grads
 from symmoe.kernels.twin.splits import splits_to_row_range
 from symmoe.kernels.twin.sync import barrier, send_signal, wait_for_signal
