@@ -235,12 +235,13 @@ def _arriving(
         return _part_by_part(weights, wire, received, x, parts, dbias)
     deque(() if parts is None else parts, maxlen=0)  # waits
     if wire is None:
-        seeds = gradient_seeds(recipe, received, x.row_range, x.row_index) if is_gradient else None
-        scale = None if dbias is None else x.bias_scale
-        rows = recipe.quantize(received, x.row_range, row_index=x.row_index, seeds=seeds, dbias=dbias, bias_scale=scale)
+        index, scale = x.row_index, None if dbias is None else x.bias_scale
+        seeds = gradient_seeds(recipe, received, x.row_range, index) if is_gradient else None
+        options = {"row_index": index, "seeds": seeds, "dbias": dbias, "bias_scale": scale}
+        rows = recipe.quantize(received, x.row_range, out=None, **options).operand()
     else:
-        rows = wire.quantized(received, x.row_range, x.row_index)
-    return ((rows.operand(), Part(x.row_range)),)
+        rows = wire.quantized(received, x.row_range, x.row_index).operand()
+    return ((rows, Part(x.row_range)),)
 
 
 def _part_by_part(

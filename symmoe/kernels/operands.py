@@ -46,28 +46,32 @@ class ScatteredWeight(NamedTuple):
 
 
 def check_operand(
-    name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    tensor: torch.Tensor | TensorTable,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
 ) -> None:
-    """ArgumentError unless the tensor is contiguous, of this shape and of one of these dtypes."""
-    check_numbers(name, tensor, shape, dtypes)
-    if isinstance(tensor, torch.Tensor):  # matrices of a table are contiguous
-        check_contiguous(name, tensor)
+    """ArgumentError unless the tensor is contiguous, of this shape, of one of these dtypes, on the device if given."""
+    check_numbers(name, tensor, shape, dtypes, device)
+    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():  # matrices of a table are
+        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
 def check_numbers(
-    name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    tensor: torch.Tensor | TensorTable,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
 ) -> None:
-    """ArgumentError unless the tensor is of this shape and of one of these dtypes, with any strides."""
+    """Same as check_operand, with any strides."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
         raise ArgumentError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-
-
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """ArgumentError unless the tensor is contiguous."""
-    if not tensor.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+    if device is not None and tensor.device != device:
+        raise ArgumentError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def check_column_scale(name: str, scale: torch.Tensor) -> None:

@@ -4,14 +4,14 @@
     dgrad    d_y, along features       x  transposed weight    grouped_gemm_quantized        d_x
     wgrad    d_y, along tokens         x  rows, along tokens   grouped_gemm_wgrad_quantized  d_weight
 
-The weight is quantised in forward, for both directions; backward takes what forward
-has made. Gradients may be rounded stochastically (Recipe). No function synchronises the host.
+The weight is quantised in forward, for both directions; backward takes what forward has made. No function synchronises
+the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,19 +41,10 @@ def gradient_seeds(
     return up_to[row_range].diff(dim=0)[0]
 
 
-def gradient_rows(
-    recipe: Recipe,
-    d_rows: torch.Tensor,
-    row_range: torch.Tensor,
-    row_index: torch.Tensor | None = None,
-    *,
-    dbias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-) -> Operand:
-    """The gradient rows of dgrad. row_index, dbias [G, O], bias_scale fp32[N]: as in Recipe.quantize."""
-    seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
-    rows = recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds, dbias=dbias, bias_scale=bias_scale)
-    return rows.operand()
+def gradient_rows(recipe: Recipe, d_rows: torch.Tensor, row_range: torch.Tensor, **options: Any) -> Operand:
+    """The gradient rows of dgrad. options: row_index, dbias and bias_scale of Recipe.quantize."""
+    seeds = gradient_seeds(recipe, d_rows, row_range, options.get("row_index"))
+    return recipe.quantize(d_rows, row_range, seeds=seeds, **options).operand()
 
 
 def gradient_columns(
@@ -77,7 +68,7 @@ def weight_operands(
 
     held: the cache, which is searched first and then filled; None: the operands are made.
     """
-    if held is not None:
+    if held is not None and held.is_open_here():
         return held.operands(recipe, weight, transposed=transposed)
     if not transposed:
         return recipe.quantize_weight(weight).operand(), None
@@ -140,44 +131,31 @@ class HeldWeight:
                 )
         return None
 
+    def is_open_here(self) -> bool:
+        """Whether calls on the current stream may have the operands."""
+        return self._is_open and capture_id(self._device) == self._capture
+
     def operands(self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool) -> Directions:
-        """Same as weight_operands."""
-        if not self._is_open or capture_id(self._device) != self._capture:
-            return weight_operands(recipe, weight, transposed=transposed)
+        """Same as weight_operands, where is_open_here."""
         if self._versions is None:
             self._versions = self._versions_now()
         made = self._dtype_to_made.get(weight.dtype)
+        stream = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
         if made is None or (transposed and made.directions[1] is None):
-            made = self._dtype_to_made[weight.dtype] = _make(recipe, weight, transposed)
-        _read_here(made)
+            made = _Made(weight_operands(recipe, weight, transposed=transposed), stream, None)
+            if stream is not None:
+                made = made._replace(is_there=stream.record_event())
+            self._dtype_to_made[weight.dtype] = made
+        if made.is_there is not None and stream is not None and stream != made.stream:
+            stream.wait_event(made.is_there)
+            for tensor in (*made.directions[0], *(made.directions[1] or ())):
+                if tensor is not None:
+                    tensor.record_stream(stream)
         forward, transposed_operand = made.directions
         return forward, transposed_operand if transposed else None
 
     def _versions_now(self) -> list[int]:
         return [0 if parameter.is_inference() else version_of(parameter) for parameter in self._parameters]
-
-
-def _make(recipe: Recipe, weight: torch.Tensor | TensorTable, transposed: bool) -> _Made:
-    directions = weight_operands(recipe, weight, transposed=transposed)
-    if weight.device.type != "cuda":
-        return _Made(directions, None, None)
-    stream, is_there = torch.cuda.current_stream(weight.device), torch.cuda.Event()
-    is_there.record(stream)
-    return _Made(directions, stream, is_there)
-
-
-def _read_here(made: _Made) -> None:
-    """Makes the current stream wait for operands of another one, and their memory for the current stream."""
-    if made.stream is None or made.is_there is None:
-        return
-    stream = torch.cuda.current_stream(made.stream.device)
-    if stream == made.stream:
-        return
-    stream.wait_event(made.is_there)
-    for operand in made.directions:
-        for tensor in operand or ():
-            if tensor is not None:
-                tensor.record_stream(stream)
 
 
 def _where(capture: int) -> str:

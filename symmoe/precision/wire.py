@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import FLOATS
 from symmoe.precision.quantized import Quantized
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.recipes import Recipe, check_floats
 
 # Dtype of travelling rows: 16-bit words, which hopper/rows.py takes too. No arithmetic is done with them.
 WORD = torch.bfloat16
@@ -47,11 +45,7 @@ class WireFormat:
         Raises:
             ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features, or its GPU has no E4M3 numbers.
         """
-        if x.dim() != 2 or x.dtype not in FLOATS or not x.is_contiguous() or x.shape[1] != self.hidden:
-            raise ArgumentError(
-                f"x is {x.dtype} {list(x.shape)}; it must be contiguous [T, {self.hidden}] of one of {FLOATS}"
-            )
-        raise_for(e4m3_problem(self.recipe, x.device))
+        check_floats(self.recipe, "x", x, ("T", self.hidden))
         sent = torch.empty((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
         kernels.for_device(x.device).encode_rows(x, sent, self.recipe.row_format)
         return sent.view(WORD)

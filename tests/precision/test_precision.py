@@ -160,7 +160,7 @@ def test_buffers_of_the_caller(recipe):
         for position in range(2):
             wrong = list(out)
             wrong[position] = filled((*out[position].shape[:-1], out[position].shape[-1] + 1), out[position].dtype)
-            with pytest.raises(ArgumentError, match=r"of out is .* it must be"):
+            with pytest.raises(ArgumentError, match="of out must be"):
                 method(*args, out=tuple(wrong))
             wrong[position] = wrong[position][..., :-1]
             with pytest.raises(ArgumentError, match=r"of out .*must (be contiguous|have strides)"):
@@ -222,8 +222,8 @@ def test_arguments():
             (rows.double(), r"rows is torch.float64"),
             (rows[0], r"rows is torch.bfloat16 \[96\]"),
             (rows.T, "must be contiguous"),
-            (normal(8, 100), r"features of rows \(100\) must be a multiple of"),
-            (normal(8, 0), r"features of rows \(0\)"),
+            (normal(8, 100), r"C of rows \(100\) must be a multiple of"),
+            (normal(8, 0), r"C of rows \(0\)"),
         ):
             with pytest.raises(ArgumentError, match=text):
                 recipe.quantize(wrong, row_start)
@@ -249,7 +249,7 @@ def test_arguments():
     with pytest.raises(ArgumentError, match=r"seeds are given"):
         NVFP4(stochastic_gradients=False).quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
     for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)):
-        with pytest.raises(ArgumentError, match=r"it must be torch.int64 \[2\]"):
+        with pytest.raises(ArgumentError, match=r"seeds must be "):
             NVFP4().quantize(rows, row_start, seeds=wrong)
     for wrong in (-1, 1 << 16):
         with pytest.raises(ArgumentError, match="must have 16 bits"):
