@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -43,8 +42,7 @@ class LinearProducts:
         (weight,) = kernel_matrices({"weight": weights})
         ops, bias = kernels.for_device(out.device), (rows.biases[0], rows.scale)
         if layer.precision is None:
-            addend: dict[str, Any] = {"bias": bias[0], "bias_scale": bias[1]}
-            ops.grouped_gemm(rows.x, weight, rows.row_range, out, zero_tail=zero_tail, **addend)
+            ops.grouped_gemm(rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail)
         else:
             recipe, held = layer.precision, layer.held_weight
             left = recipe.quantize(rows.x, rows.row_range).operand()

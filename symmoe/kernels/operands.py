@@ -9,10 +9,7 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.tensor_table import TensorTable
 
-MaybeTensor = torch.Tensor | None
 Buffers = tuple[torch.Tensor, torch.Tensor]  # data and scale, which a quantising kernel fills
-Bias = tuple[MaybeTensor, MaybeTensor]  # bias [G, O], None: 0; and bias_scale fp32[N], None: 1
-NO_BIAS: Bias = (None, None)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, as_pair
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import (
     FLOATS,
-    Bias,
-    MaybeTensor,
     Operand,
     ScatteredWeight,
     check_column_scale,
@@ -38,8 +37,6 @@ FORMATS = {  # with scales in tiles
     torch.float8_e4m3fn: BlockFormat(element="e4m3", scale="e8m0", block=32),
     torch.uint8: BlockFormat(element="e2m1", scale="e4m3", block=16),
 }
-
-Matrices = torch.Tensor | TensorTable
 
 
 def num_blocks(length: int) -> int:
@@ -72,10 +69,11 @@ def check_gemm(
     check_operand("rows", rows.data, (num_rows, line_bytes), dtypes)
     check_operand(_packed("weight", block_format), weight.data, (num_groups, out_width, line_bytes), dtypes)
     check_operand("out", out, (num_rows, out_width), FLOATS)
-    if bias[0] is not None:
-        check_operand("bias", bias[0], (num_groups, out_width), FLOATS)
-    if bias[1] is not None:
-        check_operand("bias_scale", bias[1], (num_rows,), SCALE)
+    features, bias_scale = as_pair(bias)
+    if features is not None:
+        check_operand("bias", features, (num_groups, out_width), FLOATS)
+    if bias_scale is not None:
+        check_operand("bias_scale", bias_scale, (num_rows,), SCALE)
     row_name, name = _packed("row_scale", block_format), _packed("weight_scale", block_format)
     if block_format is FLOAT8_BLOCK:
         check_operand(row_name, rows.scale, (num_rows, num_blocks(in_width)), SCALE)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.contract.operands import Matrices, MaybeTensor
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.operands import Buffers, MaybeTensor
-from symmoe.kernels.tensor_table import ScaleTable, TensorTable
+from symmoe.kernels.operands import Buffers
+from symmoe.kernels.tensor_table import ScaleTable
 
 
 class QuantizeKernels(Protocol):
@@ -92,11 +93,11 @@ class QuantizeKernels(Protocol):
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
 
-    def weight_amax(self, weight: Tensor | TensorTable, amax: Tensor) -> None:
+    def weight_amax(self, weight: Matrices, amax: Tensor) -> None:
         """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
 
     def quantize_weights(
-        self, weight: Tensor | TensorTable, out: Buffers, block_format: BlockFormat, *, amax: MaybeTensor = None
+        self, weight: Matrices, out: Buffers, block_format: BlockFormat, *, amax: MaybeTensor = None
     ) -> None:
         """Quantises G matrices, with scales along the last dimension.
 
@@ -106,7 +107,7 @@ class QuantizeKernels(Protocol):
 
     def quantize_weight_pairs(
         self,
-        weight: Tensor | TensorTable,
+        weight: Matrices,
         out: Buffers,
         transposed_out: Buffers,
         block_format: BlockFormat,

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.operands import NO_BIAS, Bias, Operand, ScatteredWeight
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.contract.operands import Bias, Matrices
+from symmoe.kernels.operands import Operand, ScatteredWeight
 
 
 class QuantizedGemmKernels(Protocol):
@@ -30,13 +30,13 @@ class QuantizedGemmKernels(Protocol):
         out: Tensor,
         *,
         group_range: Tensor | None = None,
-        bias: Bias = NO_BIAS,
+        bias: Bias = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:
-        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T + bias[g] * bias_scale[r], r in group g.
+        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T + bias for every row r of every group g.
 
-        out [N, O]. bias: (bias, bias_scale): [G, O] bf16, fp16 or fp32, None: 0; fp32[N], None: 1.
+        out [N, O]; bias [G, O] in bf16, fp16 or fp32.
 
         fp32 scales: rows E4M3 [N, C], C a multiple of 16, row_scale [N, B(C)]: a scale for BLOCK features of a row;
         weight E4M3 [G, O, C], weight_scale [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. A block's sum is
@@ -53,7 +53,7 @@ class QuantizedGemmKernels(Protocol):
         dout: Operand,
         rows: Operand,
         row_range: Tensor,
-        out: Tensor | TensorTable,
+        out: Matrices,
         *,
         accumulate: bool = False,
         num_sms: int | None = None,

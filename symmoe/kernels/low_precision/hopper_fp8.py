@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
 from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
@@ -44,7 +45,6 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.operands import NO_BIAS
 from symmoe.kernels.quantized_gemm import ANY_ADDRESS, BLOCK
 from symmoe.kernels.tensor_table import packed_and_table
 
@@ -235,13 +235,13 @@ def hopper_fp8_gemm_kernel(
         zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
-def launch_fp8_gemm(rows, weight, row_range, out, *, bias=NO_BIAS, zero_tail=False, num_sms=None, **options):
+def launch_fp8_gemm(rows, weight, row_range, out, *, bias=None, zero_tail=False, num_sms=None, **options):
     """grouped_gemm_quantized of at least one row with fp32 scales. options: of Fp8Pipeline."""
     num_rows, (packed, table) = out.shape[0], packed_and_table(weight.data)
     pipe, constants = _plan(*weight.data.shape, out.dtype, table is not None, **options)
     weights = (rows.data, table, rows.data) if packed is None else (packed, None, None)
     scales = rows.scale, *packed_and_table(weight.scale)
-    addend = row_range, *bias, num_rows if zero_tail else None
+    addend = row_range, *as_pair(bias), num_rows if zero_tail else None
     programs = grid(pipe, num_rows, num_sms, out.device)
     launch(hopper_fp8_gemm_kernel, programs, constants, rows.data, *weights, out, out, *scales, *addend)
 

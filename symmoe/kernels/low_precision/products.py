@@ -7,9 +7,9 @@ go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel f
 import torch
 
 from symmoe.kernels import hopper_choice
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.launch import launch
 from symmoe.kernels.low_precision import fp8, scaled
-from symmoe.kernels.operands import NO_BIAS
 from symmoe.kernels.quantized_gemm import FLOAT8_BLOCK, check_gemm, check_wgrad
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.gemm import zero_matrices
@@ -17,7 +17,7 @@ from symmoe.kernels.triton.tiles import launch_grid
 
 
 def grouped_gemm_quantized(
-    rows, weight, row_range, out, *, group_range=None, bias=NO_BIAS, zero_tail=False, num_sms=None, **tile
+    rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None, **tile
 ):
     block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
     (num_rows, out_width), num_groups = out.shape, weight.data.shape[0]
@@ -36,7 +36,7 @@ def grouped_gemm_quantized(
         plan = scaled.plan_gemm(block_format, unit, *sizes, **tile)
         arguments = rows.global_scale, weight.global_scale, row_range, group_range
     grid = plan.grid(num_rows, num_groups, num_sms, out.device)
-    launch(kernel, grid, plan.constants, *operands, *arguments, out, *bias, num_rows if zero_tail else None)
+    launch(kernel, grid, plan.constants, *operands, *arguments, out, *as_pair(bias), num_rows if zero_tail else None)
 
 
 def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False, num_sms=None, **tile):

@@ -21,7 +21,7 @@ from symmoe.kernels.twin.philox import random_words
 def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None):
     (data, scale), width = out, rows.shape[1]
     for g, span in filled_groups(row_range):
-        lines = take_rows(rows, row_index, span).float()
+        lines = take_rows((rows, row_index), span).float()
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
@@ -36,7 +36,7 @@ def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax
     (data, scale), first = out, 0
     check_column_scale("scale", scale)
     for g, span in filled_groups(row_range):
-        lines = _padded_columns(take_rows(rows, row_index, span), signs)
+        lines = _padded_columns(take_rows((rows, row_index), span), signs)
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _place(data, block_format.data_width(first), _pack(codes, block_format))
         _place(scale, first // block_format.block, scales)
@@ -63,7 +63,7 @@ def weight_amax(weight, amax):
 
 def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     for g, span in groups(row_range):
-        values = take_rows(rows, row_index, span).float()
+        values = take_rows((rows, row_index), span).float()
         values = values if signs is None else _padded_columns(values, signs)
         amax[g] = _largest_finite(values)
 

@@ -10,7 +10,6 @@ import torch
 
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import NO_BIAS
 from symmoe.kernels.quantized_gemm import BLOCK, FLOAT8_BLOCK, TILE_BYTES, check_gemm, check_wgrad, num_blocks
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.gemm import (
@@ -27,9 +26,7 @@ from symmoe.kernels.twin.gemm import (
 from symmoe.kernels.twin.quantize import numbers_of, unswizzle_scales
 
 
-def grouped_gemm_quantized(
-    rows, weight, row_range, out, *, group_range=None, bias=NO_BIAS, zero_tail=False, num_sms=None
-):
+def grouped_gemm_quantized(rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None):
     block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
     num_groups, out_width, _ = weight.data.shape
     if block_format is not FLOAT8_BLOCK:
@@ -48,7 +45,7 @@ def grouped_gemm_quantized(
             multiply_rows(total, left[span], right[g].t())
         if rows.global_scale is not None and weight.global_scale is not None:
             total = total * rows.global_scale[g] * weight.global_scale[g]
-        addend = bias_rows(bias[0], bias[1], g, span)
+        addend = bias_rows(bias, g, span)
         total = total if addend is None else total + addend
         out[span] = total.to(out.dtype)
     if zero_tail:
