@@ -80,11 +80,7 @@ def test_a_layer_by_hand(heap):
     counts = counted(lambda: train(layer, torch.randn(TOKENS, HIDDEN)))
     rows = TOKENS * TOP_K
     fc1, fc2 = 2 * rows * HIDDEN * 2 * FFN, 2 * rows * FFN * HIDDEN
-    assert counts == {
-        "aten.mm": 2 * ROUTER,
-        "symmoe.moe_forward": fc1 + fc2,
-        "symmoe.moe_backward": 2 * fc2 + fc1,
-    }
+    assert counts == {"aten.mm": 2 * ROUTER, "symmoe.moe_forward": fc1 + fc2, "symmoe.moe_backward": 2 * fc2 + fc1}
 
 
 def frozen(layer: symmoe.MoELayer) -> None:
