@@ -476,6 +476,10 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
         return
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
-    zero_matrices_kernel[(ceil_div(size, ZERO_BLOCK.value), num_groups)](
-        out.pointers, DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
-    )
+    grid = ceil_div(size, ZERO_BLOCK.value), num_groups
+    launch(zero_matrices_kernel, grid, _zero_constants(out.dtype, size), out.pointers)
+
+
+@functools.cache
+def _zero_constants(dtype: torch.dtype, size: int) -> Constants:
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], "SIZE": size, "BLOCK": ZERO_BLOCK.value, "num_warps": 4})
