@@ -78,7 +78,7 @@ def size_problem(**sizes: object) -> ArgumentError | None:
 
 def parameter_dtype_problem(dtype: object) -> ArgumentError | None:
     """What keeps `dtype` from being that of parameters, or None."""
-    if dtype in control.DTYPES:
+    if isinstance(dtype, torch.dtype) and dtype in control.DTYPES:
         return None
     return ArgumentError(f"dtype ({dtype!r}) must be one of {', '.join(map(str, control.DTYPES))}")
 

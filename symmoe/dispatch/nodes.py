@@ -116,8 +116,8 @@ class RailCounts:
         receives = [*received[: topology.node], mine, *received[topology.node :]]
         sends, num_tokens = [[mine] * topology.num_nodes], len(self._rails.topk_idx)
         phase = control.PHASE_NODES_PLAN
-        own = {"num_tokens": num_tokens, "config": config}
-        self.num_tokens = nodes_of(self._heap).exchange(sends, [receives], phase, **own)
+        exchange = nodes_of(self._heap).exchange
+        self.num_tokens = exchange(sends, [receives], phase, num_tokens=num_tokens, config=config)
         rows, num_received = received.split([ours.numel(), topology.num_nodes], 1)
         others = maps.by_node.index_select(0, maps.other_nodes).flatten()
         table.index_copy_(0, to_row[others], rows.reshape(len(others), -1))
@@ -263,18 +263,14 @@ class Region(NamedTuple):
 
     Attributes:
         tokens: which of those that are sent together; None: all.
-        slot_to_row, slot_to_rank, token_to_packed_row: their lines of the plan's maps.
-        block_tokens: int32 [., R], tokens of each block of them that go to each rank.
-        packed_start, packed_limit: int32 [R], their first packed row on each rank, and rows of the region there.
+        slots: their lines of slot_to_row and slot_to_rank.
+        places: their lines of token_to_packed_row; int32 [., R], tokens of each block of them that go to each rank;
+            int32 [R], their first packed row on each rank, and rows of the region there.
     """
 
     tokens: slice | None
-    slot_to_row: torch.Tensor
-    slot_to_rank: torch.Tensor
-    token_to_packed_row: torch.Tensor
-    block_tokens: torch.Tensor
-    packed_start: torch.Tensor
-    packed_limit: torch.Tensor
+    slots: tuple[torch.Tensor, torch.Tensor]
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,4 +373,4 @@ def _region(plan: PlanIntegers, tokens: slice | None, starts_and_limits: torch.T
     slots = plan.slot_to_row[which], plan.slot_to_rank[which]
     to_packed_row, (start, limit) = plan.token_to_packed_row[which], starts_and_limits
     block_tokens = (to_packed_row >= 0).sum(0, dtype=torch.int32)[None]
-    return Region(tokens, *slots, to_packed_row, block_tokens, start, limit)
+    return Region(tokens, slots, (to_packed_row, block_tokens, start, limit))

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import is_choice, tensor_problem, words_problem
+from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
 from symmoe.dispatch.nodes import NodesPlan, RailCounts, Region, find_rail_rows, make_rail_plan, plan_in_node
-from symmoe.errors import ArgumentError, StaleLease, StalePlan
+from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import bounds_of
@@ -130,8 +130,8 @@ class Plan(PlanIntegers):
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's tokens have their packed rows, by the rank that they are from."""
-        maps = self.slot_to_row, self.slot_to_rank, self.token_to_packed_row
-        return (Region(None, *maps, self.block_tokens, self.packed_start, self.packed_limit),)
+        places = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
+        return (Region(None, (self.slot_to_row, self.slot_to_rank), places),)
 
     @property
     def in_node(self) -> Plan:
@@ -406,9 +406,7 @@ def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
     return integers
 
 
-def _find_problem(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions
-) -> ArgumentError | StaleLease | None:
+def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:
     """What is wrong with this rank's arguments, found without looking at device memory."""
     num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity, _ = options
     dtypes = (torch.int32, torch.int64)
@@ -428,30 +426,26 @@ def _find_problem(
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
         if value >= 2**31:
             return ArgumentError(f"{name} ({value}) must be less than 2**31")
+        if value < 1 and name in ("capacity", "hidden", "rail_capacity"):
+            return ArgumentError(f"{name} ({value}) must be at least 1")
     if not 1 <= num_experts <= control.MAX_EXPERTS:
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
     if not is_choice("overflow", overflow):
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
-    if hidden is not None and hidden < 1:
-        return ArgumentError(f"hidden ({hidden}) must be at least 1")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in control.DTYPES):
-        return ArgumentError(f"dtype ({dtype}) must be one of {', '.join(map(str, control.DTYPES))}")
+    if dtype is not None and (error := parameter_dtype_problem(dtype)) is not None:
+        return error
     if capacity is None and (max_tokens is not None or overflow != "raise"):
         setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
         return ArgumentError(f"{setting} needs a static capacity, and capacity is None")
     if capacity is None and rail_capacity is not None:
         return ArgumentError(f"rail_capacity ({rail_capacity}) needs a static capacity, and capacity is None")
-    if rail_capacity is not None and rail_capacity < 1:
-        return ArgumentError(f"rail_capacity ({rail_capacity}) must be at least 1 token")
     if capacity is None and heap.captured_reports is None and heap.streams.capture:
         return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
             "steps with symmoe.capture_step"
         )
-    if capacity is not None and capacity < 1:
-        return ArgumentError(f"capacity ({capacity}) must be at least 1 row")
     if max_tokens is not None and max_tokens < topk_idx.shape[0]:
         return ArgumentError(f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})")
     if precision is not None and not isinstance(precision, Recipe):

@@ -128,11 +128,8 @@ def _travelling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Index:
-    """The slots of a dispatch: what they say of the rows that come. Tensors as in Plan and Arrival.
-
-    Attributes:
-        slots, probs: where they come, int32 and fp32 [P_cap, K], and the offsets of both; None and () in backward.
-    """
+    """The slots of a dispatch: what they say of the rows that come. Tensors as in Plan and Arrival; slots and probs are
+    where they come, int32 and fp32 [P_cap, K], and offsets of both; None and () in backward."""
 
     packed_to_row: torch.Tensor
     row_to_packed_row: torch.Tensor
@@ -147,14 +144,9 @@ class _Index:
             return
         for region in tokens.regions:
             own_probs = probs if region.tokens is None or probs is None else probs[region.tokens]
-            kernels.for_device(self.slots.device).push_slots(
-                (region.slot_to_row, region.slot_to_rank, own_probs),
-                (region.token_to_packed_row, region.block_tokens, region.packed_start, region.packed_limit),
-                tokens.heap.peers,
-                ready,
-                row_column=READY_SLOTS,
-                prob_column=READY_PROBS,
-            )
+            slots, trip = (*region.slots, own_probs), (tokens.heap.peers, ready)
+            columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
+            kernels.for_device(self.slots.device).push_slots(slots, region.places, *trip, **columns)
 
     def read(self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
@@ -194,12 +186,7 @@ def _with_slots(
 
 class _Trip:
     """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
-    division, on a branch.
-
-    Args:
-        travelling: as _travelling yields it.
-        agreed: fields of the call on which all ranks must agree.
-    """
+    division, on a branch. travelling: as _travelling yields it."""
 
     def __init__(
         self,
@@ -231,9 +218,8 @@ class _Trip:
             else:
                 self._push(rows, tokens, but=self._rank)
                 self._place_own(rows, tokens)
-        self._receive(
-            None, self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
-        )
+        arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+        self._receive(None, arrived)
 
     @contextmanager
     def arriving(self) -> Iterator[Iterator[Part]]:
