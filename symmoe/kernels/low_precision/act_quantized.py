@@ -325,11 +325,12 @@ def dact_quantize(
         return
     bias_sums = None if dbias is None else workspace[sizes.num_rows * num_scale_sums(sizes.ffn) :]
     tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
-    on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, sizes.hidden)
+    operands = da, h, activation, block_format
+    on_hopper = hopper_choice.launcher("dact_quantize", h.device, h.dtype, sizes.hidden, *operands)
     all_operands = rows is not None and columns is not None and a_columns is not None
-    if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
+    if on_hopper is not None and all_operands:
         inputs = da, h, row_scale, row_range, workspace, activation, block_format
-        on_hopper.launch_dact_quantize(*inputs, rows, columns, a_columns, bias_sums)
+        on_hopper(*inputs, rows, columns, a_columns, bias_sums)
     else:
         grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
         results = *_row_bytes(rows), *_column_bytes(columns), *_column_bytes(a_columns), bias_sums

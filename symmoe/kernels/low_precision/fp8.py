@@ -161,11 +161,11 @@ def grouped_gemm_fp8(
     if num_rows == 0:
         return
     if config is None:
-        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
+        on_hopper = hopper_choice.launcher("grouped_gemm_fp8", out.device, out.dtype, out_width, num_rows)
+        if on_hopper is not None:
             addend = {"bias": bias, "bias_scale": bias_scale}
             options = {"zero_tail": zero_tail, "num_sms": num_sms}
-            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
+            on_hopper(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
             return
     plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1])
     grid = plan.grid(num_rows, num_groups, num_sms, out.device)
@@ -184,10 +184,10 @@ def grouped_gemm_wgrad_fp8(
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = hopper_choice.hopper_kernels(out.device, operands, out.shape[2])
-        if on_hopper is not None and (isinstance(out, torch.Tensor) or out.dtype == torch.float32):
+        on_hopper = hopper_choice.launcher("grouped_gemm_wgrad_fp8", out.device, operands, out.shape[2], out)
+        if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
-            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
+            on_hopper(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
     plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
     grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
