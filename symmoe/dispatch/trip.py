@@ -145,8 +145,8 @@ class _Index:
         for region in tokens.regions:
             own_probs = probs if region.tokens is None or probs is None else probs[region.tokens]
             slots, trip = (*region.slots, own_probs), (tokens.heap.peers, ready)
-            columns = {"row_column": READY_SLOTS, "prob_column": READY_PROBS}
-            kernels.for_device(self.slots.device).push_slots(slots, region.places, *trip, **columns)
+            push = kernels.for_device(self.slots.device).push_slots
+            push(slots, region.places, *trip, row_column=READY_SLOTS, prob_column=READY_PROBS)
 
     def read(self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""

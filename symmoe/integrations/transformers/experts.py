@@ -122,8 +122,8 @@ class ExpertParallelExperts(ExpertParallelModule):
         """
         if not torch.compiler.is_compiling():
             self.heap.check(control.PHASE_PLAN)
-            problem = self.wrapper_problem() or self.place.peft_problem()
-            problem = problem or self._problem(hidden_states, top_k_index, top_k_weights)
+            wrapped = self.wrapper_problem() or self.place.peft_problem()
+            problem = wrapped or self._problem(hidden_states, top_k_index, top_k_weights)
             self.heap.fail_for(problem, control.PHASE_PLAN)
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
