@@ -57,11 +57,8 @@ class RailRows:
 
 
 def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, limit: int | None) -> RailRows:
-    """Counts the tokens for each node, and takes the first ones, as many as a rail has room for. Local; does not
-    synchronise.
-
-    topk_idx: int [T, K]; ids that are out of range count as none.
-    """
+    """Counts the tokens for each node, and takes the first ones, as many as a rail has room for. Ids that are out of
+    range count as none. Local; does not synchronise."""
     rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp(-1, heap.num_ranks)
     slot_to_node = nodes_of(heap).maps.to_other_node[rank.long()]  # -1 for this node, and for no expert
     goes = (slot_to_node[:, :, None] == nodes_of(heap).maps.nodes).any(1)
@@ -87,8 +84,8 @@ class RailCounts:
         number: int32 [1], what only the device knows, of HEAD_RAIL_DROPPED in the header; None: nothing.
 
     Attributes:
-        num_received: int32 [N], tokens that each node sends to this rank; after :meth:`share`.
-        num_tokens: by node, T of its rank on this rail, as hosts know it; after :meth:`share`.
+        num_received, num_tokens: after :meth:`share`, int32 [N], tokens that each node sends to this rank; and by node,
+            T of its rank on this rail, as hosts know it.
     """
 
     def __init__(self, heap: SymmetricHeap, rails: RailRows, number: torch.Tensor | None) -> None:
@@ -168,9 +165,7 @@ class RailPlan:
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        comes next.
-
-        phase, agreed: as in Nodes.meet.
+        comes next. phase, agreed: as in Nodes.meet.
 
         Yields:
             a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
@@ -294,9 +289,8 @@ class NodesPlan(Generic[P]):
 
 def plan_in_node(plan: P, rails: RailPlan, rail_capacity: int) -> NodesPlan[P]:
     """The plans of the tokens inside the node, of which the ranks of the rail send each other the maps: lines of the
-    plan's, with all slots of a token, and where it is on the ranks of the node it goes to.
-
-    Collective over the group; does not synchronise the host.
+    plan's, with all slots of a token, and where it is on the ranks of the node it goes to. Collective over the group;
+    does not synchronise the host.
 
     rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
     """

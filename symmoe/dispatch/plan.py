@@ -36,10 +36,7 @@ class Plan(PlanIntegers):
     """What :func:`make_plan` returns: tensors on the heap's device, and what the host knows of them.
 
     Attributes:
-        splits: int32 [e], rows of each local expert.
-        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank; -1 is none.
-            The other integers are described in symmoe.kernels.control.PlanIntegers.
+        splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
@@ -378,9 +375,8 @@ def _fill(
     if counts is not None:
         counts.share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
-        received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(
-            num_ranks, 1
-        )
+        received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True))
+        received = received.repeat(num_ranks, 1)
     ops.lay_out(
         heap.count_peers,
         received,
@@ -408,7 +404,7 @@ def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
 
 def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity, _ = options
+    num_experts, capacity, overflow, max_tokens, _, dtype, precision, quantized_wire, rail_capacity, _ = options
     dtypes = (torch.int32, torch.int64)
     error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
     if error is not None:
@@ -417,9 +413,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
-    integers = {"num_experts": num_experts, "capacity": capacity, "max_tokens": max_tokens, "hidden": hidden}
-    integers["rail_capacity"] = rail_capacity
-    for name, value in integers.items():
+    for name in ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity"):
+        value = getattr(options, name)
         if value is None and name != "num_experts":
             continue
         if not isinstance(value, int) or isinstance(value, bool):

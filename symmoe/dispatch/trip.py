@@ -45,8 +45,8 @@ class Arrival:
         parts: an iterator with a part per source rank, in the order of arrival: rows of the local experts that the
             current stream may read from then on, and SMs for their GEMMs. Together the parts are all rows. None: all
             rows have arrived.
-        row_probs: fp32 [N_cap], complete for the parts that have been handed out; None without probs.
-        row_to_packed_row: int32 [N_cap], complete for the same parts.
+        row_probs, row_to_packed_row: fp32 or None without probs, and int32, [N_cap]; complete for the parts that have
+            been handed out.
     """
 
     parts: Iterator[Part] | None
@@ -65,10 +65,9 @@ def dispatch(
     gradients: int | None = None,
     division: Division | None = None,
 ) -> Iterator[Arrival]:
-    """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective.
-
-    A context, at the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the
-    plan's `packed_to_row` and `row_to_packed_row`; backward needs them.
+    """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective. A context, at
+    the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the plan's
+    `packed_to_row` and `row_to_packed_row`; backward needs them.
 
     Args:
         probs: fp32 [T, K], which travel along in forward.
@@ -213,10 +212,9 @@ class _Trip:
     def send(self) -> None:
         """Sends and receives everything."""
         for tokens, rows in self._tokens:
-            if self._layout == "packed":
-                self._push(rows, tokens)
-            else:
-                self._push(rows, tokens, but=self._rank)
+            is_packed = self._layout == "packed"
+            self._push(rows, tokens, but=None if is_packed else self._rank)
+            if not is_packed:
                 self._place_own(rows, tokens)
         arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
         self._receive(None, arrived)
