@@ -73,6 +73,13 @@ class Example:
         constants = self.constants.setdefault(repr(kwargs), Constants(kwargs))
         return self.kernel.launch(grid, constants, tuple(args))
 
+    def described(self, desc, x=None, index=None):
+        """What the driver launches of a call whose first argument becomes a descriptor."""
+        options = {"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])}
+        constants, before = self.constants.setdefault("described", Constants(*options)), len(self.cuda.launches)
+        launches.launch(self.kernel, (3, 2), constants, desc, F32 if x is None else x, index, 7, 7, 7, 0.5, 7)
+        return self.cuda.launches[before:]
+
     @property
     def seen(self):
         """How many launches the JIT has made."""
@@ -438,55 +445,37 @@ def table(matrices):
     return TensorTable(torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype)
 
 
-class Described:
-    """Calls of the example with a descriptor for its first argument."""
-
-    def __init__(self, kernel, jit, fake_cuda):
-        self.kernel, self.jit, self.cuda = kernel, jit, fake_cuda
-        self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])})
-
-    def launch(self, desc, x=F32, index=None):
-        before = len(self.cuda.launches)
-        launches.launch(self.kernel, (3, 2), self.constants, desc, x, index, 7, 7, 7, 0.5, 7)
-        return self.cuda.launches[before:]
-
-
-@pytest.fixture
-def described(example):
-    return Described(example.kernel, example.jit, example.cuda)
-
-
-def test_tensor_maps_are_encoded_once_for_each_shape(described):
+def test_tensor_maps_are_encoded_once_for_each_shape(example):
     first, second, long = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(16, 8)
-    assert [described.launch(tensor) for tensor in (first, None)] == [[], []]  # by the JIT
-    before = len(described.cuda.encoded)
+    assert [example.described(tensor) for tensor in (first, None)] == [[], []]  # by the JIT
+    before = len(example.cuda.encoded)
     for tensor in (first, second, long, long[:12], long[8:], long[:12], first):
-        (launched,) = described.launch(tensor)
+        (launched,) = example.described(tensor)
         rest = F32.data_ptr(), 7, 7, 7, words([0.5])[0], 7, 0, 0
         assert launched.words == (tensor.data_ptr(), len(tensor), 8, 8, 1, *rest)
-    assert len(described.cuda.encoded) - before == 2
-    (launched,) = described.launch(None, index=None)
+    assert len(example.cuda.encoded) - before == 2
+    (launched,) = example.described(None, index=None)
     assert launched.words == rest
-    assert len(described.jit.calls) == 2
+    assert len(example.jit.calls) == 2
 
 
-def test_remembered_tensor_maps_are_bounded(described, monkeypatch):
+def test_remembered_tensor_maps_are_bounded(example, monkeypatch):
     monkeypatch.setattr(player, "MAX_TENSOR_MAPS", 3)
     tensors = [torch.zeros(8 + n, 8) for n in range(4)]
     for tensor in (tensors[0], *tensors[:3], *tensors[:3]):
-        described.launch(tensor)
-    assert len(described.cuda.encoded) == 3
-    described.launch(tensors[3])  # drops the others
+        example.described(tensor)
+    assert len(example.cuda.encoded) == 3
+    example.described(tensors[3])  # drops the others
     for tensor in (tensors[3], tensors[0], tensors[3]):
-        (launched,) = described.launch(tensor)
+        (launched,) = example.described(tensor)
         assert launched.words[:2] == (tensor.data_ptr(), len(tensor))
-    assert len(described.cuda.encoded) == 5
+    assert len(example.cuda.encoded) == 5
 
 
-def test_descriptors_of_gpus_without_tensor_maps_become_addresses_sizes_and_strides(described):
-    described.jit.change = lambda compiled: setattr(compiled.metadata, "tensordesc_meta", None)
+def test_descriptors_of_gpus_without_tensor_maps_become_addresses_sizes_and_strides(example):
+    example.jit.change = lambda compiled: setattr(compiled.metadata, "tensordesc_meta", None)
     for tensor in (F32, F32, torch.zeros(16, 8)):
-        launched = described.launch(tensor)
+        launched = example.described(tensor)
     assert launched[0].words[:5] == (tensor.data_ptr(), 16, 8, 8, 1)
 
 
@@ -511,19 +500,19 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-def test_kernels_of_another_kind_are_launched_by_the_jit(described, what):
-    described.jit.change = UNKNOWN[what]
+def test_kernels_of_another_kind_are_launched_by_the_jit(example, what):
+    example.jit.change = UNKNOWN[what]
     for number, tensor in enumerate((F32, F32, torch.ones(8, 8))):
-        assert described.launch(tensor) == []
-        assert len(described.jit.calls) == number + 1
-    assert described.jit.calls[2][0][0].base is tensor
+        assert example.described(tensor) == []
+        assert len(example.jit.calls) == number + 1
+    assert example.jit.calls[2][0][0].base is tensor
 
 
-def test_where_c_cannot_be_compiled_the_jit_launches(described, monkeypatch):
+def test_where_c_cannot_be_compiled_the_jit_launches(example, monkeypatch):
     monkeypatch.setattr(player, "_player", lambda: None)
     for _ in range(3):
-        assert described.launch(F32) == []
-    assert len(described.jit.calls) == 3
+        assert example.described(F32) == []
+    assert len(example.jit.calls) == 3
 
 
 def test_an_unknown_triton_launches_by_itself(example, monkeypatch):
@@ -571,7 +560,7 @@ def test_a_triton_without_the_insides_that_are_read():
     assert done.returncode == 0, done.stderr
 
 
-def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda, monkeypatch):
+def test_launches_happen_on_the_device_of_the_first_tensor(example, fake_cuda, monkeypatch):
     """Only a call that is not known for the current device asks; the switch is undone after it."""
     devices = []
 
@@ -591,23 +580,23 @@ def test_launches_happen_on_the_device_of_the_first_tensor(described, fake_cuda,
     monkeypatch.setattr(launches, "_DEVICE", lambda tensor: 1)
     for device in (0, 1, 0, 1):
         fake_cuda.device = device
-        described.launch(F32)
+        example.described(F32)
         assert fake_cuda.device == device
     assert devices == [1, 1]
-    assert len(described.jit.calls) == 1
+    assert len(example.jit.calls) == 1
     fake_cuda.device = 0
     monkeypatch.setattr(knobs.runtime, "debug", True)
-    described.launch(F32)
-    assert (devices, len(described.jit.calls)) == ([1, 1, 1], 2)
+    example.described(F32)
+    assert (devices, len(example.jit.calls)) == ([1, 1, 1], 2)
 
 
-def test_a_context_is_current_before_anything_is_encoded_or_launched(described, fake_cuda, monkeypatch):
+def test_a_context_is_current_before_anything_is_encoded_or_launched(example, fake_cuda, monkeypatch):
     order = []
     monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
     monkeypatch.setattr(
         triton_internals, "make_tensordesc_arg", lambda *args: order.append("encode") or fake_cuda.encode(*args)
     )
-    described.launch(F32)
+    example.described(F32)
     assert order == ["context", "context", "encode"]
-    described.launch(F32)
+    example.described(F32)
     assert order[3:] == ["context"]
