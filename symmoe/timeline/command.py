@@ -26,7 +26,7 @@ _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
 _REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
 _DESCRIPTION = """\
-Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on one alone:
+Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on only one:
 
   torchrun --nproc-per-node=2 -m symmoe trace --preset qwen3-30b --out step.json
 
@@ -75,19 +75,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
-    """Records a step of a layer with random weights, tokens and routing, bf16. Collective.
+    """Records a step of a layer with random weights, tokens and routing, bf16. Collective. Returns the table on rank 0;
+    "" elsewhere. Raises ArgumentError if experts cannot be divided among the ranks.
 
     Args:
-        config: the layer's configuration: with a balance loss; a step that is captured needs a static capacity.
-        num_tokens: T, tokens of a rank.
-        path: path of the trace, see :func:`symmoe.timeline.record`.
+        config: with a balance loss; a step that is captured needs a static capacity.
         eager: the step as the host launches it, as always on CPUs, instead of a replay of the captured step.
-
-    Returns:
-        the table on rank 0; "" elsewhere.
-
-    Raises:
-        ArgumentError: experts cannot be divided among the ranks.
     """
     with join() as ranks:
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)

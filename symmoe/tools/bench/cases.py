@@ -129,10 +129,7 @@ def log_popularity(skew: str, num_experts: int) -> torch.Tensor:
 
 
 def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """int64 [T, K] on the CPU: each token's K distinct experts.
-
-    "uniform": all equally likely. "zipf": drawn without replacement with probabilities proportional to 1 / place, the
-    place being the same for all ranks. "hot": every token chooses one and the same expert first, the others uniformly.
+    """int64 [T, K] on the CPU: each token's K distinct experts, by the skew as docs/benchmarking.md has it.
 
     Keys log(popularity) + Gumbel noise, sorted, are draws without replacement (Efraimidis and Spirakis, 2006).
     """

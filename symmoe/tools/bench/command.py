@@ -72,12 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str]) -> N
 
 
 def run(args: argparse.Namespace, suites: Mapping[str, Suite]) -> int:
-    """Measures what the arguments name, on all ranks. Returns the exit status.
-
-    Raises:
-        ArgumentError: for errors that argparse cannot find.
-        WrongResult: a variant's results are wrong.
-    """
+    """Measures what the arguments name, on all ranks. Returns the exit status. Raises ArgumentError for what argparse
+    does not find, WrongResult if a variant's results are wrong."""
     names = names_of("suite", ",".join(args.suites or SUITES), suites)
     tokens, skews = [_number("tokens", text) for text in args.tokens.split(",")], names_of("skew", args.skew, SKEWS)
     shapes = shapes_of(args, next(iter(PRESETS)))

@@ -1,10 +1,8 @@
 """The suite "steps": whole steps as a training loop runs them, each kind following itself.
 
 Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
-show. Here one kind of step runs `STEPS` times in a row; the kinds come in an order that is shuffled for each
-repetition. Its time is the wall time of a step, the wait for the GPU after the last one included, on the slowest rank.
-
-A step is forward and backward, to the gradients of x and of all parameters, which are not added to earlier ones.
+show. Here one kind of step runs `STEPS` times in a row. A step is forward and backward, to the gradients of x and of
+all parameters, which are not added to earlier ones.
 """
 
 from __future__ import annotations

@@ -147,15 +147,9 @@ def join_and_examine(
 def examine_nodes(
     worker: Worker, board: Board, environment: Mapping[str, str], ranks_per_node: int | None, *, sends: bool = True
 ) -> list[Finding]:
-    """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded.
-
-    Args:
-        board: on whose store no rails have been tried yet.
-        ranks_per_node: cuts machines into virtual nodes; None: each machine is a node.
-
-    Raises:
-        RanksMissing: of the ranks that are there.
-    """
+    """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded:
+    raises RanksMissing. On the board's store no rails have been tried yet; ranks_per_node cuts machines into virtual
+    nodes."""
     with contextlib.ExitStack() as stack:
         endpoint, problem = Endpoint(""), ""
         try:
