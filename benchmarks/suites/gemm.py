@@ -120,7 +120,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "fc1": Product(
             "forward",
             2,
-            lambda: ops.grouped_gemm_act(local.packed, w1, row_range, scale, h, a, _ACTIVATION, row_index=index),
+            lambda: ops.grouped_gemm_act((local.packed, index), w1, row_range, scale, (h, a), _ACTIVATION),
             [h, a],
             fc1_reference,
             fc1_stock,
@@ -145,7 +145,7 @@ def products(problem: Problem) -> dict[str, Product]:
             "backward",
             1,
             lambda: ops.grouped_gemm_dact(
-                local.d_packed, w2, row_range, h_in, scale, dh, a, dscale, workspace, _ACTIVATION, row_index=index
+                *((local.d_packed, index), w2, row_range, (h_in, scale), (dh, a, dscale, None), workspace, _ACTIVATION)
             ),
             [dh, a, dscale],
             dfc2_reference,
@@ -170,7 +170,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "wgrad2": Product(
             "backward",
             1,
-            lambda: ops.grouped_gemm_wgrad(local.d_packed, a_in, row_range, dw2, dout_index=index),
+            lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2),
             [dw2],
             *wgrad2,
         ),
@@ -180,7 +180,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "wgrad1": Product(
             "backward",
             2,
-            lambda: ops.grouped_gemm_wgrad(h_in, local.packed, row_range, dw1, rows_index=index),
+            lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1),
             [dw1],
             *wgrad1,
         ),
