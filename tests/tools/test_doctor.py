@@ -96,6 +96,7 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
     without = {name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")}
     cases: dict[str, Any] = {  # text of a file, or what it holds
         "no JSON": "{",
+        "is no JSON: 'utf-8' codec": b"\x00\xff\xfe",
         "no flight record": {**good, "format": "another"},
         "is no flight record": [1, 2],
         "fields ['calls', 'epoch_of_rank'] of": without,
@@ -113,7 +114,8 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
     }
     path = tmp_path / "record.json"
     for text, content in cases.items():
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        text_of = content if isinstance(content, str | bytes) else json.dumps(content)
+        path.write_bytes(text_of if isinstance(text_of, bytes) else text_of.encode())
         with pytest.raises(ArgumentError) as caught:
             read_record(str(path))
         assert text in str(caught.value)

@@ -252,12 +252,7 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_environment(TRITON_CACHE_DIR="/dev/null/cache"), "problem", "CACHE_DIR=", "export TRITON_CACHE_DIR"),
     (of_trial(150.0, 120.0), "note", "150 GB/s of the 478", "nvlink -e"),
     (of_trial(390.0, 90.0), "note", "90 GB/s", "benchmarks/bench.py dispatch"),
-    (
-        of_failed_trial("BackendUnavailable", "no: pip install 'nvshmem4py'"),
-        "problem",
-        "no:",
-        "pip install 'nvshmem4py",
-    ),
+    (of_failed_trial("BackendUnavailable", "no: pip install 'x'"), "problem", "no:", "pip install 'x'"),
     (of_failed_trial("WrongResult", "moved wrong rows"), "problem", "moved wrong", "symmoe doctor --json"),
     (of_failed_trial("rank 1 was ended by SIGKILL"), "problem", "rank 1 was ended by SIGKILL", "--memory"),
     (of_failed_trial("rank 1 ended with status 255", "boom"), "problem", "boom", "NVSHMEM_DEBUG=INFO"),

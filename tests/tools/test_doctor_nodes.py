@@ -33,7 +33,6 @@ from symmoe.tools.doctor.nodes import (
     Exchange,
     Facts,
     RanksMissing,
-    Worker,
     check_network,
     check_nodes,
     check_rails,
@@ -169,7 +168,7 @@ def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
     monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
     variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
-    facts = [read_facts(Worker(5, 8, local), variables, endpoint, "") for local in (0, 2)]
+    facts = [read_facts(local, variables, endpoint, "") for local in (0, 2)]
     assert (facts[0].gpu, facts[0].nccl, facts[0].launch_order) == ("NVIDIA H200", 22809, "1")
     assert (facts[1].gpu, facts[1].nccl) == ("", 0)  # more ranks than GPUs
     assert asked == ["GPU-22222222-bbbb", None]
@@ -220,9 +219,9 @@ def look(
     """What a rank finds, and how long that takes, where something is wrong on one rank."""
     store = dist.PrefixStore(store_name, dist.distributed_c10d._get_default_store())
     trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else nullcontext
-    worker, start = Worker(rank, num_ranks, rank), time.monotonic()
+    board, start = Board(store, rank, num_ranks, rank, PROMPT_S), time.monotonic()
     with trouble():
-        found = examine_nodes(worker, Board(store, rank, num_ranks, PROMPT_S), {}, ranks_per_node)
+        found = examine_nodes(board, {}, ranks_per_node)
     return found, time.monotonic() - start
 
 
@@ -279,7 +278,7 @@ def wait_for_rank_1(rank: int, num_ranks: int) -> tuple[tuple[int, ...], float]:
     missing: tuple[int, ...] = ()
     if rank != 1:
         try:
-            Board(store, rank, num_ranks, 1.0).gather("facts", {})
+            Board(store, rank, num_ranks, rank, 1.0).gather("facts", {})
         except RanksMissing as error:
             missing = error.ranks
     return missing, time.monotonic() - start
@@ -318,8 +317,8 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Exchange:
             stack.enter_context(patch.object(doctor_nodes, name, fake))
         stack.enter_context(patch.object(torch, "device", lambda *_: CPU))
         stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
-        worker, topology = Worker(rank, num_ranks, rank % 2), Topology(rank, ((0, 1), (2, 3)))
-        found = try_rail(worker, store, topology, has_gpu=True)
+        board, topology = Board(store, rank, num_ranks, rank % 2), Topology(rank, ((0, 1), (2, 3)))
+        found = try_rail(board, topology, has_gpu=True)
     assert ended or not connects
     return found
 
@@ -333,20 +332,6 @@ def test_rails_of_gpus_go_by_nccl(cluster):
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for arguments, text in (
-        ([], "RANK, WORLD_SIZE, LOCAL_RANK not set"),
-        (["--read", "x.json"], "--nodes and --read exclude each other"),
-        (["--ranks-per-node", "0"], "ranks-per-node (0) must be at least 1"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["doctor", "--nodes", *arguments])
-        assert ended.value.code == 2
-        assert text in capsys.readouterr().err
 
 
 def test_torch_has_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -125,7 +125,7 @@ def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
 
 
 def launched_kernels() -> set[str]:
-    """Functions of the package that a GPU runs by themselves: jitted, and not called by others in device code alone."""
+    """Functions of the package that a GPU runs by themselves: jitted, and not called only by others in device code."""
     names = set()
     for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -22,7 +22,7 @@ import torch
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.tools.bench.layer import Choice, make_experts, stock_forward
+from symmoe.tools.bench.layer import Choice, make_experts, stock_step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
@@ -78,13 +78,7 @@ def bench_steps(
             step, checked = _make(kind, problem, run)
             errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
             steps[name] = _captured(step) if kind.captured else step
-    forward = stock_forward(problem)
-
-    def stock() -> tuple[torch.Tensor, ...]:
-        y = forward()
-        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
-
-    steps[STOCK] = stock
+    steps[STOCK] = stock = stock_step(problem, reference).results
     errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
     flops, records = 3 * problem.case.forward_flops, []

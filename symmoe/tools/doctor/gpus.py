@@ -42,7 +42,7 @@ class Report(NamedTuple):
 
     def index_of(self, gpu: Any) -> int | None:
         """The index of a GPU of torch; None if nvidia-smi does not know it."""
-        uuid = str(gpu.uuid).lower()
+        uuid = str(gpu.uuid).removeprefix("GPU-").lower()
         return next((i for i, each in self.devices.items() if each["uuid"].removeprefix("GPU-").lower() == uuid), None)
 
 
