@@ -24,7 +24,8 @@ from symmoe.tools.bench.steps import bench_steps
 from symmoe.tools.bench.timing import Run
 
 MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
-_DESCRIPTION = """\
+HELP = "times of the layer, and yardsticks"
+DESCRIPTION = """\
 Times steps of the layer, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
 
   torchrun --nproc-per-node=2 -m symmoe bench steps layer --preset qwen3-30b --tokens 128,8192 --json out.json
@@ -45,19 +46,7 @@ class Suite:
 SUITES = {"steps": Suite(bench_steps), "layer": Suite(bench_layer)}
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `bench` to the subcommands."""
-    parser = commands.add_parser(
-        "bench",
-        help="times of the layer, and yardsticks",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser, SUITES)
-    parser.set_defaults(run=lambda args: run(args, SUITES))
-
-
-def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str] = tuple(SUITES)) -> None:
     """Adds what :func:`run` reads."""
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(suites)} (steps, layer)")
     add_shape_arguments(parser, several=True, default=next(iter(PRESETS)))
@@ -71,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str]) -> N
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
 
 
-def run(args: argparse.Namespace, suites: Mapping[str, Suite]) -> int:
+def run(args: argparse.Namespace, suites: Mapping[str, Suite] = SUITES) -> int:
     """Measures what the arguments name, on all ranks. Returns the exit status. Raises ArgumentError for what argparse
     does not find, WrongResult if a variant's results are wrong."""
     names = names_of("suite", ",".join(args.suites or SUITES), suites)
