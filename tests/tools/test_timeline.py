@@ -169,6 +169,7 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         annotation("symmoe/forward/grouped_gemm", 10, 20, thread=1),
         annotation("symmoe/backward/grouped_gemm_dgrad", 11, 30, thread=2),
         annotation("somebody/forward/grouped_gemm", 40, 50, thread=1),
+        annotation("symmoe/my own", 41, 49, thread=1),
         annotation("symmoe/forward/push_rows", 60, 70, thread=1),
         launch(12, 1, thread=1),
         launch(13, 2, thread=2, category="cuda_runtime"),
