@@ -33,7 +33,7 @@ WRONG = [
     ("bench --tokens 0", "tokens (0) must be at least 1"),
     ("bench --hidden 16", "explicit sizes also need --ffn, --experts, --top-k"),
     ("bench CUSTOM --preset olmoe", "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other"),
-    ("bench CUSTOM --top-k 5", "top-k (5) must be in [1, experts (4)]"),
+    ("bench CUSTOM --top-k 5", "top_k (5) must be at most num_experts (4)"),
     ("bench CUSTOM --ffn 0", "ffn (0) must be at least 1"),
     ("bench --repetitions 0", "repetitions (0) must be greater than 0"),
     ("bench --heap-gib -1", "heap-gib (-1.0) must be greater than 0"),

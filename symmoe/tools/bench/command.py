@@ -15,7 +15,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, check_case, names_of, shapes_of
+from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, config_of, names_of, shapes_of
 from symmoe.tools.bench.layer import LAYER, Choice, bench_layer, heap_bytes
 from symmoe.tools.bench.problem import Problem, routing_of
 from symmoe.tools.bench.ranks import Ranks, join
@@ -23,7 +23,6 @@ from symmoe.tools.bench.records import Record, machine, render, save
 from symmoe.tools.bench.steps import bench_steps
 from symmoe.tools.bench.timing import Run
 
-MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 HELP = "times of the layer, and yardsticks"
 DESCRIPTION = """\
 Times steps of the layer, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str] = tup
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
     parser.add_argument(
-        "--repetitions", type=int, default=MIN_REPETITIONS, help="of every variant (%(default)s; show none of fewer)"
+        "--repetitions", type=int, default=30, help="of every variant (%(default)s; show none of fewer)"
     )
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
     parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
@@ -74,8 +73,8 @@ def run(args: argparse.Namespace, suites: Mapping[str, Suite] = SUITES) -> int:
     if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before an hour of measuring
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     with join() as ranks:
-        for case in cases:
-            check_case(case, ranks.num_ranks)
+        for shape in shapes:
+            config_of(shape).experts_per_rank(ranks.num_ranks)
         facts, records = machine(ranks.device) | {"command": command_line(ranks)}, list[Record]()
         shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
         _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))
