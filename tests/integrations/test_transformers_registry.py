@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 import transformers
-from hf_cases import BOUND, WRONG, batch_of, error, mean_gradients, random_model
+from hf_cases import BOUND, batch_of, error, mean_gradients, random_model
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 from worker import open_heap
@@ -62,8 +62,6 @@ def train(rank: int, num_ranks: int, folder: str, ep_size: int, names: tuple[str
             assert (heap.high_water_bytes > before) == (name == "symmoe")
         if target:
             model.save_pretrained(target)
-    wrong = {key: gradient.flip(0) if ".experts." in key else gradient for key, gradient in got.items()}
-    assert max(error(wrong[key], want[key]) for key in want) > WRONG
 
 
 @pytest.mark.parametrize(
