@@ -36,7 +36,7 @@ class CapacityError(SymmoeError):
 
 
 class HeapExhausted(SymmoeError):
-    """The arena cannot hold another lease. The text names the lease, its size, what is free and the high-water mark."""
+    """The arena cannot hold another lease. The text names the lease, its size, what is free, and what heap would do."""
 
 
 class HeapClosed(SymmoeError):

@@ -43,14 +43,10 @@ class _Order:
 
 
 class Branch:
-    """A stream that leaves the current one and comes back to it. Without a stream, it changes no order.
-
-    `with branch.after(point): ...` launches there, after the point and concurrently with later work here.
-    """
+    """A stream that leaves the current one and comes back to it. Without a stream, it changes no order."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._was_entered = False
+        self._stream, self._was_entered = stream, False
 
     def point(self) -> torch.cuda.Event | None:
         """A point after all work of the current stream so far; inside of :meth:`after`, of the branch."""
@@ -96,15 +92,10 @@ def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 
 
 class StreamOrder:
-    """Orders a CUDA heap's calls and the reuse of its memory over streams.
+    """Orders a CUDA heap's calls and the reuse of its memory over streams. Calls in a capture are ordered apart: it
+    begins after all before it, and who replays it orders that and other calls."""
 
-    Calls in a capture are ordered apart: it begins after all before it, and who replays it orders that and other calls.
-
-    Attributes:
-        raises_at_once: whether the host knows at the end of a barrier how it went; else it does when it next looks.
-    """
-
-    raises_at_once = False
+    raises_at_once = False  # whether the host knows at the end of a barrier how it went; else when it next looks
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -236,7 +227,7 @@ class StreamOrder:
 
 
 class NoStreams:
-    """Same methods as StreamOrder, for memory that only the host touches, in order and at once."""
+    """What callers ask of StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = rail_stream = None
     capture, raises_at_once = 0, True
@@ -246,10 +237,8 @@ class NoStreams:
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         return tensor.tolist
 
-    def _nothing(self, span: tuple[int, int] = (0, 0)) -> None:
-        """Does nothing: there is nothing to order or to wait for."""
-
-    begin_call = end_call = synchronize = released = dropped = taken = _nothing
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
 
 
 def _mark(stream: torch.cuda.Stream) -> _Mark:
@@ -275,20 +264,15 @@ def _raw_stream(device: torch.device) -> int:
 
 
 class Access:
-    """The right to use one heap. As a context it is a turn of one thread, which may enter it again.
-
-    Another thread that comes meanwhile raises and does not wait: all ranks make their calls in one order, and the order
-    of two threads would differ from rank to rank.
+    """The right to use one heap. As a context it is a turn of one thread, which may enter it again. Another thread that
+    comes meanwhile raises and does not wait: the order of two threads would differ from rank to rank.
 
     Attributes:
-        is_given: whether this process has made the heap. A process forked from it maps the same arenas, and must
-            not touch them.
+        is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
     """
 
     def __init__(self) -> None:
-        self.is_given = True
-        self._pid = os.getpid()
-        self._turn = threading.RLock()
+        self.is_given, self._pid, self._turn = True, os.getpid(), threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
         # To ask for the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
@@ -318,13 +302,10 @@ class Access:
 
 
 class OneCall:
-    """The context of a collective call's kernels: a thread's turn, and in it their place in the order of streams.
+    """The context of a collective call's kernels on GPUs: a thread's turn, and in it their place in the order of
+    streams, which the lock guards. (On CPUs Access itself is it.)"""
 
-    Args:
-        memory: lock of `streams`.
-    """
-
-    def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder | NoStreams) -> None:
+    def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder) -> None:
         self._access, self._memory, self._streams = access, memory, streams
 
     def __enter__(self) -> None:

@@ -217,15 +217,15 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY)
         layer = MoELayer(config, heap)
-        rail_peers, found = heap.nodes.rail_peers, []
+        rail, found = heap.nodes, []
         with pytest.MonkeyPatch.context() as patch:
             for module in (combine_trip, trip):
                 patch.setattr(module, "Part", noting_part)
             num_tokens, plan_exchanges = 150 * num_ranks, 2  # 300 rows from each rank to each: a whole tile and more
             x = torch.randn(num_tokens, 16, requires_grad=True)
             ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
-            patch.setattr(rail_peers, "begin", noting("begin", rail_peers.begin))
-            patch.setattr(rail_peers, "end", noting("end", rail_peers.end))
+            patch.setattr(rail, "begin", noting("begin", rail.begin))
+            patch.setattr(rail, "end", noting("end", rail.end))
             y, _ = layer(x, topk_idx=ids, probs=torch.full((num_tokens, 2), 0.5))
             found.append(events[2 * plan_exchanges :])
             events.clear()

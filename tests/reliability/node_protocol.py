@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from reliability.protocol import Verdict, search
+from reliability.protocol import Protocol, Searchable
 
 # The rules, and what a mutant that breaks one is called.
 NODE_RULES = {
@@ -40,11 +41,7 @@ NODE_RULES = {
 }
 
 
-class NodeProtocol:
-    """All rules but those that are broken. Each is an attribute."""
-
-    def __init__(self, *broken: str) -> None:
-        self.__dict__ |= {rule: rule not in broken for rule in NODE_RULES}
+NodeProtocol = partial(Protocol, rules=NODE_RULES)
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,10 @@ class _Rank:
 State = tuple[tuple[_Rank, ...], tuple[tuple[tuple, ...], ...]]
 
 
-class NodeModel:
+class NodeModel(Searchable):
     """One scenario under one protocol."""
 
-    def __init__(self, scenario: NodeScenario, protocol: NodeProtocol) -> None:
+    def __init__(self, scenario: NodeScenario, protocol: Protocol) -> None:
         self._scenario, self._rules = scenario, protocol
         self._size = scenario.ranks_of_node
         self._num_ranks = scenario.num_nodes * self._size
@@ -139,7 +136,7 @@ class NodeModel:
         counts = (_NOBODY,) * (2 * self._size)
         return tuple(_Rank(counts=counts) for _ in range(self._num_ranks)), ((),) * (2 * self._num_ranks**2)
 
-    def _next(self, state: State) -> Iterator[State | str]:
+    def _followers(self, state: State) -> Iterator[State | str]:
         """States that can follow, or what has gone wrong, as text."""
         for rank, own in enumerate(state[0]):
             if own.status != _RUNS:
@@ -337,12 +334,6 @@ class NodeModel:
             queues[self._queue(rank, mate, kind)] += (message,)
         ranks, _ = self._with(state, rank, own)
         return ranks, tuple(queues)
-
-    # -- search -------------------------------------------------------------------------------------------------------
-
-    def search(self, most_states: int = 2_000_000) -> Verdict:
-        """Through every state that can be reached."""
-        return search(self._scenario.name, self._start(), self._next, self._wrong_end, most_states)
 
     def _wrong_end(self, state: State) -> str | None:
         """What is wrong where nothing can happen any more."""

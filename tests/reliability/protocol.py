@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 # The rules of docs/design.md, and what a mutant that breaks one is called.
 RULES = {
@@ -49,10 +48,10 @@ RULES = {
 
 
 class Protocol:
-    """All rules but one, which a mutant breaks; None: all of them. Each is an attribute."""
+    """All rules but those that a mutant breaks. Each is an attribute."""
 
-    def __init__(self, broken: str | None = None) -> None:
-        self.__dict__ |= {rule: rule != broken for rule in RULES}
+    def __init__(self, *broken: str, rules: Iterable[str] = RULES) -> None:
+        self.__dict__ |= {rule: rule not in broken for rule in rules}
 
 
 @dataclass(frozen=True)
@@ -89,29 +88,27 @@ class Verdict:
     violation: str | None
 
 
-def search(
-    name: str,
-    start: Hashable,
-    followers_of: Callable[[Any], Iterable[Any]],
-    wrong_end: Callable[[Any], str | None],
-    most_states: int,
-) -> Verdict:
-    """Breadth first through all states; followers that are text, and `wrong_end` where there are none, are problems."""
-    seen, queue = {start}, deque([start])
-    while queue:
-        state = queue.popleft()
-        followers = list(followers_of(state))
-        for follower in followers:
-            if isinstance(follower, str):
-                return Verdict(len(seen), follower)
-            if follower not in seen:
-                seen.add(follower)
-                queue.append(follower)
-        if not followers and (problem := wrong_end(state)):
-            return Verdict(len(seen), problem)
-        if len(seen) > most_states:
-            raise AssertionError(f"{name}: more than {most_states} states")
-    return Verdict(len(seen), None)
+class Searchable:
+    """A model with a `_scenario`, `_start()`, `_followers(state)` and `_wrong_end(state)`."""
+
+    def search(self, most_states: int = 3_000_000) -> Verdict:
+        """Breadth first through all states. Followers that are text, and wrong ends, are problems."""
+        start = self._start()
+        seen, queue = {start}, deque([start])
+        while queue:
+            state = queue.popleft()
+            followers = list(self._followers(state))
+            for follower in followers:
+                if isinstance(follower, str):
+                    return Verdict(len(seen), follower)
+                if follower not in seen:
+                    seen.add(follower)
+                    queue.append(follower)
+            if not followers and (problem := self._wrong_end(state)):
+                return Verdict(len(seen), problem)
+            if len(seen) > most_states:
+                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
+        return Verdict(len(seen), None)
 
 
 # A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
@@ -136,7 +133,7 @@ class _Places:
 _FLAG, _WORDS, _TABLE, _SIGNAL, _PAYLOAD = 0, 2, 4, 6, 7
 
 
-class Model:
+class Model(Searchable):
     """One scenario under one protocol."""
 
     def __init__(self, scenario: Scenario, protocol: Protocol) -> None:
@@ -400,15 +397,8 @@ class Model:
 
     # -- search and walks ---------------------------------------------------------------------------------------------
 
-    def search(self, most_states: int = 3_000_000) -> Verdict:
-        """Through every state that can be reached."""
-        return search(
-            self._scenario.name,
-            self._start(),
-            lambda state: [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)],
-            self._wrong_end,
-            most_states,
-        )
+    def _followers(self, state: tuple) -> list[tuple | str]:
+        return [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)]
 
     def walk(self, seed: int) -> Verdict:
         """One way from the start to an end, at random, for more ranks than a search can take.
