@@ -54,23 +54,22 @@ class Bootstrap:
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
         if (problem := _group_problem(group)) is not None:
             raise problem
-        self._alone = group is None and not dist.is_initialized()
-        if not self._alone:
+        self._is_single = group is None and not dist.is_initialized()
+        if not self._is_single:
             _wait_for_gloo_at_exit()
         self._group, self._timeout_s, self._num_exchanges = group, timeout_s, 0
-        self.rank = 0 if self._alone else dist.get_rank(group)
-        self.num_ranks = 1 if self._alone else dist.get_world_size(group)
+        self.rank = 0 if self._is_single else dist.get_rank(group)
+        self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         self.ranks = tuple(range(self.num_ranks))
-        # The current GPU of this thread: another thread may call the methods, with another current GPU.
-        needs_gpu = self.rank >= 0 and not self._alone
-        if needs_gpu:  # a group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU
-            needs_gpu = "cpu" not in dist.get_backend_config(group) and dist.get_backend(group) != "gloo"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
+        # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
+        # another thread may call the methods, with another current GPU.
+        takes_cpu = self._is_single or "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
+        self._device = torch.device("cpu") if takes_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @property
     def global_ranks(self) -> list[int]:
         """The group's ranks in the default group, in rank order. Not collective."""
-        return [0] if self._alone else dist.get_process_group_ranks(self._group)
+        return [0] if self._is_single else dist.get_process_group_ranks(self._group)
 
     @property
     def store(self) -> Any:
@@ -82,7 +81,7 @@ class Bootstrap:
         if len(payload) > num_bytes:
             raise AssertionError(f"a payload of {len(payload)} bytes does not fit {num_bytes}")
         padded = payload.ljust(num_bytes, b"\0")
-        if self._alone:
+        if self._is_single:
             return [padded]
         self._num_exchanges += 1
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)

@@ -112,7 +112,6 @@ class Faults:
         unraised: the error that is kept for the barrier of the next plan, or None.
 
     Args:
-        backend: of the heap, for flight records.
         forget: called when an error of a call is noticed.
     """
 
@@ -121,13 +120,12 @@ class Faults:
         waits: Waits,
         streams: StreamOrder | NoStreams,
         one_call: AbstractContextManager[None],
-        backend: str,
         forget: Callable[[], None],
         others: OneNode,
     ) -> None:
         self.poison: str | None = None
         self.unraised: SymmoeError | None = None
-        self._waits, self._streams, self._one_call, self._backend = waits, streams, one_call, backend
+        self._waits, self._streams, self._one_call = waits, streams, one_call
         self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
         self._peers, self._flight, self._words = waits.peers, waits.flight, waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
@@ -402,7 +400,8 @@ class Faults:
         """Gives the error its flight record."""
         if self._is_captured:
             return
-        facts = {"backend": self._backend, "timeout_s": self._waits.timeout_s}
+        backend = "host" if self._waits.device.type == "cpu" else "nvshmem"
+        facts = {"backend": backend, "timeout_s": self._waits.timeout_s}
         try:
             with self._streams.at_once():
                 error.flight = flight_record.describe(self._flight, error, status, self._peers, facts)

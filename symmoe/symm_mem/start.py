@@ -119,7 +119,7 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
     heap.one_call = heap._access if order is None else OneCall(heap._access, heap.memory.lock, order)
     heap.configurations, heap.row_histories = Configurations(whole), defaultdict(RowHistory)
     heap.waits = Waits(peers, heap.configurations, options.timeout_s, options.start_timeout_s)
-    start_faults = partial(Faults, heap.waits, heap.streams, heap.one_call, name, heap.row_histories.clear)
+    start_faults = partial(Faults, heap.waits, heap.streams, heap.one_call, heap.row_histories.clear)
     if is_single:
         heap._others, heap.nodes = OneNode(), None
         heap.faults = start_faults(heap._others)

@@ -22,13 +22,7 @@ from symmoe.errors import ConcurrentUse, HeapClosed
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_stream
 
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A point in a stream's work."""
-
-    stream: int
-    event: torch.cuda.Event
+_Mark = tuple[int, torch.cuda.Event]  # a point in the work of a stream
 
 
 @dataclass(slots=True)
@@ -129,7 +123,7 @@ class StreamOrder:
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
-        order, stream = self._notice_stream(), _raw_stream(self._device)
+        order, stream = self._notice_stream(), current_stream(self._device.index)
         if stream != order.last:
             self._wait_for(order.last_mark)
             order.last = stream
@@ -214,7 +208,7 @@ class StreamOrder:
     def _notice_stream(self) -> _Order:
         """Notes the current stream. Marks are kept once it differs from that of the last call."""
         order = self._order()
-        if not order.has_several and order.last is not None and _raw_stream(self._device) != order.last:
+        if not order.has_several and order.last is not None and current_stream(self._device.index) != order.last:
             order.has_several = True
             # No marks have been kept yet: everything so far counts as the last call.
             order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
@@ -222,8 +216,8 @@ class StreamOrder:
         return order
 
     def _wait_for(self, mark: _Mark | None) -> None:
-        if mark is not None and mark.stream != _raw_stream(self._device):
-            torch.cuda.current_stream(self._device).wait_event(mark.event)
+        if mark is not None and mark[0] != current_stream(self._device.index):
+            torch.cuda.current_stream(self._device).wait_event(mark[1])
 
 
 class NoStreams:
@@ -244,7 +238,7 @@ class NoStreams:
 def _mark(stream: torch.cuda.Stream) -> _Mark:
     event = torch.cuda.Event()
     event.record(stream)
-    return _Mark(stream.cuda_stream, event)
+    return stream.cuda_stream, event
 
 
 def capture_id(device: torch.device) -> int:
@@ -255,12 +249,10 @@ def capture_id(device: torch.device) -> int:
 
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     query = driver.library().cuStreamGetCaptureInfo
-    driver.check(query(_raw_stream(device), ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo")
+    driver.check(
+        query(current_stream(device.index), ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo"
+    )
     return number.value
-
-
-def _raw_stream(device: torch.device) -> int:
-    return current_stream(device.index)
 
 
 class Access:

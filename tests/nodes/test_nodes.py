@@ -16,7 +16,6 @@ import pytest
 import routings
 import torch
 import torch.distributed as dist
-from limits import HANG_S
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from stacks import EXACT as BIG_EXACT
 from stacks import MOST_TOKENS as MOST_BIG_TOKENS
@@ -386,16 +385,6 @@ def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity"):
         MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, rail_capacity=3)
     make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
-
-
-def repeat(rank: int, num_ranks: int, ranks_per_node: int) -> bool:
-    """Whether runs of the same heap and of another one give the same bits."""
-    runs = [train(rank, num_ranks, ranks_per_node, {}, torch.bfloat16) for _ in range(2)]
-    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_runs_repeat(cluster):
-    assert cluster(4).run(repeat, 2, timeout_s=HANG_S) == [True] * 4
 
 
 def profiled(rank: int, num_ranks: int) -> int:
