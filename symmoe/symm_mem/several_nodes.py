@@ -10,6 +10,7 @@ which is waiting for its rail, lets that one find out who is missing.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -73,8 +74,8 @@ class Nodes(OneNode):
         self._num_tokens: list[int] = []  # by node, what its rank has brought to the last meeting
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
-        self._watch = None if payload.progress is None else RailWatch(payload, self._mark_on_rail, lane.find_lost)
-        self._watch_ends: threading.Event | None = None
+        self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
+        self._exchange, self._begun_s, self._probed_s, self._is_marked = 0, 0.0, 0.0, False  # as _look has seen it
         self._branch = Branch(None)
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
@@ -234,8 +235,7 @@ class Nodes(OneNode):
             self.leave()
 
     def close(self) -> None:
-        if self._watch_ends is not None:
-            self._watch_ends.set()
+        self._ends.set()
         self.payload.end()
         self.lane.close()
         self._started.clear()  # which would keep connections open
@@ -274,38 +274,66 @@ class Nodes(OneNode):
         torch.maximum(fault, self._heard.amax(), out=fault)
 
     def watch(self) -> None:
-        """Begins to look for what becomes `overdue`, if nothing else bounds exchanges."""
-        if self._watch is not None:
-            self._watch_ends = _start_watch(self._look)
+        """Begins to look, in a thread that ends with this object, for exchanges that do not end, where nothing else
+        bounds them."""
+        ended, reference = self._ends, weakref.ref(self)
+
+        def run() -> None:
+            try:
+                while not ended.wait(_WATCH_S):
+                    nodes = reference()
+                    if nodes is None or not nodes._look():
+                        return
+                    del nodes
+            except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
+                logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)
+
+        if self.payload.progress is not None:
+            threading.Thread(target=run, name="symmoe-rail", daemon=True).start()
 
     def _look(self) -> bool:
-        """Notes a peer that does not come to an exchange on the device, in a thread. Whether to look again."""
-        assert self._watch is not None
+        """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on.
+
+        It reads two numbers in the host's memory, and calls nothing of CUDA as long as all is well: a call from a
+        thread that is not capturing would end a capture.
+        """
         assert self.payload.progress is not None
-        found = self._watch.overdue(self.payload.progress)
-        if found is not None:
-            with suppress(ReferenceError):  # the heap has gone
-                self.overdue = self._absent(found[0], lost=int(found[1]))
-                self.faults.note_overdue(self.overdue)
-        return found is None
+        (begun, ended), now, bound_s = self.payload.progress.tolist(), time.monotonic(), self.payload.bound_s
+        if begun != self._exchange:
+            self._exchange, self._begun_s = begun, now
+        is_moving = begun > ended
+        since = min(now, self._waits_since, self._begun_s if is_moving else now)
+        is_long = now - since > min(_LONG_S, bound_s / 8)
+        if is_long != self._is_marked:
+            with self._streams.at_once():
+                write_word(self._counters[control.ON_RAIL], int(is_long))
+            self._is_marked = is_long
+        if not is_moving:
+            return True
+        lost, is_overdue, is_lost = None, now - self._begun_s > bound_s, False
+        if not is_overdue and is_long and now - self._probed_s > _PROBE_S:
+            self._probed_s, lost = now, self.lane.find_lost()
+            is_lost = lost is not None or bool(self.payload.problem())
+        if not (is_overdue or is_lost):
+            return True
+        with suppress(ReferenceError):  # the heap has gone
+            self.overdue = self._absent(self.lane.find_lost() if is_overdue else lost, lost=int(is_lost))
+            self.faults.note_overdue(self.overdue)
+        return False
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
         """The host waits for its rail in this context. After an error its node sees that it does until it knows."""
-        if self._watch is None:
+        if self.payload.progress is None:
             write_word(self._counters[control.ON_RAIL], 1)
             yield
             write_word(self._counters[control.ON_RAIL], 0)
         elif capture_id(self._counters.device):
             yield  # the watch would write where peers see it, which would end the capture
         else:
-            self._watch.waits_since = time.monotonic()
+            self._waits_since = time.monotonic()
             yield
-            self._watch.waits_since = None
-
-    def _mark_on_rail(self, is_on_rail: bool) -> None:
-        with self._streams.at_once():
-            write_word(self._counters[control.ON_RAIL], int(is_on_rail))
+            self._waits_since = math.inf
 
     @property
     def _bound_s(self) -> float:
@@ -352,66 +380,6 @@ def _first_fault(headers: list[Header]) -> Fault | None:
         return None
     first = min(failed, key=lambda header: header.origin)
     return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
-
-
-class RailWatch:
-    """Sees exchanges that were begun on the device and do not end: nothing on a device bounds them. A thread looks at
-    two numbers in the host's memory, and calls nothing of CUDA as long as all is well, which would end a capture.
-
-    Args:
-        payload: which moves them.
-        mark: writes where the peers of this node see it whether this rank is on the rail.
-        find_lost: a node whose connection has closed, or None.
-
-    Attributes:
-        waits_since: when the host has begun to wait for other nodes; None: it does not.
-    """
-
-    def __init__(self, payload: Payload, mark: Callable[[bool], None], find_lost: Callable[[], int | None]) -> None:
-        self._payload, self._mark, self._find_lost = payload, weakref.WeakMethod(mark), find_lost
-        self._number, self._begun, self._probed = 0, 0.0, 0.0
-        self._is_marked = False
-        self.waits_since: float | None = None
-
-    def overdue(self, progress: torch.Tensor) -> tuple[int | None, bool] | None:
-        """None if all is well. Otherwise a node that is lost, None if unknown, and whether a connection has closed."""
-        now, bound_s, host = time.monotonic(), self._payload.bound_s, self.waits_since
-        begun, ended = progress.tolist()
-        if begun != self._number:
-            self._number, self._begun = begun, now
-        is_moving = begun > ended
-        since = min([now, *([self._begun] if is_moving else []), *([] if host is None else [host])])
-        is_long = now - since > min(_LONG_S, bound_s / 8)
-        if is_long != self._is_marked and (mark := self._mark()) is not None:
-            mark(is_long)
-            self._is_marked = is_long
-        if not is_moving:
-            return None
-        if now - self._begun > bound_s:
-            return self._find_lost(), False
-        if is_long and now - self._probed > _PROBE_S:
-            self._probed = now
-            if (lost := self._find_lost()) is not None or self._payload.problem():
-                return lost, True
-        return None
-
-
-def _start_watch(method: Callable[[], bool]) -> threading.Event:
-    """Starts a thread that calls a method until it returns False, until its object is gone, or the event is set."""
-    ended, reference = threading.Event(), weakref.WeakMethod(method)
-
-    def watch() -> None:
-        try:
-            while not ended.wait(_WATCH_S):
-                look = reference()
-                if look is None or not look():
-                    return
-                del look
-        except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
-            logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)
-
-    threading.Thread(target=watch, name="symmoe-rail", daemon=True).start()
-    return ended
 
 
 # -- how they begin ---------------------------------------------------------------------------------------------------

@@ -147,9 +147,7 @@ def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
     with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
         rail = heap.nodes
         hear = rail.lane.hear
-        patch.setattr(
-            rail.lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
-        )
+        patch.setattr(rail.lane, "hear", lambda bound: (is_told.append(rail._waits_since < math.inf), hear(bound))[1])
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
             heap.nodes.meet(control.PHASE_START)
