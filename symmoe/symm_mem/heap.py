@@ -256,7 +256,7 @@ class SymmetricHeap(HeapParts):
             raise HeapClosed("the symmetric heap has been closed")
         if self.faults.poison is not None:
             raise HeapPoisoned(f"an earlier call failed: {self.faults.poison}")
-        if waits and self.waits.flight.is_in_dispatch and not capture_id(self.device):
+        if waits and self.waits.flight.is_in_dispatch and not self.streams.capture:
             self.streams.synchronize()  # an error of that dispatch may still be on its way
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             with self._access:

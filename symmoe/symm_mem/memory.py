@@ -344,7 +344,7 @@ class Lease:
     Attributes:
         name: purpose of the lease, shown in error texts.
         shape, dtype, num_bytes: of the tensor.
-        offset: byte offset in the arena.
+        offset, address: byte offset in the arena, and where this rank's memory begins.
         generation: how many leases the heap had made before this one.
 
     The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
@@ -358,6 +358,7 @@ class Lease:
         self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
         self._bytes, self._span = slice(self.offset, self.offset + self.num_bytes), span
         self._memory: Memory | None = memory
+        self.address = span.address
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -371,11 +372,6 @@ class Lease:
             self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
             self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
         return self._tensor
-
-    @property
-    def address(self) -> int:
-        """Where this rank's memory begins."""
-        return self._span.address
 
     def peer(self, rank: int) -> torch.Tensor:
         """The same byte range of rank `rank`'s arena as a tensor: that rank's lease of the same name if all ranks lease
