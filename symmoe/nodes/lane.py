@@ -60,9 +60,6 @@ class Lane:
         rail: of the hosts.
         last_words: the same once more, for what a rank says when it gives up. A wait of gloo that is over its bound
             closes the connections of its rail: those that wait for this rank would take it for lost.
-
-    Attributes:
-        number: headers that this rank has sent.
     """
 
     def __init__(self, rail: GlooRail, last_words: GlooRail, *, node: int, num_nodes: int) -> None:

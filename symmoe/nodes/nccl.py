@@ -119,8 +119,7 @@ class Nccl:
         self._library.ncclCommAbort(communicator)
 
     def _text(self, result: int) -> str:
-        text: bytes = self._library.ncclGetErrorString(result)
-        return text.decode(errors="replace")
+        return str(self._library.ncclGetErrorString(result), errors="replace")
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._library, name)(*arguments)
@@ -255,8 +254,6 @@ def connect_together(
     Args:
         make_id: of one of the ranks, makes the id by which they find each other; None on the others.
         store: of torch, for this rail and this attempt.
-        node: this rank's, for the others' error.
-        timeout_s: bound.
 
     Raises:
         BackendUnavailable: one of both functions has failed, here or on another rank, or it takes longer.

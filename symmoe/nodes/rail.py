@@ -23,12 +23,8 @@ _CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that anoth
 
 
 class RailBroken(Exception):
-    """A node's end of the rail did not answer. For the heap, which says so to the user in terms of ranks.
-
-    Attributes:
-        node: the node.
-        is_late: whether it did not answer in time; otherwise its connection has closed.
-    """
+    """A node's end of the rail did not answer in time (`is_late`), or its connection has closed. For the heap, which
+    says so to the user in terms of ranks."""
 
     def __init__(self, node: int, *, is_late: bool, problem: str) -> None:
         super().__init__(problem)
@@ -88,7 +84,6 @@ class GlooRail(Payload):
     Args:
         store: of torch, which the ranks of the rail have in common.
         name: of the rail in that store.
-        node, num_nodes: this rank's node, and N.
         timeout_s: bound of the construction.
 
     Raises:

@@ -1,11 +1,11 @@
 """The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
 
 Each rank finds the error of a call and raises it once: on GPUs when its host next looks. But a rank may have left the
-call before that, by another exception, and come to the next plan without the barriers that belong between. Its peers
-may have raised the error already, and wait in that plan's barrier; if only this rank raised it now, they would wait in
-vain. So it keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over.
-Between nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail
-do; so all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
+call before that, by another exception, and come to the next plan without the barriers between. Its peers may have
+raised the error already, and wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So
+it keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over. Between
+nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail do; so
+all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
 
 *Between nodes* (several_nodes.py; on one node :class:`OneNode` answers) an error has to get through one barrier of a
 node and one meeting of each rail, in either order. A rank that fails a call says so to its rail, and enters the next

@@ -205,9 +205,8 @@ class Memory:
     def take(self, num_bytes: int, name: str) -> Span | None:
         """A span for a lease, or None if no free range is large enough."""
         span = self._take(num_bytes, name)
-        if span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage():
-            span = self._take(num_bytes, name)
-        return span
+        may_help = span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
+        return self._take(num_bytes, name) if may_help else span
 
     def lacks(self, num_bytes: int) -> bool:
         """Whether no free range has so many bytes."""
@@ -354,11 +353,10 @@ class Lease:
     """
 
     def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.name, self.offset, self.generation = span.name, span.offset, span.generation
+        self.name, self.offset, self.address, self.generation = span.name, span.offset, span.address, span.generation
         self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
         self._bytes, self._span = slice(self.offset, self.offset + self.num_bytes), span
         self._memory: Memory | None = memory
-        self.address = span.address
         self._tensor: torch.Tensor | None = None
 
     @property
