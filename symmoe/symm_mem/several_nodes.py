@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, PeerError, SymmoeError, encode, raise_for
+from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
@@ -34,11 +34,8 @@ from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.reports import Fault, Report, counters, mailbox, mismatch_error, write_word
-from symmoe.symm_mem.streams import Branch, capture_id
-from symmoe.symm_mem.waits import ALL_BUT_PLAN
-
-if TYPE_CHECKING:
-    from symmoe.symm_mem.start import HeapParts
+from symmoe.symm_mem.streams import Access, Branch, NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 
 logger = logging.getLogger("symmoe")
 
@@ -66,11 +63,19 @@ class Nodes(OneNode):
 
     faults: Faults
 
-    def __init__(self, heap: HeapParts, lane: Lane, payload: Payload) -> None:
-        self.topology, self.maps = heap.topology, make_rank_maps(heap.topology, heap.peers.bases.device)
-        self.lane, self.payload, self.turn = lane, payload, heap._access
-        self._waits, self._peers, self._streams = heap.waits, heap.peers, heap.streams
-        self._counters, self._phase = counters(heap.peers), control.PHASE_START
+    def __init__(
+        self,
+        topology: Topology,
+        waits: Waits,
+        streams: StreamOrder | NoStreams,
+        access: Access,
+        lane: Lane,
+        payload: Payload,
+    ) -> None:
+        self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
+        self.lane, self.payload, self.turn = lane, payload, access
+        self._waits, self._peers, self._streams = waits, waits.peers, streams
+        self._counters, self._phase = counters(waits.peers), control.PHASE_START
         self._num_tokens: list[int] = []  # by node, what its rank has brought to the last meeting
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
@@ -273,9 +278,10 @@ class Nodes(OneNode):
         fault = self._counters[control.RAIL_FAULT]
         torch.maximum(fault, self._heard.amax(), out=fault)
 
-    def watch(self) -> None:
-        """Begins to look, in a thread that ends with this object, for exchanges that do not end, where nothing else
-        bounds them."""
+    def start(self, faults: Faults) -> None:
+        """Takes the heap's faults, and begins to look, in a thread that ends with this object, for exchanges that do
+        not end, where nothing else bounds them."""
+        self.faults = weakref.proxy(faults)  # which has this: a cycle would keep the memory of a heap that is dropped
         ended, reference = self._ends, weakref.ref(self)
 
         def run() -> None:
@@ -385,32 +391,12 @@ def _first_fault(headers: list[Header]) -> Fault | None:
 # -- how they begin ---------------------------------------------------------------------------------------------------
 
 
-def start_nodes(
-    heap: HeapParts, bootstrap: Bootstrap, start_faults: Callable[[Nodes], Faults], timeout_s: float
-) -> None:
-    """Sets what a heap has in addition if its group spans nodes, and its faults. Collective over the group.
-
-    Args:
-        timeout_s: bound of the waits of `bootstrap`.
-    """
-    try:
-        lane, payload = start_rail(bootstrap, heap.topology, heap.peers.bases.device, timeout_s)
-    except BackendUnavailable:  # on every rank: the memory is given back together
-        heap._arenas.close()
-        raise
-    except PeerError:
-        heap._arenas.abandon()
-        raise
-    heap._others = heap.nodes = nodes = Nodes(heap, lane, payload)
-    heap.faults = start_faults(nodes)
-    nodes.faults = weakref.proxy(heap.faults)  # which has the nodes: a cycle would keep the memory of a dropped heap
-    nodes.watch()
-    # Of the count table, which has a row for each rank of the group: in place of a rank of another node, the rank with
-    # its index here.
-    peers, by_node = heap.peers, heap.topology.nodes
-    local = [ranks.index(rank) for rank in range(peers.layout.num_rows) for ranks in by_node if rank in ranks]
-    heap.count_peers = Peers(
-        rank=heap.rank,
+def make_count_peers(peers: Peers, topology: Topology) -> Peers:
+    """Of the count table, which has a row for each rank of the group: in place of a rank of another node, the rank with
+    its index here."""
+    local = [ranks.index(rank) for rank in range(peers.layout.num_rows) for ranks in topology.nodes if rank in ranks]
+    return Peers(
+        rank=topology.rank,
         num_ranks=peers.layout.num_rows,
         bases=peers.bases[torch.tensor(local, device=peers.bases.device)],
         views=tuple(peers.views[rank] for rank in local),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, raise_for
+from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, PeerError, raise_for
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
@@ -119,14 +119,23 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
     heap.one_call = heap._access if order is None else OneCall(heap._access, heap.memory.lock, order)
     heap.configurations, heap.row_histories = Configurations(whole), defaultdict(RowHistory)
     heap.waits = Waits(peers, heap.configurations, options.timeout_s, options.start_timeout_s)
-    start_faults = partial(Faults, heap.waits, heap.streams, heap.one_call, heap.row_histories.clear)
-    if is_single:
-        heap._others, heap.nodes = OneNode(), None
-        heap.faults = start_faults(heap._others)
-    else:
+    heap._others, heap.nodes = OneNode(), None
+    if not is_single:
         from symmoe.symm_mem import several_nodes
 
-        several_nodes.start_nodes(heap, whole, start_faults, start_s)
+        try:
+            rail = several_nodes.start_rail(whole, topology, device, start_s)
+        except BackendUnavailable:  # on every rank: the memory is given back together
+            arenas.close()
+            raise
+        except PeerError:
+            arenas.abandon()
+            raise
+        heap._others = heap.nodes = several_nodes.Nodes(topology, heap.waits, heap.streams, heap._access, *rail)
+        heap.count_peers = several_nodes.make_count_peers(peers, topology)
+    heap.faults = Faults(heap.waits, heap.streams, heap.one_call, heap.row_histories.clear, heap._others)
+    if heap.nodes is not None:
+        heap.nodes.start(heap.faults)
     peers.views[peers.rank][: peers.layout.num_bytes].zero_()
     heap.streams.synchronize()
     whole.barrier()  # no rank may signal into a control block that is not zeroed yet
