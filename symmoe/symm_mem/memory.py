@@ -158,10 +158,6 @@ class Span:
         if memory is not None:
             memory.give_back(*self.place)
 
-    def shrink(self, num_bytes: int) -> None:
-        if self._memory is not None:
-            self._memory.shrink(self, num_bytes)
-
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
         if self._memory is not None:
@@ -393,7 +389,8 @@ class Lease:
 
     def shrink(self, num_bytes: int) -> None:
         """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""
-        self._span.shrink(num_bytes)
+        if self._memory is not None:
+            self._memory.shrink(self._span, num_bytes)
 
     def __enter__(self) -> Lease:
         return self

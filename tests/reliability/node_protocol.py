@@ -72,7 +72,7 @@ _GOES_ON, _FAILED, _HAS_GIVEN_UP = "goes on", "failed", "gave up"
 @dataclass(frozen=True)
 class _Rank:
     """A rank's state. `faults`: whose error it has brought to each barrier; `todo`: what is left of an error's way;
-    `error`: whose it is; `has_said`: whether its mates know; `raised`: (call, whose)."""
+    `error`: whose it is; `has_said`: whether its rail peers know; `raised`: (call, whose)."""
 
     position: int = 0
     waits: bool = False  # has it said what the step at its position says
@@ -123,8 +123,8 @@ class NodeModel(Searchable):
         first = rank - rank % self._size
         return [peer for peer in range(first, first + self._size) if peer != rank]
 
-    def _mates(self, rank: int) -> list[int]:
-        return [mate for mate in range(rank % self._size, self._num_ranks, self._size) if mate != rank]
+    def _rail_peers(self, rank: int) -> list[int]:
+        return [other for other in range(rank % self._size, self._num_ranks, self._size) if other != rank]
 
     def _queue(self, source: int, target: int, kind: str) -> int:
         """Headers and tensors have an order each."""
@@ -221,10 +221,10 @@ class NodeModel(Searchable):
             yield self._with(state, rank, waits) if own.has_said else self._say(state, rank, waits, "header", header)
             return
         heard, queues = [header], list(state[1])
-        for mate in self._mates(rank):
-            queue = self._queue(mate, rank, "header")
+        for other in self._rail_peers(rank):
+            queue = self._queue(other, rank, "header")
             if not queues[queue]:
-                yield from self._miss_mate(state, rank, own, mate, "header")
+                yield from self._miss_rail_peer(state, rank, own, other, "header")
                 return
             heard.append(queues[queue][0])
             queues[queue] = queues[queue][1:]
@@ -262,14 +262,14 @@ class NodeModel(Searchable):
 
     def _receive(self, state: State, rank: int, done: _Rank, position: int) -> Iterator[State | str]:
         queues = list(state[1])
-        for mate in self._mates(rank):
-            queue = self._queue(mate, rank, "tensor")
+        for other in self._rail_peers(rank):
+            queue = self._queue(other, rank, "tensor")
             if not queues[queue]:
-                yield from self._miss_mate(state, rank, state[0][rank], mate, "tensor")
+                yield from self._miss_rail_peer(state, rank, state[0][rank], other, "tensor")
                 return
             (sent,), queues[queue] = queues[queue][0], queues[queue][1:]
             if sent != position:
-                yield f"rank {rank} gets at step {position} what rank {mate} has sent at step {sent}"
+                yield f"rank {rank} gets at step {position} what rank {other} has sent at step {sent}"
                 return
         yield self._with((state[0], tuple(queues)), rank, done)
 
@@ -284,16 +284,16 @@ class NodeModel(Searchable):
         elif not self._rules.waits_for_verdict and self._is_stuck_on_rail(state, peer):
             yield self._give_up(state, rank, peer)
 
-    def _miss_mate(self, state: State, rank: int, own: _Rank, mate: int, kind: str) -> Iterator[State]:
-        its, said = state[0][mate], state[1][self._queue(mate, rank, "header")]
+    def _miss_rail_peer(self, state: State, rank: int, own: _Rank, other: int, kind: str) -> Iterator[State]:
+        its, said = state[0][other], state[1][self._queue(other, rank, "header")]
         if kind == "tensor" and said and said[0][0] == _HAS_GIVEN_UP:
             yield self._give_up(state, rank, said[0][1])
         elif its.status in (_ENDED, _GAVE_UP):  # its connection has closed
-            yield self._give_up(state, rank, mate)
+            yield self._give_up(state, rank, other)
         elif its.status == _STOPPED and self._rules.rails_time_out:
-            yield self._give_up(state, rank, mate)
-        elif not self._rules.rails_are_patient and self._is_stuck_in_node(state, mate):
-            yield self._give_up(state, rank, mate)
+            yield self._give_up(state, rank, other)
+        elif not self._rules.rails_are_patient and self._is_stuck_in_node(state, other):
+            yield self._give_up(state, rank, other)
 
     def _give_up(self, state: State, rank: int, whom: int) -> State:
         own = replace(state[0][rank], status=_GAVE_UP, named=whom, todo=())
@@ -303,10 +303,10 @@ class NodeModel(Searchable):
         return self._say(given_up, rank, own, "header", (_HAS_GIVEN_UP, whom if self._rules.reports_name else rank))
 
     def _is_stuck_on_rail(self, state: State, rank: int) -> bool:
-        """Whether a rank waits for a mate that does not come any more."""
+        """Whether a rank waits for another that does not come any more."""
         own = state[0][rank]
         on_rail = own.todo[:1] == ("meet",) if own.todo else self._kind_at(own) not in ("barrier", "write counts")
-        lost = [state[0][mate].status in (_ENDED, _STOPPED) for mate in self._mates(rank)]
+        lost = [state[0][other].status in (_ENDED, _STOPPED) for other in self._rail_peers(rank)]
         return own.status == _RUNS and own.waits and on_rail and any(lost)
 
     def _is_stuck_in_node(self, state: State, rank: int) -> bool:
@@ -330,8 +330,8 @@ class NodeModel(Searchable):
 
     def _say(self, state: State, rank: int, own: _Rank, kind: str, message: tuple) -> State:
         queues = list(state[1])
-        for mate in self._mates(rank):
-            queues[self._queue(rank, mate, kind)] += (message,)
+        for other in self._rail_peers(rank):
+            queues[self._queue(rank, other, kind)] += (message,)
         ranks, _ = self._with(state, rank, own)
         return ranks, tuple(queues)
 

@@ -95,7 +95,7 @@ def wrong_calls(
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
-    # A rank of the next node on another rail: its peers and mates do not wait for those of the culprit.
+    # A rank of the next node on another rail: its peers and rail peers do not wait for those of the culprit.
     across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (culprit + 1) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
