@@ -141,6 +141,8 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
         found = outcome(combine_tokens, torch.ones(plan.num_rows, H), plan)
         wanted = ("StalePlan", text if rank == 0 else f"on rank 0: {text}")
         findings.equal("combine before dispatch", found, wanted)
+        for call, none in itertools.product((dispatch_tokens, combine_tokens), (None, "plan", 7)):  # no peer is told
+            expect(findings, outcome(call, torch.ones(T, H), none), "ArgumentError", "plan (")
         goes_on(heap, findings)
         last = torch.full((T, K), 2 * num_ranks - 1)
         for capacity in (1, T * K * num_ranks - 1):
@@ -296,9 +298,13 @@ def check_other_heaps(rank: int, num_ranks: int) -> list[str]:
     """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES) as closed:
+        old = closed.lease((T * K * num_ranks, H), torch.float32).tensor
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap, open_heap("cpu", num_bytes=NUM_BYTES) as other:
         for turn in range(3):
             x, plan = torch.randn(T, H), plan_of(heap, turn)
+            found = outcome(dispatch_tokens, x, plan, out=old[: plan.row_capacity])
+            expect(findings, found, "StaleLease", "out is memory of lease", "whose heap was closed")
             rows, _ = dispatch_tokens(x, plan)
             foreign = other.lease((plan.row_capacity, H), torch.float32, name="foreign").tensor
             for name, found in (
