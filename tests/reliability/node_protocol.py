@@ -46,22 +46,15 @@ NodeProtocol = partial(Protocol, rules=NODE_RULES)
 
 @dataclass(frozen=True)
 class NodeScenario:
-    """What the ranks do.
-
-    Attributes:
-        calls: one after the other: "plan", "dispatch" or "combine".
-        fails: (rank, call, step): who has an error of its own before which step.
-        ends: the rank that may end at any moment, and with it its connections; None: nobody.
-        stops: the rank that may stop at any moment: its connections stay.
-    """
+    """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]
+    calls: tuple[str, ...]  # one after the other: "plan", "dispatch" or "combine"
     num_nodes: int = 2
     ranks_of_node: int = 2
-    fails: tuple[tuple[int, int, int], ...] = ()
-    ends: int | None = None
-    stops: int | None = None
+    fails: tuple[tuple[int, int, int], ...] = ()  # (rank, call, step): who has an error of its own before which step
+    ends: int | None = None  # the rank that may end at any moment, and with it its connections
+    stops: int | None = None  # the rank that may stop at any moment: its connections stay
 
 
 _RUNS, _FINISHED, _GAVE_UP, _ENDED, _STOPPED = range(5)

@@ -56,36 +56,23 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the ranks do.
-
-    Attributes:
-        calls: one after the other: "plan", "dispatch", "combine", "slot combine" or "overlapped dispatch".
-        fails: (rank, call): whose arguments are wrong in which call.
-        dies: the ranks that may die, each at any moment.
-        late: the rank that others may give up at any moment, although it comes; None: nobody.
-        raises: the rank that may give up between two calls, because of an error of its own; None: nobody.
-    """
+    """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]
+    calls: tuple[str, ...]  # one after the other: "plan", "dispatch", "combine", "slot combine", "overlapped dispatch"
     num_ranks: int = 3
-    fails: tuple[int, int] | None = None
-    dies: tuple[int, ...] = ()
-    late: int | None = None
-    raises: int | None = None
+    fails: tuple[int, int] | None = None  # (rank, call): whose arguments are wrong in which call
+    dies: tuple[int, ...] = ()  # the ranks that may die, each at any moment
+    late: int | None = None  # the rank that others may give up at any moment, although it comes
+    raises: int | None = None  # the rank that may give up between two calls, because of an error of its own
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the search has found.
+    """What the search has found."""
 
-    Attributes:
-        num_states: that have been reached; by a search, all that can be if nothing is wrong.
-        violation: the first thing that is wrong, None if nothing is.
-    """
-
-    num_states: int
-    violation: str | None
+    num_states: int  # that have been reached; by a search, all that can be if nothing is wrong
+    violation: str | None  # the first thing that is wrong
 
 
 class Searchable:

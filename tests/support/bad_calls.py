@@ -28,19 +28,14 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bad:
-    """One mistake: what the culprits pass, and the error that every rank must raise.
+    """One mistake: what the culprits pass, and the error that every rank must raise."""
 
-    Attributes:
-        change: from (heap, the correct keyword arguments) to those that are wrong.
-        parts: what the text must contain; `{rank}` stands for the first culprit.
-        error: name of the class.
-        base: keyword arguments that all ranks pass on top of the usual ones.
-    """
-
-    change: Callable[[SymmetricHeap, Arguments], Arguments]
-    parts: tuple[str, ...]
-    error: str = "ArgumentError"
-    base: tuple[tuple[str, Any], ...] = ()
+    change: Callable[
+        [SymmetricHeap, Arguments], Arguments
+    ]  # from the correct keyword arguments to those that are wrong
+    parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
+    error: str = "ArgumentError"  # name of the class
+    base: tuple[tuple[str, Any], ...] = ()  # keyword arguments that all ranks pass on top of the usual ones
 
 
 def wrong(name: str, make: Any, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
