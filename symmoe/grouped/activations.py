@@ -19,20 +19,32 @@ from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import Problem, RowsLike, memory_problem, scale_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
-from symmoe.kernels.activation import RELU2, Activation
+from symmoe.kernels.activation import FUNCTIONS, RELU2, Activation
+
+
+def activation_problem(activation: object, kind: type = Activation) -> ArgumentError | None:
+    """Why this is no Activation, or no ScaledActivation, and what there is, or None."""
+    if isinstance(activation, kind):
+        return None
+    wanted = "an Activation" if kind is Activation else "a ScaledActivation, or None; it takes an Activation"
+    return ArgumentError(
+        f"activation ({activation!r}) must be {wanted}: symmoe.Activation(function='gelu', is_gated=False) is one of "
+        f"functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
+    )
 
 
 class ScaledActivation(nn.Module):
     """out = act(h) * scale for the function that `activation` names. Has no parameters.
 
-    Args:
-        activation: the function.
+    Raises:
+        ArgumentError: `activation` is no Activation.
     """
 
     num_extra_inputs = 1  # Sequential passes the scale
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
+        raise_for(activation_problem(activation))
         self.activation = activation
 
     def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,7 @@ class LowRank:
         return self.a.new_empty((num_rows, self.a.shape[1]))
 
     def down(
-        self,
-        rows: torch.Tensor,
-        row_range: torch.Tensor,
-        t: torch.Tensor | None = None,
-        **gathered: Unpack[Gathered],
+        self, rows: torch.Tensor, row_range: torch.Tensor, t: torch.Tensor | None = None, **gathered: Unpack[Gathered]
     ) -> torch.Tensor:
         """t [N, r] = rows A^T, in a new tensor for N rows, or in the one given."""
         t = self.new_rows(rows.shape[0]) if t is None else t

@@ -15,7 +15,7 @@ from torch import nn
 
 from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
+from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
 from symmoe.grouped.experts import (
     Biases,
     ExpertForm,
@@ -82,8 +82,8 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         raise_for(size_problem(num_groups=num_groups, hidden=hidden, ffn=ffn))
-        if activation is not None and not isinstance(activation, ScaledActivation):
-            raise ArgumentError(f"activation ({activation!r}) must be a ScaledActivation, or None")
+        if activation is not None:
+            raise_for(activation_problem(activation, ScaledActivation))
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.activation = ScaledSwiGLU() if activation is None else activation
         options: dict[str, Any] = {"bias": bias, "weights": weights, "precision": precision}

@@ -19,7 +19,7 @@ from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.low_rank import RANK_MULTIPLE
 from symmoe.grouped.weight_gradients import DelayedGradients, MainGrads, NewGradients, Target
-from symmoe.grouped.weights import addresses, lay_side_by_side
+from symmoe.grouped.weights import addresses, check_uniform, lay_side_by_side
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.precision.operands import HeldWeight
@@ -235,7 +235,10 @@ def local_tensors(
     weights: list[torch.Tensor] = []
     for linear in linears:
         own = linear.weight_parameters()
-        weights += own if own[0].dtype == dtype else [weight.to(dtype) for weight in own]
+        if own[0].dtype != dtype:  # else kernel_matrices looks at them
+            check_uniform(own)
+            own = tuple(weight.to(dtype) for weight in own)
+        weights += own
     pairs = [linear.adapters() for linear in linears]
     if not any(pairs):
         return biases, weights, []

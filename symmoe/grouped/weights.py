@@ -37,7 +37,12 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
     """
     found: dict[str, torch.Tensor | TensorTable | None] = {}
     for name, matrices in lists.items():
-        found[name] = packed = matrices[0].contiguous() if matrices[0].dim() == 3 else _view_of_uniform(matrices)
+        if matrices[0].dim() == 3:
+            packed: torch.Tensor | None = matrices[0].contiguous()
+        else:
+            check_uniform(matrices)
+            packed = packed_view(matrices)
+        found[name] = packed
         if packed is not None and (address := packed.data_ptr()) % control.ACCESS_BYTES:
             raise ArgumentError(f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}")
     scattered = {name: lists[name] for name, packed in found.items() if packed is None}
@@ -81,14 +86,13 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided(shape, (num_rows * num_columns, num_columns, 1))
 
 
-def _view_of_uniform(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """packed_view of discrete weights; ArgumentError if they differ in shape or dtype, of which a table has one."""
+def check_uniform(weights: Sequence[torch.Tensor]) -> None:
+    """ArgumentError if discrete weights differ in shape or dtype: a layer has one of each, as a packed weight has."""
     for name in ("shape", "dtype"):
         found = list(map(operator.attrgetter(name), weights))
         if found.count(found[0]) != len(found):
             g = next(g for g, value in enumerate(found) if value != found[0])
             raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
-    return packed_view(weights)
 
 
 def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from symmoe.checks import arguments
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.activations import activation_problem
 from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import received_layout
@@ -142,8 +143,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
         raise_for(arguments.size_problem(**{name: getattr(self, name) for name in (*_SIZES, *bounds)}))
-        if not isinstance(self.activation, Activation):
-            raise ArgumentError(f"activation ({self.activation!r}) must be an Activation")
+        raise_for(activation_problem(self.activation))
         raise_for(arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES}))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

@@ -223,11 +223,7 @@ class _EPStep:
         return target.add(weights, partial(compute, num_sms=num_sms if target.computes else None))
 
     def operands(
-        self,
-        received: torch.Tensor,
-        row_to_packed_row: torch.Tensor,
-        row_probs: torch.Tensor,
-        inputs: _Inputs,
+        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor, inputs: _Inputs
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
         b1, b2 = inputs.biases

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import tensor_problem, working_dtype, wrapped_problem
+from symmoe.checks.arguments import tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.grouped.activations import ScaledActivation
@@ -25,7 +25,15 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_probl
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, is_traced
-from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, nonfinite_problem
+from symmoe.moe.router import (
+    Choice,
+    Router,
+    RouterOutput,
+    arguments_problem,
+    choice_of,
+    nonfinite_problem,
+    router_problem,
+)
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, pytree
 
@@ -82,10 +90,17 @@ class MoELayer(ExpertParallelModule):
     config.router "none") is replicated: its gradients are data-parallel, those of `experts` are not (see
     reduce_gradients).
 
+    A router of your own is no part of the layer: with router="none" it gives each call topk_idx and probs. Experts of
+    your own run by parts, differentiable through all of them; splits [E / R] are the rows of each expert:
+
+        plan = symmoe.make_plan(topk_idx, num_experts=E, heap=heap)
+        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)  # [N, H] sorted by expert, [N]
+        y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+
     Args:
         config: the same on all ranks.
         heap: the EP group's symmetric heap; several layers share one.
-        experts: this rank's E / R experts, e.g. with biases; None makes a GroupedMLP.
+        experts: this rank's E / R experts, a GroupedMLP, e.g. with biases; None makes one.
         shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
             experts'. On GPUs it runs on a separate stream, while tokens travel and experts compute, forward and
             backward. It is replicated, so its gradients are data-parallel.
@@ -100,6 +115,7 @@ class MoELayer(ExpertParallelModule):
     """
 
     _fitting_experts: GroupedMLP  # as they were when they last were compared with the configuration
+    _fitting_router: nn.Module | None
 
     def __init__(
         self,
@@ -122,6 +138,7 @@ class MoELayer(ExpertParallelModule):
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
+        vars(self)["_fitting_router"] = self.router
         if experts is None:
             experts = GroupedMLP(
                 num_local,
@@ -151,6 +168,11 @@ class MoELayer(ExpertParallelModule):
     def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
         """In what these experts differ from the configuration, or None."""
         config = self.config
+        if not isinstance(experts, GroupedMLP):
+            return ArgumentError(
+                f"experts ({type(experts).__name__}) must be a GroupedMLP, whose call the kernels replace; experts of "
+                "another kind run by parts, between dispatch_tokens and combine_tokens: see symmoe.MoELayer"
+            )
         for name, found, value in (
             ("num_groups", experts.num_groups, config.experts_per_rank(self.heap.num_ranks)),
             ("hidden", experts.hidden, config.hidden),
@@ -236,18 +258,18 @@ class MoELayer(ExpertParallelModule):
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device
         memory."""
         modules, config, device = self._modules, self.config, self.heap.device
-        experts = modules["experts"]
-        if experts is not self._fitting_experts and isinstance(experts, GroupedMLP):  # they have been assigned
-            if (problem := self._fit_problem(experts)) is not None:
+        experts, router = modules["experts"], modules.get("router")
+        if experts is not self._fitting_experts or router is not self._fitting_router:  # they have been assigned
+            problem = self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)
+            if problem is not None:
                 return problem
-            vars(self)["_fitting_experts"] = experts
+            vars(self).update(_fitting_experts=experts, _fitting_router=router)
         return (
             self.wrapper_problem()
-            or wrapped_problem("router", modules.get("router"), "step_load")
             or tensor_problem("x", x, shape=("...", f"hidden ({config.hidden})"), dtypes=control.DTYPES, device=device)
             or self._width_problem(x)
             or arguments_problem(config, x, **arguments)
-            or device_problem("router", modules.get("router"), device)
+            or device_problem("router", router, device)
             or device_problem("shared_expert", modules.get("shared_expert"), device)
             or self._inference_problem(x=x, **arguments)
         )
@@ -296,7 +318,10 @@ class MoELayer(ExpertParallelModule):
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
             return choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
-        return self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
+        routed = self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
+        if not isinstance(routed, Choice):
+            raise ArgumentError(f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice")
+        return routed
 
     def _count(self, y: torch.Tensor, routed: Choice, expert_load: torch.Tensor) -> torch.Tensor:
         """y; its backward counts the load of the router's choice for the optimizer step."""

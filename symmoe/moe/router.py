@@ -5,6 +5,7 @@ T tokens on this rank, H hidden size, E experts in all, K experts per token, G g
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import memory_problem, tensor_problem
+from symmoe.checks.arguments import memory_problem, tensor_problem, wrapped_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -150,6 +151,20 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         c = self.config
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
+
+
+def router_problem(router: nn.Module | None) -> ArgumentError | None:
+    """Why a module cannot take the place of a layer's router, or None; a wrapper with a Router inside must show it."""
+    if router is None:
+        return None
+    taken = inspect.signature(router.forward).parameters.values()
+    takes_all = {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(p.kind is p.VAR_KEYWORD for p in taken)
+    if takes_all and any(isinstance(module, Router) for module in router.modules()):
+        return wrapped_problem("router", router, "step_load")
+    return ArgumentError(
+        f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
+        "your own brings its choice to each call: layer(x, topk_idx=..., probs=...), see symmoe.MoELayer"
+    )
 
 
 def choice_of(

@@ -281,7 +281,10 @@ def test_wrong_arguments(change, parts):
         ({"ffn": 0}, r"ffn \(0\) must be at least 1"),
         ({"num_groups": None}, r"num_groups \(None\) must be an int, not NoneType"),
         ({"dtype": torch.int64}, r"dtype \(torch\.int64\) must be one of torch\.float32, "),
-        ({"activation": "swiglu"}, r"activation \('swiglu'\) must be a ScaledActivation, or None"),
+        (
+            {"activation": "gelu"},
+            r"activation \('gelu'\) must be a ScaledActivation, or None; it takes an Activation: .*gelu.*run by parts",
+        ),
         ({"activation": ScaledSwiGLU}, r"activation \(<class .*\) must be a ScaledActivation, or None"),
     ],
 )

@@ -39,11 +39,9 @@ def swizzle_by_formula(scales, num_rows, num_blocks):
 @given(num_bytes=st.integers(0, 10000), offset=st.integers(0, 9), kind=st.sampled_from(["bytes", "array", "tensor"]))
 def test_any_byte_count(num_bytes, offset, kind):
     data = os.urandom(num_bytes)
-    source = {
-        "bytes": data,
-        "array": array.array("B", data),
-        "tensor": torch.tensor(list(data), dtype=torch.uint8),
-    }[kind]
+    source = {"bytes": data, "array": array.array("B", data), "tensor": torch.tensor(list(data), dtype=torch.uint8)}[
+        kind
+    ]
     destination = torch.full((num_bytes + offset + 5,), UNTOUCHED, dtype=torch.uint8)
     copy_host_to_device(source, destination[offset:])
     expected = bytes([UNTOUCHED] * offset) + data + bytes([UNTOUCHED] * 5)
@@ -235,11 +233,7 @@ def test_the_compiled_reader_does_the_work(monkeypatch):
         ([torch.ones(1), torch.ones(1, device="meta")], {}, r"tensors\[1\] is torch.strided on meta"),
         ([torch.ones(2, 2).to_sparse()], {}, r"tensors\[0\] is torch.sparse_coo on cpu; it must be strided on cpu"),
         ([torch.ones(1), torch.ones(0)], {}, r"tensors\[1\] has a null data pointer \(0\); its shape is \[0\]"),
-        (
-            [torch.ones(9), torch.ones(9)[1:]],
-            {"alignment": 16},
-            r"tensors\[1\] starts at .* aligned to 16",
-        ),
+        ([torch.ones(9), torch.ones(9)[1:]], {"alignment": 16}, r"tensors\[1\] starts at .* aligned to 16"),
     ],
 )
 @pytest.mark.usefixtures("reader")
@@ -430,10 +424,7 @@ PACKED = r"\(two elements in a byte of data\)"
             {"fc1": [torch.ones(64, 64), torch.ones(64, 64).t()]},
             r"fc1\[1\] has strides \[1, 64\]; it must be contiguous",
         ),
-        (
-            {"fc2": [torch.ones(64, 64), torch.ones(64 * 64 + 1)[1:].view(64, 64)]},
-            r"fc2\[1\] starts at address",
-        ),
+        ({"fc2": [torch.ones(64, 64), torch.ones(64 * 64 + 1)[1:].view(64, 64)]}, r"fc2\[1\] starts at address"),
     ],
 )
 @pytest.mark.usefixtures("reader")

@@ -68,6 +68,10 @@ def test_accepts(changes: dict[str, object]):
         ({"max_tokens": "many"}, r"max_tokens \('many'\) must be an int, not str"),
         ({"overflow": "drop"}, r"overflow \('drop'\) needs a static capacity, but capacity is None"),
         ({"max_tokens": 64}, r"max_tokens \(64\) needs a static capacity, but capacity is None"),
+        (
+            {"activation": "gelu"},
+            r"activation \('gelu'\) must be an Activation: symmoe.Activation\(function='gelu', .*silu",
+        ),
         ({"overflow": "wrap"}, r"overflow \('wrap'\) must be one of \('raise', 'drop'\)"),
         ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot', 'node'\)"),
         ({"score": "relu"}, r"score \('relu'\) must be one of \('softmax', 'sigmoid'\)"),

@@ -12,9 +12,11 @@ from layers import WAYS, H, I, config_for, make_layer, tokens_of
 from stacks import NUM_LAYERS, Stack, batch, check_ways, compare_bits, pipeline, run_schedule, step
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
+import symmoe
+from symmoe import GroupedMLP, MoEConfig, MoELayer, Router, ScaledSReLU, SymmetricHeap, plan_memory
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError, HeapExhausted
+from symmoe.moe.router import RouterOutput
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 STASHES = CHOICES["stash"]
@@ -183,6 +185,89 @@ def test_exceptions_between_forward_and_backward(cluster, num_ranks: int):
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
 
 
+class TakesTokensOnly(Router):
+    def forward(self, x: torch.Tensor) -> RouterOutput:  # type: ignore[override]
+        return super().forward(x)
+
+
+class ReturnsTensors(Router):
+    def forward(self, x: torch.Tensor, **options: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        routed = super().forward(x, **options)
+        return routed.topk_idx, routed.probs
+
+
+def check_replaced_parts(rank: int, num_ranks: int) -> list[str]:
+    """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+        x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
+        want, wrapped = layer(x)[0], torch.nn.Sequential(router)
+        for name, made, text in (
+            ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
+            (
+                "router",
+                TakesTokensOnly(layer.config),
+                "router (TakesTokensOnly) must be a Router, called as router(x, ",
+            ),
+            ("router", ReturnsTensors(layer.config), "router returns tuple; it must return a RouterOutput"),
+            ("router", wrapped, "router (Sequential) must be a Router"),
+            ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
+        ):
+            findings.where = f"rank {rank} of {num_ranks}, {text}"
+            if rank == 0:
+                setattr(layer, name, made)
+            try:
+                layer(x)
+            except ArgumentError as error:
+                findings.check(
+                    text in str(error) and "MoELayer" in str(error) + "MoELayer" * ("returns" in text), str(error)
+                )
+            else:
+                findings.check(False, "nothing was raised")
+            layer.router, layer.experts = router, experts
+            findings.check(torch.equal(layer(x)[0], want), "the next call is wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(cluster, num_ranks: int):
+    assert cluster(num_ranks).findings(check_replaced_parts) == []
+
+
+def check_own_experts(rank: int, num_ranks: int) -> list[str]:
+    """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    generator = torch.Generator().manual_seed(3)
+    local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
+    with open_heap("cpu") as heap:
+        x, topk_idx = tokens_of(rank, 6, H).requires_grad_(), (torch.arange(12) * 3 % len(every)).view(6, 2)
+        probs = torch.rand(6, 2, generator=generator).requires_grad_()
+
+        def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+            mine = every[rank * local : (rank + 1) * local]
+            return torch.cat([part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)])
+
+        plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
+        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
+        y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+        found = torch.autograd.grad(y.square().sum(), [x, probs])
+        dense = (
+            probs[..., None]
+            * torch.stack([x @ w.tanh() for w in every], 1).gather(1, topk_idx[..., None].expand(-1, -1, H))
+        ).sum(1)
+        wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
+        for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
+            findings.close(name, got, want, rtol=1e-4, atol=1e-4)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_experts_of_your_own_run_by_parts(cluster, num_ranks: int):
+    assert cluster(num_ranks).findings(check_own_experts) == []
+
+
 class Shared(torch.nn.Module):
     """A dense feed-forward layer with a gate."""
 
@@ -236,6 +321,7 @@ def test_experts_must_fit_the_config():
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, schedule="always-overlapped")
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
         for wrong, text in (
+            (torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP, whose call the kernels replace"),
             (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
             (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
             (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
