@@ -18,7 +18,7 @@ from symmoe.autograd import Unmodified
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import local_tensors
-from symmoe.grouped.weight_gradients import Compute
+from symmoe.grouped.weights import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
@@ -285,7 +285,7 @@ class ExpertsBackward:
             torch.empty_like(bias) if bias is not None and bias.requires_grad else None
             for bias in (weights.b1, weights.b2)
         )
-        self._to_first_layer(hidden, parts)
+        self._fc2_dgrad(hidden, parts)
         self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
         if weights.b2 is not None:
             d_out = self._output_gradients()
@@ -300,7 +300,7 @@ class ExpertsBackward:
         x = self._x
         self._ops.grouped_bias_grad(d_out, x.row_range, db2, scale=x.bias_scale, dout_index=x.row_index)
 
-    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
@@ -329,7 +329,7 @@ class ExpertsBackward:
         self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_range, d_rows, zero_tail=zero_tail)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """Writes dW1 [G, W, H]; a weight_gradients.Compute."""
+        """Writes dW1 [G, W, H]; a weights.Compute."""
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
@@ -337,7 +337,7 @@ class ExpertsBackward:
         )
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """Writes dW2 [G, H, I]; a weight_gradients.Compute."""
+        """Writes dW2 [G, H, I]; a weights.Compute."""
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(

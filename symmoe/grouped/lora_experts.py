@@ -74,7 +74,7 @@ class AdaptedBackward(ExpertsBackward):
 
     _weights: AdaptedWeights
 
-    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, low2 = h.shape[0], weights.low2
         self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, weights.w2.shape[2]))

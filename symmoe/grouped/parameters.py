@@ -18,8 +18,15 @@ from torch import nn
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.low_rank import RANK_MULTIPLE
-from symmoe.grouped.weight_gradients import DelayedGradients, MainGrads, NewGradients, Target
-from symmoe.grouped.weights import addresses, check_uniform, lay_side_by_side
+from symmoe.grouped.weights import (
+    DelayedGradients,
+    MainGrads,
+    NewGradients,
+    Target,
+    addresses,
+    check_uniform,
+    lay_side_by_side,
+)
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.precision.operands import HeldWeight

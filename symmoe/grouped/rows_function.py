@@ -29,7 +29,7 @@ from symmoe.checks.arguments import (
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
-from symmoe.grouped.weight_gradients import Compute
+from symmoe.grouped.weights import Compute
 from symmoe.kernels import control
 
 MaybeTensor = torch.Tensor | None

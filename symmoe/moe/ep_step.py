@@ -7,7 +7,7 @@ GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows e
 * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts in
   the opposite order; a peer's sums go home while the next part is computed.
 * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
-* Between nodes: FC1 and FC2's dgrad compute rows of foreign tokens last, FC2 computes them first.
+* Between nodes: FC1 and FC2's dgrad compute rows of other nodes last, FC2 computes them first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem
 from symmoe.checks.arguments import kernel_rows, memory_problem, words_problem, wrapped_problem
-from symmoe.combine.trip import PHASE as COLLECT
+from symmoe.combine.trip import PHASE as COMBINE
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.trip import PHASE as SEND
+from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, SecondInput, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire
-from symmoe.grouped.weight_gradients import Target
+from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
@@ -106,16 +106,16 @@ def expert_parallel_mlp(
     """
     problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
-    with FailPeersOnError(plan.heap, SEND):
-        plan.heap.fail_for(transform_problem() or problem, SEND)
+    with FailPeersOnError(plan.heap, DISPATCH):
+        plan.heap.fail_for(transform_problem() or problem, DISPATCH)
         for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
-            plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), SEND)
+            plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), DISPATCH)
         experts = evaluated(experts, x.dtype)
         form, linears = experts.form, experts.linears
         problem = linears[0].held_problem() or linears[1].held_problem()
         if form.precision is not None:
             problem = problem or e4m3_problem(form.precision, x.device)
-        plan.heap.fail_for(problem, SEND)
+        plan.heap.fail_for(problem, DISPATCH)
         if layout == "auto":
             layout = received_layout(layout, form.ffn, form.precision)
         wire = _wire(form, plan, quantized_wire)
@@ -140,7 +140,7 @@ def expert_parallel_mlp(
 def _wire(experts: ExpertForm, plan: Plan, quantized_wire: str) -> Wire:
     recipe = experts.precision
     if quantized_wire != "none":
-        plan.heap.fail_for(wire_problem(recipe), SEND)
+        plan.heap.fail_for(wire_problem(recipe), DISPATCH)
     if quantized_wire == "none" or recipe is None:
         return FULL
     wire = WireFormat(recipe, experts.hidden)
@@ -209,7 +209,7 @@ class _EPStep:
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
-        return self.plan.heap.lease((self.num_received, rows.shape[1]), rows.dtype, name=name, phase=SEND)
+        return self.plan.heap.lease((self.num_received, rows.shape[1]), rows.dtype, name=name, phase=DISPATCH)
 
     @property
     def num_received(self) -> int:
@@ -345,7 +345,7 @@ class _Forward:
         step, plan = self.step, self.step.plan
         rows, experts = self.operands or step.operands(received, plan.received_index()[1], row_probs, self.inputs)
         shape = plan.row_capacity, self.x.shape[1]
-        with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COLLECT) as out:
+        with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
 
             def compute(part: Part | None) -> None:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
@@ -420,8 +420,8 @@ class _ExpertParallelMLP(Function):
     @once_differentiable
     def backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
-        with FailPeersOnError(heap, SEND):
-            heap.fail_for(memory_problem("the gradient of y", dy), SEND)
+        with FailPeersOnError(heap, DISPATCH):
+            heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
 
 
@@ -510,7 +510,7 @@ class _Backward:
         division = step.overlap.gradient_combine if fc1.computes or fc2.computes else None
         lease: AbstractContextManager[Lease | None] = nullcontext()
         if needs_x:
-            lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COLLECT)
+            lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
         with lease as input_gradients:
             d_rows = None if input_gradients is None else input_gradients.tensor
             if d_rows is not None:
