@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -32,12 +32,8 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """What launches of experts depend on besides tensors.
-
-    Attributes:
-        num_groups, hidden, ffn, activation, precision: as in GroupedMLP.
-        are_packed: whether the weights of fc1 are packed, and whether those of fc2 are.
-    """
+    """What launches of experts depend on in addition to tensors: fields of GroupedMLP, and whether the weights of fc1
+    and those of fc2 are packed."""
 
     num_groups: int
     hidden: int
@@ -55,19 +51,12 @@ class ExpertForm:
 @dataclass(frozen=True, slots=True, eq=False)
 class CallExperts:
     """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
-    parametrizations and adapters have made for this call, or an operator's inputs.
-
-    Attributes:
-        form: what launches depend on besides tensors.
-        biases: of fc1 and fc2, or None.
-        tensors: their weights and adapters in one sequence, see ExpertForm.split.
-        linears: fc1 and fc2, whose options backward reads when it runs.
-    """
+    parametrizations and adapters have made for this call, or an operator's inputs."""
 
     form: ExpertForm
     biases: Biases
-    tensors: tuple[torch.Tensor, ...]
-    linears: tuple[GroupedLinear, GroupedLinear]
+    tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
+    linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
 
 
 class Experts(Protocol):
@@ -237,12 +226,8 @@ class ExpertRows:
 def experts_forward(
     x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
 ) -> Hidden:
-    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale. Returns what backward needs besides the inputs.
-
-    Args:
-        out: [N, H], written up to the end of the last group, and with zeros past it if `zero_tail`.
-        num_rows: rows of the intermediate tensors, enough for all groups.
-    """
+    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out [N,
+    H] is written up to the end of the last group, and with zeros past it if `zero_tail`."""
     hidden, a = weights.first_layer(x, num_rows=num_rows)
     weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
     return hidden
@@ -321,7 +306,7 @@ class ExpertsBackward:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
 
     def _output_gradients(self) -> torch.Tensor:
-        """[., H] in the working dtype; row i is at `row_index[i]`, or at i without an index."""
+        """[., H] in the working dtype, as d_out."""
         return self._d_out
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
@@ -332,17 +317,15 @@ class ExpertsBackward:
         """Writes dW1 [G, W, H]; a weights.Compute."""
         self._inputs.check()
         x = self._x
-        self._ops.grouped_gemm_wgrad(
-            self._dh, x.rows, x.row_range, out, rows_index=x.row_index, accumulate=accumulate, num_sms=num_sms
-        )
+        options: dict[str, Any] = {"rows_index": x.row_index, "accumulate": accumulate, "num_sms": num_sms}
+        self._ops.grouped_gemm_wgrad(self._dh, x.rows, x.row_range, out, **options)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
         self._inputs.check()
         x = self._x
-        self._ops.grouped_gemm_wgrad(
-            self._d_out, self._a, x.row_range, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
-        )
+        options: dict[str, Any] = {"dout_index": x.row_index, "accumulate": accumulate, "num_sms": num_sms}
+        self._ops.grouped_gemm_wgrad(self._d_out, self._a, x.row_range, out, **options)
 
     def bias_gradients(self) -> Biases:
         """db1 and db2."""

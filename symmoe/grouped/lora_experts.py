@@ -17,7 +17,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
-from symmoe.grouped.low_rank import Gathered, LowRank
+from symmoe.grouped.low_rank import LowRank
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 
@@ -42,7 +42,7 @@ class AdaptedWeights(ExpertWeights):
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         t1 = self.low1.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
-            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            gathered: dict[str, Any] = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
             self.low1.down(x.rows, part.rows, t1, **gathered)
             self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
@@ -82,7 +82,7 @@ class AdaptedBackward(ExpertsBackward):
         self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
         self._dt2 = low2.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
-            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            gathered: dict[str, Any] = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
             low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
             low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)

@@ -10,28 +10,19 @@ it is computed in fp32, and rounded a second time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 import torch
 
 from symmoe import kernels
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
-
-
-class Gathered(TypedDict, total=False):
-    """Where a GEMM finds its rows (row i is rows[row_index[i]], or rows[i] without an index), and on how many SMs."""
-
-    row_index: torch.Tensor | None
-    num_sms: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The adapters of one layer, and its GEMMs in both directions. row_range: int32 [2, G] (kernels/contract).
+    """The adapters of one layer, and its GEMMs in both directions; row_range and **options are theirs
+    (kernels/contract).
 
     Attributes:
         a: [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs.
@@ -46,30 +37,28 @@ class LowRank:
         return self.a.new_empty((num_rows, self.a.shape[1]))
 
     def down(
-        self, rows: torch.Tensor, row_range: torch.Tensor, t: torch.Tensor | None = None, **gathered: Unpack[Gathered]
+        self, rows: torch.Tensor, row_range: torch.Tensor, t: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """t [N, r] = rows A^T, in a new tensor for N rows, or in the one given."""
         t = self.new_rows(rows.shape[0]) if t is None else t
-        kernels.for_device(t.device).grouped_gemm(rows, self.a, row_range, t, **gathered)
+        kernels.for_device(t.device).grouped_gemm(rows, self.a, row_range, t, **options)
         return t
 
-    def add_up(self, t: torch.Tensor, row_range: torch.Tensor, y: torch.Tensor, *, num_sms: int | None = None) -> None:
+    def add_up(self, t: torch.Tensor, row_range: torch.Tensor, y: torch.Tensor, **options: Any) -> None:
         """y [N, O] += t B^T."""
-        kernels.for_device(t.device).grouped_gemm(t, self.b, row_range, y, accumulate=True, num_sms=num_sms)
+        kernels.for_device(t.device).grouped_gemm(t, self.b, row_range, y, accumulate=True, **options)
 
     def down_gradient(
-        self, dy: torch.Tensor, row_range: torch.Tensor, dt: torch.Tensor | None = None, **gathered: Unpack[Gathered]
+        self, dy: torch.Tensor, row_range: torch.Tensor, dt: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """dt [N, r] = dy B, as in :meth:`down`."""
         dt = self.new_rows(dy.shape[0]) if dt is None else dt
-        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, row_range, dt, **gathered)
+        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, row_range, dt, **options)
         return dt
 
-    def add_up_gradient(
-        self, dt: torch.Tensor, row_range: torch.Tensor, dx: torch.Tensor, *, num_sms: int | None = None
-    ) -> None:
+    def add_up_gradient(self, dt: torch.Tensor, row_range: torch.Tensor, dx: torch.Tensor, **options: Any) -> None:
         """dx [N, C] += dt A."""
-        kernels.for_device(dt.device).grouped_gemm_dgrad(dt, self.a, row_range, dx, accumulate=True, num_sms=num_sms)
+        kernels.for_device(dt.device).grouped_gemm_dgrad(dt, self.a, row_range, dx, accumulate=True, **options)
 
     def gradients(
         self,

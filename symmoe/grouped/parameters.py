@@ -150,10 +150,8 @@ class GroupedParameters(nn.Module):
         """With `init_method`, fills the weights by it and the biases with zeros; else both uniformly like nn.Linear."""
         bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
         if self._init_method is None:
-            for weight in self.weight_parameters():
-                weight.uniform_(-bound, bound)
-            if bias is not None:
-                bias.uniform_(-bound, bound)
+            for parameter in (*self.weight_parameters(), *(() if bias is None else (bias,))):
+                parameter.uniform_(-bound, bound)
             return
         for g in range(self.num_groups):
             self._init_method(getattr(self, f"weight{g}"))

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -60,8 +60,11 @@ class RowArguments:
         error = splits_problem(self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows)
         if error is None and len(layers) == 2:
             error = scale_problem("row_probs", self.scale, rows)
+        elif error is None and self.scale is not None and first.has_bias and not first.return_bias:
+            error = scale_problem("bias_scale", self.scale, rows)
         elif error is None and self.scale is not None:
-            error = self._bias_scale_problem(first) or scale_problem("bias_scale", self.scale, rows)
+            found = list(self.scale.shape) if isinstance(self.scale, torch.Tensor) else type(self.scale).__name__
+            error = ArgumentError(f"bias_scale ({found}) needs a bias that is added; {first} adds none")
         features = (("out", self.out, last.out_features), ("grad_input_out", self.grad_input_out, first.in_features))
         for name, buffer, width in features:
             if error is None and buffer is not None:
@@ -69,19 +72,8 @@ class RowArguments:
                 error = buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
         return error
 
-    def _bias_scale_problem(self, linear: GroupedParameters) -> ArgumentError | None:
-        if linear.has_bias and not linear.return_bias:
-            return None
-        scale = self.scale
-        found = list(scale.shape) if isinstance(scale, torch.Tensor) else type(scale).__name__
-        return ArgumentError(f"bias_scale ({found}) needs a bias that is added; {linear} adds none")
-
     def check(self, name: str, x: torch.Tensor, layers: Layers) -> None:
-        """Checks all arguments of a call, of which argument `name` is x, before anything is computed.
-
-        Raises:
-            ArgumentError, StaleLease: an argument is wrong, or a buffer shares memory with what the call also uses.
-        """
+        """Checks all arguments of a call, of which argument `name` is x: ArgumentError, StaleLease."""
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
             problem = problem or layer.width_problem(x) or layer.held_problem()
@@ -111,26 +103,17 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
 
 
 class RowInputs(NamedTuple):
-    """What the kernels of a call read.
+    """What the kernels of a call read: rows, where those of each group begin and end, their scale, a bias (or None) of
+    each layer, and the weights of all layers, then the adapters."""
 
-    Attributes:
-        x: the rows [N, C].
-        row_range: int32 [2, G], where those of each group begin and end.
-        scale: fp32 [N], or None.
-        biases: one of each layer, or None.
-        tensors: the weights of all layers, then the adapters.
-    """
-
-    x: torch.Tensor
-    row_range: torch.Tensor
-    scale: MaybeTensor
+    x: torch.Tensor  # [N, C]
+    row_range: torch.Tensor  # int32 [2, G]
+    scale: MaybeTensor  # fp32 [N]
     biases: Gradients
     tensors: tuple[torch.Tensor, ...]
 
 
-def _inputs(
-    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: torch.Tensor
-) -> RowInputs:
+def _inputs(num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: Any) -> RowInputs:
     rows, scale = x.view(-1, x.shape[-1]), None if scale is None else scale.view(-1)
     return RowInputs(rows, row_range, scale, tensors[:num_layers], tensors[num_layers:])
 
@@ -241,14 +224,10 @@ class _RowsFunction(Function):
 
 
 def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
-    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes.
-
-    Raises:
-        ArgumentError, StaleLease: the buffer cannot take the gradient, or is in use.
-    """
+    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes."""
     raise_for(buffer.problem())
-    given, shape = buffer.tensor, tuple(x.shape)
-    if given is None:
+    if (given := buffer.tensor) is None:
         return torch.empty_like(x)
+    shape = tuple(x.shape)
     raise_for(buffer_problem("grad_input_out", given, shape=shape, dtype=x.dtype, device=x.device, inputs=(d_y,)))
     return given

@@ -33,12 +33,9 @@ from symmoe.torch_internals import version_of
 
 
 def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor | TensorTable]:
-    """Each named list as kernels take it: one packed tensor, or a table of G tensors that do not lie like one.
-
-    The addresses of all tables are loaded in one launch. Does not synchronise the host.
-
-    Args:
-        lists: one tensor [G, O, C] or G of [O, C] each, all on one device.
+    """Each named list, one tensor [G, O, C] or G of [O, C], as kernels take it: one packed tensor, or a table of
+    tensors that do not lie like one. The addresses of all tables are loaded in one launch. Does not synchronise the
+    host.
 
     Raises:
         ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors in
@@ -72,16 +69,11 @@ def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
 
 
 def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """[G, O, C] over the memory of G matrices, if each begins where the one before it ends; None otherwise.
+    """[G, O, C] over the memory of G matrices of one shape and dtype, if each begins where the one before it ends.
 
-    Copies nothing, does not synchronise the host. The view has no history and does not share version counters.
-
-    Args:
-        matrices: [O, C] each, of one shape and dtype.
-
-    Returns:
-        None too if they are not contiguous, aligned and on one device, or if the first one's storage ends before the
-        last of them: then they are neighbours by chance, and nothing would keep the others alive.
+    Copies nothing, does not synchronise the host. The view has no history and does not share version counters. None
+    too if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last of
+    them: then they are neighbours by chance, and nothing would keep the others alive.
     """
     first = matrices[0]
     # The first two tell most lists that are not adjacent, at the cost of two addresses.
@@ -189,14 +181,8 @@ class NewGradients(Target):
 
 
 class MainGrads(Target):
-    """The `main_grad`s of a layer's parameters, one packed or G, as they are now.
-
-    Args:
-        overwrite: gradients overwrite what is there, whatever the parameters say.
-
-    Raises:
-        ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
-    """
+    """The `main_grad`s of a layer's parameters, one packed or G, as they are now; ArgumentError if the kernel cannot
+    write to one. overwrite: gradients overwrite what is there, whatever the parameters say."""
 
     computes = True
 
