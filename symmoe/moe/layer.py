@@ -267,19 +267,18 @@ class MoELayer(ExpertParallelModule):
         return (
             self.wrapper_problem()
             or tensor_problem("x", x, shape=("...", f"hidden ({config.hidden})"), dtypes=control.DTYPES, device=device)
-            or self._width_problem(x)
+            or (
+                None
+                if x.shape[-1] == config.hidden
+                else ArgumentError(f"x ({list(x.shape)}) must be [..., hidden ({config.hidden})]")
+            )
+            or self.experts.fc1.width_problem(x)
+            or self.experts.fc2.width_problem(x)
             or arguments_problem(config, x, **arguments)
             or device_problem("router", router, device)
             or device_problem("shared_expert", modules.get("shared_expert"), device)
             or self._inference_problem(x=x, **arguments)
         )
-
-    def _width_problem(self, x: torch.Tensor) -> ArgumentError | None:
-        if x.shape[-1] != self.config.hidden:
-            return ArgumentError(
-                f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({self.config.hidden})"
-            )
-        return self.experts.fc1.width_problem(x) or self.experts.fc2.width_problem(x)
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
         """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""
