@@ -22,7 +22,6 @@ from lora_cases import (
     rows_of_experts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
@@ -257,22 +256,3 @@ def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
     assert allocations.of_at_least(smallest) == []
     experts.fc2.weight.requires_grad_(True)  # the control: its gradient is dense
     assert run(experts).of_at_least(smallest)
-
-
-@pytest.mark.parametrize("lora_rank", [8, 16, 64])
-def test_flops(lora_rank: int):
-    """2 C O + 2 r (C + O) a row forward; the same backward, and 2 r (C + O) for the adapters' gradients."""
-    num_experts, hidden, ffn, rows_each = 3, 64, 48, 32  # enough rows for the twins to pad none
-    parameters = random_parameters(num_experts, hidden, ffn, lora_rank, torch.float32, bias=False)
-    experts = make_experts(parameters, slice(None))
-    num_rows = num_experts * rows_each
-    rows = torch.randn(num_rows, hidden, requires_grad=True)
-    with FlopCounterMode(display=False) as forward:
-        y = experts(rows, [rows_each] * num_experts, torch.rand(num_rows))
-    with FlopCounterMode(display=False) as backward:
-        y.sum().backward()
-    sizes = ((hidden, 2 * ffn), (ffn, hidden))
-    frozen = 2 * num_rows * sum(c * o for c, o in sizes)
-    adapters = 2 * num_rows * lora_rank * sum(c + o for c, o in sizes)
-    assert forward.get_total_flops() == frozen + adapters
-    assert backward.get_total_flops() == frozen + 2 * adapters

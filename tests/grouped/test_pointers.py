@@ -12,12 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_ranges import whole_groups
 
 from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import twin
-from symmoe.kernels.tensor_table import TensorTable
 from symmoe.symm_mem import memory
 
 UNTOUCHED = 0x5A
@@ -183,16 +181,6 @@ def test_addresses_of_any_number_of_tensors(num_tensors):
         loaded = copy_data_ptrs_to_device(tensors, "cpu")
         assert loaded.dtype == torch.int64
         assert loaded.tolist() == [tensor.data_ptr() for tensor in tensors]
-
-
-@pytest.mark.usefixtures("reader")
-def test_moved_tensors_are_seen():
-    """Addresses are read in every call."""
-    tensors = [torch.nn.Parameter(torch.ones(4)) for _ in range(5)]
-    keep = [copy_data_ptrs_to_device(tensors, "cpu"), [t.data for t in tensors]]
-    tensors[3].data = torch.zeros(4)
-    assert copy_data_ptrs_to_device(tensors, "cpu").tolist() == [t.data_ptr() for t in tensors]
-    assert keep[0][3] != tensors[3].data_ptr()
 
 
 @pytest.fixture(params=["python", "c"])
@@ -439,18 +427,6 @@ def test_wrong_weights_are_refused(changes, message):
     }
     with pytest.raises(ArgumentError, match=message):
         pack_weight_ptrs(arguments.pop("fc1"), arguments.pop("fc2"), **arguments)
-
-
-def test_more_than_64_discrete_weights_in_a_grouped_gemm():
-    num_groups = 100
-    discrete = weights_of(num_groups, 5, 8)
-    table = TensorTable(copy_data_ptrs_to_device(discrete, "cpu"), (num_groups, 5, 8), torch.float32)
-    row_range = whole_groups([3] * num_groups)
-    rows = torch.randn(3 * num_groups, 8)
-    packed_out, out = torch.full((2, 3 * num_groups, 5), torch.nan)
-    twin.grouped_gemm(rows, torch.stack([w.data for w in discrete]), row_range, packed_out)
-    twin.grouped_gemm(rows, table, row_range, out)
-    assert torch.equal(out, packed_out)
 
 
 class FakeLaunches:
