@@ -80,12 +80,6 @@ def gpu_of(device: torch.device) -> Rates:
     return known[0] if known else H200
 
 
-@functools.lru_cache
-def num_sms_of(device: torch.device) -> int:
-    """SMs of a GPU. On CPUs, where nothing is divided, those of an H200: calls are cut alike everywhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
-
-
 def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
     """The layout of received rows with which a step takes less time: "packed", unless FFNs are wide.
 
@@ -120,17 +114,11 @@ def chance_of_part(num_experts: int, num_parts: int, top_k: int, num_groups: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What travels or is summed.
+    """What travels or is summed."""
 
-    Attributes:
-        push_bytes: bytes to peers.
-        sum_bytes: bytes that are read from this GPU's memory for the sums that are pushed.
-        copy_bytes: bytes that are copied to other rows, once they have come.
-    """
-
-    push_bytes: float = 0.0
-    sum_bytes: float = 0.0
-    copy_bytes: float = 0.0
+    push_bytes: float = 0.0  # to peers
+    sum_bytes: float = 0.0  # are read from this GPU's memory for the sums that are pushed
+    copy_bytes: float = 0.0  # are copied to other rows, once they have come
 
     def exclusive_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
@@ -378,7 +366,8 @@ def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
 @functools.lru_cache(maxsize=256)
 def overlap_of(schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None) -> Overlap:
     """How a call of these sizes is overlapped on a device, with one of MoEConfig's schedules but "serial"."""
-    num_sms = num_sms_of(device)
+    # On CPUs nothing is divided; with the SMs of an H200 calls are cut alike everywhere.
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
     if schedule == "always-overlapped":
         chosen = overlap_everything(sizes, num_sms)
     else:

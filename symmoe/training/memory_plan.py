@@ -92,7 +92,11 @@ def plan_memory(
     config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
-    rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
+    experts, top_k = config.num_experts, config.top_k
+    rows, packed_rows = num_ranks * num_tokens * min(top_k, experts // num_ranks), num_ranks * num_tokens  # "worst"
+    if routing == "uniform":
+        rows = num_tokens * top_k
+        packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
     lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
     if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
@@ -111,14 +115,6 @@ def plan_memory(
         activation_bytes_per_call=call.activation_bytes,
         activation_bytes=call.activation_bytes * num_layers * num_in_flight,
     )
-
-
-def _row_counts(config: MoEConfig, num_ranks: int, num_tokens: int, routing: str) -> tuple[int, int]:
-    """N and P with exact capacity."""
-    experts, top_k = config.num_experts, config.top_k
-    if routing == "worst":
-        return num_ranks * num_tokens * min(top_k, experts // num_ranks), num_ranks * num_tokens
-    return num_tokens * top_k, math.ceil(num_ranks * num_tokens * chance_of_part(experts, num_ranks, top_k))
 
 
 class _Call(NamedTuple):
