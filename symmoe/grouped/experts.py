@@ -185,36 +185,20 @@ class ExpertWeights:
             a, self.w2, part.rows, out, bias=self.b2, bias_scale=x.bias_scale, zero_tail=zero_tail, num_sms=part.num_sms
         )
 
-    def backward(
-        self,
-        x: ExpertRows,
-        hidden: Hidden,
-        d_out: torch.Tensor,
-        *,
-        parts: Iterable[Part] | None = None,
-        needs_scale: bool = True,
-    ) -> ExpertsBackward:
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
-        return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+        return ExpertsBackward(x, self, hidden, d_out, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """What both directions need to know of the rows.
+    """What both directions need to know of the rows. Row i is `rows[row_index[i]]`, or `rows[i]` without an index."""
 
-    Attributes:
-        rows: [., H]; row i is `rows[row_index[i]]`, or `rows[i]` without an index.
-        row_range: int32 [2, G], where the rows of each group begin and end.
-        scale: fp32 [N], multiplies the activation.
-        bias_scale: fp32 [N], multiplies b2; None is 1.
-        row_index: int32 [N] or None.
-    """
-
-    rows: torch.Tensor
-    row_range: torch.Tensor
-    scale: torch.Tensor
-    bias_scale: torch.Tensor | None = None
-    row_index: torch.Tensor | None = None
+    rows: torch.Tensor  # [., H]
+    row_range: torch.Tensor  # int32 [2, G], where the rows of each group begin and end
+    scale: torch.Tensor  # fp32 [N], multiplies the activation
+    bias_scale: torch.Tensor | None = None  # fp32 [N], multiplies b2; None is 1
+    row_index: torch.Tensor | None = None  # int32 [N]
 
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""

@@ -49,19 +49,10 @@ class AdaptedWeights(ExpertWeights):
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
         return Hidden(h, t1, self.low2.down(a, x.row_range)), a
 
-    def second_layer(
-        self,
-        a: SecondInput,
-        hidden: Hidden,
-        x: ExpertRows,
-        out: torch.Tensor,
-        *,
-        zero_tail: bool = False,
-        part: Part | None = None,
-    ) -> None:
+    def second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor, **options: Any) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
-        part = part or Part(x.row_range)
-        ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, part=part)
+        ExpertWeights.second_layer(self, a, hidden, x, out, **options)
+        part = options.get("part") or Part(x.row_range)
         self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:

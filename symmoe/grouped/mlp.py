@@ -141,12 +141,8 @@ class GroupedMLP(nn.Module):
 
 
 def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
-    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between.
-
-    Args:
-        x: rows, and the other arguments: as in GroupedMLP.forward.
-        scale_bias: whether the scale multiplies fc2's bias too.
-    """
+    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
+    as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
     fc1, fc2 = experts.fc1, experts.fc2
     raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
     arguments.check("rows", x, (fc1, fc2))
@@ -189,13 +185,9 @@ def expert_weights(
     wire: Wire = FULL,
     held: Held = (None, None),
 ) -> ExpertWeights:
-    """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence.
-
-    Args:
-        trains: whether backward will ask for the gradient of the rows, and whether there will be one.
-        wire: the formats in which rows and gradients have travelled.
-        held: what symmoe.constant_weights holds of fc1 and fc2.
-    """
+    """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
+    trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
+    gradients have travelled; held: what symmoe.constant_weights holds of fc1 and fc2."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     weights = (w1, biases[0], w2, biases[1], form.activation)

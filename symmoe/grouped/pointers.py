@@ -101,11 +101,7 @@ def copy_data_ptrs_to_device(
 
 
 def load_addresses(lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False) -> torch.Tensor:
-    """The addresses of all named lists, one after the other, as int64 [N] on `device`. Does not look at leases.
-
-    Raises:
-        ArgumentError: as in :func:`copy_data_ptrs_to_device`.
-    """
+    """copy_data_ptrs_to_device of all named lists, one after the other; does not look at leases."""
     return _loaded(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
 
 

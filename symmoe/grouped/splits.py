@@ -21,13 +21,8 @@ _DTYPES = (*_KERNEL_DTYPES, torch.int8, torch.int16, torch.uint8, torch.uint16, 
 
 
 def splits_problem(splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None) -> Problem:
-    """What is wrong with `splits` for `num_rows` rows on `device`, or None. Never waits for the device.
-
-    The values of splits on a GPU are not checked: kernels clamp them instead.
-
-    Args:
-        device, num_rows: None if unknown: then splits may be on any device, or have any sum.
-    """
+    """What is wrong with `splits` for `num_rows` rows on `device` (None: unknown), or None. Never waits for the device:
+    the values of splits on a GPU are not checked, and kernels clamp them instead."""
     if not isinstance(splits, (torch.Tensor, np.ndarray, Sequence)):
         return ArgumentError(f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts")
     shape = (len(splits),) if isinstance(splits, Sequence) else tuple(splits.shape)
@@ -49,12 +44,8 @@ def splits_problem(splits: Splits, *, num_groups: int, device: torch.device | No
 
 
 def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
-    """int32 [2, G] on `device`: group g has rows row_range[0, g]:row_range[1, g]. Does not synchronise the host.
-
-    Args:
-        splits: checked by :func:`splits_problem`.
-        num_rows: no group reaches past it, whatever device splits say.
-    """
+    """int32 [2, G] on `device` of checked splits: group g has rows row_range[0, g]:row_range[1, g], none past num_rows,
+    whatever device splits say. Does not synchronise the host."""
     ops = kernels.for_device(device)
     if isinstance(splits, torch.Tensor) and splits.device == device:
         on_device = splits if splits.dtype in _KERNEL_DTYPES else splits.long()

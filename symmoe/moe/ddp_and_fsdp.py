@@ -134,7 +134,7 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     """
     layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
     if not layers:
-        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, whose experts DDP could leave alone")
+        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, whose experts DDP must not touch")
     if expert_group is not None:
         for layer in layers:
             layer.replicas = Replicas(layer.replicas.group, expert_group)

@@ -270,8 +270,8 @@ def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inputs:
-    """What the experts of a pass are: biases, and weights and adapters in one sequence. trains, held: as in
-    expert_weights; a block of symmoe.constant_weights may end before backward."""
+    """What the experts of a pass are, as in expert_weights. A block of symmoe.constant_weights may end before
+    backward."""
 
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
     tensors: Sequence[torch.Tensor]

@@ -182,8 +182,6 @@ class CapturedStep(Generic[R]):
     """What :func:`capture_step` returns; call it in place of the step.
 
     Attributes:
-        step, model, modules: as given, and the modules of the model.
-        heaps: heaps of their layers.
         num_replays, num_repeated, num_captures: calls that were replayed and right; replays that had too little room;
             captures.
     """
