@@ -95,17 +95,11 @@ def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts
 
 
 class Hidden(NamedTuple):
-    """What forward leaves for backward, in addition to its inputs.
+    """What forward leaves for backward, in addition to its inputs; with a recipe the transposed weights as operands."""
 
-    Attributes:
-        h: [num_rows, W], FC1's output.
-        t1, t2: [num_rows, r], what adapters have made of the rows and of the activation; None without adapters.
-        The others: the transposed weights as operands; None without a recipe.
-    """
-
-    h: torch.Tensor
-    t1: torch.Tensor | None = None
-    t2: torch.Tensor | None = None
+    h: torch.Tensor  # [num_rows, W], FC1's output
+    t1: torch.Tensor | None = None  # [num_rows, r], what adapters have made of the rows
+    t2: torch.Tensor | None = None  # and of the activation
     w1_data: torch.Tensor | None = None
     w1_scale: torch.Tensor | None = None
     w1_global_scale: torch.Tensor | None = None
@@ -143,18 +137,12 @@ SecondInput = torch.Tensor | tuple[Operand, Operand]
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of the experts as the kernels take them, and the order in which the kernels run.
+    """The weights of the experts as the kernels take them, and the order in which the kernels run."""
 
-    Attributes:
-        w1, w2: [G, W, H], [G, H, I], packed or as tables.
-        b1, b2: [G, W], [G, H], or None.
-        activation: the function between the two layers.
-    """
-
-    w1: torch.Tensor | TensorTable
-    b1: torch.Tensor | None
-    w2: torch.Tensor | TensorTable
-    b2: torch.Tensor | None
+    w1: torch.Tensor | TensorTable  # [G, W, H]
+    b1: torch.Tensor | None  # [G, W]
+    w2: torch.Tensor | TensorTable  # [G, H, I]
+    b2: torch.Tensor | None  # [G, H]
     activation: Activation
 
     def first_layer(

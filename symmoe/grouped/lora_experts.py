@@ -24,11 +24,7 @@ from symmoe.kernels.operands import given
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeights(ExpertWeights):
-    """Weights of experts, frozen or not, and the adapters of both layers.
-
-    Attributes:
-        low1, low2: the adapters of FC1 and FC2.
-    """
+    """Weights of experts, frozen or not, and the adapters of FC1 and FC2."""
 
     low1: LowRank
     low2: LowRank

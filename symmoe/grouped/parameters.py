@@ -40,11 +40,7 @@ _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
 
 class GroupedParameters(nn.Module):
-    """What a GroupedLinear is without its forward; the arguments are its.
-
-    Attributes:
-        weight_names: of the one packed weight, or of the G discrete ones.
-    """
+    """What a GroupedLinear is without its forward; the arguments are its."""
 
     holds_experts = True
     _is_fsdp_managed_module = False  # FSDP sets it

@@ -39,19 +39,13 @@ Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
 
 @dataclass(frozen=True, slots=True)
 class RowArguments:
-    """The arguments of a call other than the rows.
-
-    Attributes:
-        splits, out, grad_input_out: as in GroupedLinear.forward.
-        scale: `bias_scale` of a linear layer, `row_probs` of an MLP.
-        overwrite_main_grad: for each layer, whether its weight gradient overwrites `main_grad`.
-    """
+    """The arguments of a call other than the rows, as in GroupedLinear.forward."""
 
     splits: Splits
-    scale: MaybeTensor = None
+    scale: MaybeTensor = None  # `bias_scale` of a linear layer, `row_probs` of an MLP
     out: MaybeTensor = None
     grad_input_out: MaybeTensor = None
-    overwrite_main_grad: tuple[bool, ...] = (False, False)
+    overwrite_main_grad: tuple[bool, ...] = (False, False)  # for each layer
 
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
         """What is wrong with them for rows that go through these layers, or None. Reads no device memory."""

@@ -143,17 +143,11 @@ Gradients = Sequence[torch.Tensor | None]  # one for each weight
 
 
 class Target:
-    """Where the gradients of a layer's weights go, found when backward begins. Here: nowhere.
+    """Where the gradients of a layer's weights go, found when backward begins. Here: nowhere."""
 
-    Attributes:
-        tensors: the trainer's memory.
-        option: tells targets apart that launch something else.
-        computes: whether :meth:`add` computes anything.
-    """
-
-    tensors: Sequence[torch.Tensor] = ()
-    option: str = "none"
-    computes: bool = False
+    tensors: Sequence[torch.Tensor] = ()  # the trainer's memory
+    option: str = "none"  # tells targets apart that launch something else
+    computes: bool = False  # whether `add` computes anything
 
     def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
         """Computes them, or sees to it. Those that autograd has to be given."""

@@ -38,19 +38,14 @@ _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 
 class Replicas:
-    """The other ranks that hold the experts of one layer, and the DDP that it is in. Copies of the layer are in none.
-
-    Attributes:
-        group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
-        gradient_group: the same, for gradients under DDP; None: the DDP's ranks are one EP group.
-        are_reduced: whether reduce_gradients has been called for the layer.
-    """
+    """The other ranks that hold the experts of one layer, as `group` with this one (None: there is one EP group), and
+    the DDP that it is in. Copies of the layer are in none."""
 
     def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.gradient_group = group if gradient_group is None else gradient_group
+        self.group = group  # as the layer was given it
+        self.gradient_group = group if gradient_group is None else gradient_group  # for gradients under DDP
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self.are_reduced = False
+        self.are_reduced = False  # whether reduce_gradients has been called for the layer
 
     @property
     def ddp(self) -> DistributedDataParallel | None:

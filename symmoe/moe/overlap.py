@@ -134,31 +134,20 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What one call of a layer moves and multiplies on a rank, with experts chosen uniformly.
+    """What one call of a layer moves and multiplies on a rank, with experts chosen uniformly."""
 
-    Attributes:
-        num_rows: N. As long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike.
-        hidden, ffn: H, I.
-        top_k, num_experts, num_ranks, num_nodes: K, E, R, N.
-        item_bytes: bytes of an element of a row.
-        is_gated: FC1 has gates and ups.
-        sums_travel: the rows of a peer's token are summed before one row goes home (`order="rank"`).
-        is_expert_major: a token that has come is copied to all its rows.
-        sent_row_bytes, sent_gradient_row_bytes: bytes of a row on its way to an expert; None: hidden * item_bytes.
-    """
-
-    num_rows: int
+    num_rows: int  # as long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike
     hidden: int
     ffn: int
     top_k: int
     num_experts: int
     num_ranks: int
-    item_bytes: int
+    item_bytes: int  # of an element of a row
     num_nodes: int = 1
     is_gated: bool = True
-    sums_travel: bool = True
-    is_expert_major: bool = False
-    sent_row_bytes: int | None = None
+    sums_travel: bool = True  # the rows of a peer's token are summed before one row goes home (`order="rank"`)
+    is_expert_major: bool = False  # a token that has come is copied to all its rows
+    sent_row_bytes: int | None = None  # bytes of a row on its way to an expert; None: hidden * item_bytes
     sent_gradient_row_bytes: int | None = None
 
     def push(self, row_bytes: int | None) -> Move:
