@@ -229,13 +229,9 @@ class MoELayer(ExpertParallelModule):
             routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
             if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
                 self.heap.fail_for(nonfinite_problem(routed), control.PHASE_PLAN)
+            start = None if shared is None else shared.start
             y, expert_load, num_dropped = self._routed_experts(
-                tokens,
-                routed.probs,
-                routed.topk_idx,
-                self.experts,
-                out_shape=x.shape,
-                before_trips=None if shared is None else shared.start,
+                tokens, routed.probs, routed.topk_idx, self.experts, out_shape=x.shape, before_trips=start
             )
         y = self._count(y, routed, expert_load)
         if shared is not None:
@@ -258,7 +254,7 @@ class MoELayer(ExpertParallelModule):
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device
         memory."""
         modules, config, device = self._modules, self.config, self.heap.device
-        experts, router = modules["experts"], modules.get("router")
+        experts, router, width = modules["experts"], modules.get("router"), f"hidden ({config.hidden})"
         if experts is not self._fitting_experts or router is not self._fitting_router:  # they have been assigned
             problem = self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)
             if problem is not None:
@@ -266,12 +262,8 @@ class MoELayer(ExpertParallelModule):
             vars(self).update(_fitting_experts=experts, _fitting_router=router)
         return (
             self.wrapper_problem()
-            or tensor_problem("x", x, shape=("...", f"hidden ({config.hidden})"), dtypes=control.DTYPES, device=device)
-            or (
-                None
-                if x.shape[-1] == config.hidden
-                else ArgumentError(f"x ({list(x.shape)}) must be [..., hidden ({config.hidden})]")
-            )
+            or tensor_problem("x", x, shape=("...", width), dtypes=control.DTYPES, device=device)
+            or (None if x.shape[-1] == config.hidden else ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]"))
             or self.experts.fc1.width_problem(x)
             or self.experts.fc2.width_problem(x)
             or arguments_problem(config, x, **arguments)
@@ -294,8 +286,7 @@ class MoELayer(ExpertParallelModule):
         if self._has_warned:
             return
         experts = cast(nn.Module, self._modules["experts"])
-        for m in (experts, *experts._modules.values()):
-            self._has_warned |= has_hooks(cast(nn.Module, m), everywhere=False)
+        self._has_warned = any(has_hooks(m, everywhere=False) for m in (experts, *experts._modules.values()) if m)
         if not self._has_warned:
             return
         names = {f"experts.{name}": module for name, module in experts.named_children()}
