@@ -209,19 +209,10 @@ class ExpertsBackward:
     """Backward of :func:`experts_forward`, in three steps that the caller puts in order.
 
     Construction runs the first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then
-    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all.
-
-    Args:
-        x, weights: the arguments of forward.
-        hidden: what forward returned.
-        d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
-        parts: rows for the first step, as in ExpertWeights.first_layer; `d_out` is complete after the last part.
-        needs_scale: whether the caller will read `d_scale`, which is incomplete otherwise.
-
-    Attributes:
-        d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
-            0 in the tail.
-        db1, db2: gradients of the biases; None for those that require none.
+    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of
+    d_out [., H] is at `row_index[i]`, or at i without an index; it is complete after the last of `parts` (as in
+    ExpertWeights.first_layer). d_scale fp32 [num_rows] is the gradient of the scale of the activation and (if it has
+    the same) of b2, 0 in the tail; it is incomplete without `needs_scale`. db1, db2: None for those that require none.
     """
 
     def __init__(

@@ -143,10 +143,8 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     """What is wrong with the DDP whose forward is running, if there is one, or None.
 
     Layers and parameters of experts that are in its forward for the first time, or take gradients since the last one,
-    take part: these gradients get hooks, and replicas of new parameters are made equal (collective over them).
-
-    Args:
-        layer: the layer that is being called; None: one that is in the DDP.
+    take part: these gradients get hooks, and replicas of new parameters are made equal (collective over them). layer:
+    the one that is being called; None: one that is in the DDP.
     """
     ddp = active_ddp()
     if ddp is None:

@@ -76,15 +76,10 @@ def expert_parallel_mlp(
     of `x` and `probs` requires a gradient on all ranks or on none.
 
     Args:
-        x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
-        probs: fp32 [T, K].
+        x: [T, H] on the heap's device; the experts' weights are cast to its dtype. probs: fp32 [T, K].
         experts: the experts of this rank; their `precision` is that of the step.
-        plan: the plan of this call's routing.
         out_shape: [..., H] of the result; None is [T, H].
         words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
-
-    Returns:
-        [..., H].
 
     Raises:
         ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any

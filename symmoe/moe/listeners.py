@@ -44,13 +44,8 @@ class Listeners:
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
 
     def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
-        """Calls `callback(report)` in every forward from now on, recomputed ones too. Local.
-
-        This makes torch.compile compile a compiled model again.
-
-        Returns:
-            a function that ends the calls.
-        """
+        """Calls `callback(report)` in every forward from now on, recomputed ones too, until the function that this
+        returns is called. Local. Makes torch.compile compile a compiled model again."""
         # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
         self.callbacks = (*self.callbacks, callback)
         return partial(self._remove, callback)

@@ -61,12 +61,8 @@ def route_tokens(
 
     For bf16 tokens, kernels compute the logits with sums as good as those of fp32 products (never tf32), without an
     fp32 copy of the tokens; on GPUs a token's logits do not depend on the other tokens. Otherwise torch computes them
-    from an fp32 copy. Differentiable, once.
-
-    Args:
-        bias: fp32 [E], added to the scores where experts are compared, or None.
-        given_idx: int32 [T, K], experts to take instead of the best ones; None: the best ones.
-        heap: its tapes play what is launched; None: no tapes.
+    from an fp32 copy. Differentiable, once. bias: fp32 [E], added to the scores where experts are compared; given_idx:
+    int32 [T, K], experts to take instead of the best ones; heap: its tapes play what is launched.
     """
     x, weight = x.contiguous(), weight.contiguous()
     given_idx = None if given_idx is None else given_idx.contiguous()

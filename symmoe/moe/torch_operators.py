@@ -94,10 +94,7 @@ class _Call(NamedTuple):
 def run_as_operator(
     step: EagerStep, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The step as one operator. Collective, forward and backward.
-
-    Returns:
-        y [T, H]; the plan's expert_load and num_dropped, as new tensors.
+    """The step as one operator: y [T, H]; the plan's expert_load and num_dropped, as new tensors. Collective.
 
     Raises:
         ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the

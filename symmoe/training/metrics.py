@@ -264,12 +264,8 @@ def wire_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [] that this rank sends to other ranks in dispatch, and reads from them in combine. Does not synchronise.
 
-    Dispatch sends a token once to every rank that has an expert of it. Combine reads as many back with order "rank",
-    and a row for every slot with order "slot".
-
-    Args:
-        topk_idx: int [T, K], global expert ids; -1 is no expert.
-        order: the order of the sums in combine, see MoEConfig.
+    Dispatch sends a token once to every rank that has an expert of it (ids [T, K]; -1 is none). Combine reads as many
+    back with order "rank", and a row for every slot with order "slot".
     """
     rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
     is_remote = (rank_TK >= 0) & (rank_TK != rank)
