@@ -582,17 +582,6 @@ def test_no_second_derivatives():
         d_x.sum().backward()
 
 
-def test_backward_twice():
-    layer, inputs = layer_and_inputs()
-    y = layer(inputs.x, inputs.splits)
-    y.backward(inputs.d_y, retain_graph=True)
-    first = layer.weight.grad.clone()
-    y.backward(inputs.d_y)
-    assert_same_bits(layer.weight.grad, 2 * first)
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward(inputs.d_y)
-
-
 def test_weight_changed_before_backward():
     layer, inputs = layer_and_inputs()
     x = inputs.x.clone().requires_grad_()

@@ -13,7 +13,7 @@ from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
-from symmoe.training.metrics import MetricsLogger, wire_rows
+from symmoe.training.metrics import MetricsLogger
 
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 
@@ -170,14 +170,6 @@ def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     compiled(batch(0, 0))
     assert [record.num_calls for record in logger.step(3)] == [0, 0]
     torch._dynamo.reset()
-
-
-def test_wire_rows_by_hand():
-    # Experts 0-1 are on rank 0, 2-3 on rank 1, 4-5 on rank 2; this is rank 1.
-    ids = torch.tensor([[0, 1, 4], [2, 3, -1], [5, 4, 3], [-1, -1, -1], [1, 2, 5]])
-    options = {"experts_per_rank": 2, "rank": 1, "num_ranks": 3}
-    assert [int(n) for n in wire_rows(ids, **options, order="rank")] == [5, 5]
-    assert [int(n) for n in wire_rows(ids, **options, order="slot")] == [5, 7]
 
 
 def test_a_model_without_layers():
