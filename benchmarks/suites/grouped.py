@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from suites.gemm import groups_error, spans_of
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.grouped.splits import Splits
+from symmoe.grouped.rows_function import Splits
 from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
 from symmoe.tools.bench.cases import Shape
 from symmoe.tools.bench.layer import differentiated

@@ -21,8 +21,7 @@ from symmoe.checks.arguments import working_dtype
 from symmoe.errors import ArgumentError
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
-from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, run_rows
-from symmoe.grouped.splits import Splits
+from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.operands import given

@@ -32,8 +32,7 @@ from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, run_rows
-from symmoe.grouped.splits import Splits
+from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given

@@ -26,8 +26,7 @@ from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertLayers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, fused_mlp
-from symmoe.grouped.rows_function import RowArguments
-from symmoe.grouped.splits import same_splits
+from symmoe.grouped.rows_function import RowArguments, same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
 _Item = TypeVar("_Item")

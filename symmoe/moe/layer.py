@@ -233,7 +233,9 @@ class MoELayer(ExpertParallelModule):
             y, expert_load, num_dropped = self._routed_experts(
                 tokens, routed.probs, routed.topk_idx, self.experts, out_shape=x.shape, before_trips=start
             )
-        y = self._count(y, routed, expert_load)
+        step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
+        if step_load is not None and self.training and torch.is_grad_enabled():
+            y = balance.count_in_backward(y, expert_load, step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
         metrics = MoEMetrics(
@@ -244,7 +246,19 @@ class MoELayer(ExpertParallelModule):
             num_over_capacity=routed.num_over_capacity,
         )
         if self.listeners.callbacks:
-            self._tell(routed, metrics, dtype)
+            self.listeners.tell(
+                RoutingReport(
+                    topk_idx=routed.topk_idx,
+                    chosen_idx=routed.chosen_idx,
+                    expert_load=expert_load,
+                    num_dropped=num_dropped,
+                    row_bytes=self.config.hidden * dtype.itemsize,
+                    sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
+                    is_training=self.training,
+                    num_over_capacity=routed.num_over_capacity,
+                    aux_loss=metrics.aux_loss,
+                )
+            )
         return y, metrics
 
     if TYPE_CHECKING:
@@ -313,13 +327,6 @@ class MoELayer(ExpertParallelModule):
             raise ArgumentError(f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice")
         return routed
 
-    def _count(self, y: torch.Tensor, routed: Choice, expert_load: torch.Tensor) -> torch.Tensor:
-        """y; its backward counts the load of the router's choice for the optimizer step."""
-        step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
-        if step_load is None or not self.training or not torch.is_grad_enabled():
-            return y
-        return balance.count_in_backward(y, expert_load, step_load)
-
     def _aux_loss(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
     ) -> torch.Tensor:
@@ -348,21 +355,6 @@ class MoELayer(ExpertParallelModule):
             # The load before the drops: what an overloaded expert has after them says little.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         return balance.load_balance_loss(shares, expert_load, token_mask)
-
-    def _tell(self, routed: Choice, metrics: MoEMetrics, dtype: torch.dtype) -> None:
-        """Tells the listeners about one call."""
-        report = RoutingReport(
-            topk_idx=routed.topk_idx,
-            chosen_idx=routed.chosen_idx,
-            expert_load=metrics.expert_load,
-            num_dropped=metrics.num_dropped,
-            row_bytes=self.config.hidden * dtype.itemsize,
-            sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-            is_training=self.training,
-            num_over_capacity=routed.num_over_capacity,
-            aux_loss=metrics.aux_loss,
-        )
-        self.listeners.tell(report)
 
 
 class _SideCall:

@@ -282,27 +282,22 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
-    def combine() -> Division | None:
-        part = sizes.product_flops / num_ranks
+    flops, part, sent_s = sizes.product_flops, sizes.product_flops / num_ranks, sent.exclusive_s(rates)
 
-        def overlapped_s(n: int) -> float:
-            others_s = max(gpu.gemm_s(sizes.product_flops - part, n), sent.overlapped_s(n, rates))
-            return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
+    def combined_s(n: int) -> float:
+        others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
+        return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-        return gpu.best(gpu.gemm_s(sizes.product_flops) + sent.exclusive_s(rates) + home_s, overlapped_s)
+    def under_weights_s(n: int) -> float:
+        return max(gpu.weights_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates))
 
-    def gradient_combine() -> Division | None:
-        return gpu.best(
-            sent.exclusive_s(rates) + home_s + gpu.weights_s(sizes),
-            lambda n: max(gpu.weights_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates)),
-        )
-
-    return Overlap(
+    found = Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
-        gradient_dispatch=dispatch(sizes.product_flops, sizes.push(sizes.sent_gradient_row_bytes)),
-        combine=combine() if sizes.sums_travel else None,
-        gradient_combine=gradient_combine() if sizes.sums_travel else None,
+        gradient_dispatch=dispatch(flops, sizes.push(sizes.sent_gradient_row_bytes)),
+        combine=gpu.best(gpu.gemm_s(flops) + sent_s + home_s, combined_s),
+        gradient_combine=gpu.best(sent_s + home_s + gpu.weights_s(sizes), under_weights_s),
     )
+    return found if sizes.sums_travel else replace(found, combine=None, gradient_combine=None)
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
@@ -330,17 +325,15 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
-    def combine() -> Division | None:
-        flops, own = sizes.product_flops, sizes.product_flops / num_nodes
-        return gpu.best(
-            home_s + gpu.gemm_s(flops),
-            lambda n: gpu.gemm_s(flops - own) + max(home_s, gpu.gemm_s(own, n)) + num_ends * rates.launch_s,
-        )
+    flops, own = sizes.product_flops, sizes.product_flops / num_nodes
+
+    def combined_s(n: int) -> float:
+        return gpu.gemm_s(flops - own) + max(home_s, gpu.gemm_s(own, n)) + num_ends * rates.launch_s
 
     return Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
-        gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
-        combine=combine(),
+        gradient_dispatch=dispatch(flops, sizes.sent_gradient_row_bytes),
+        combine=gpu.best(home_s + gpu.gemm_s(flops), combined_s),
         gradient_combine=gpu.best(home_s + gpu.weights_s(sizes), lambda n: max(home_s, gpu.weights_s(sizes, n))),
     )
 
