@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import run_on
 from lora_cases import (
     ALPHA,
     FFN,
@@ -44,7 +45,20 @@ def routing(num_ranks: int) -> torch.Tensor:
     return topk_idx.view(num_ranks, TOKENS, TOP_K)
 
 
-def check_step(rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict) -> list[str]:
+STEPS = (
+    (torch.float32, 4, {"bias": False, "static": False, "weights": "packed", "order": "rank"}),
+    (torch.float32, 16, {"bias": True, "static": True, "weights": "discrete", "order": "slot"}),
+    (torch.bfloat16, 4, {"bias": True, "static": False, "weights": "packed", "order": "slot"}),
+    (torch.bfloat16, 16, {"bias": False, "static": True, "weights": "packed", "order": "rank"}),
+)
+
+
+@pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_the_step_equals_dense_weights(
+    rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict
+) -> list[str]:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
     findings = Findings()
     topk_idx = routing(num_ranks)
@@ -93,20 +107,6 @@ def check_step(rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, op
             findings.check(is_near(merged, want["y"], dtype), "merged is not the oracle's")
             del y
     return findings.texts
-
-
-STEPS = (
-    (torch.float32, 4, {"bias": False, "static": False, "weights": "packed", "order": "rank"}),
-    (torch.float32, 16, {"bias": True, "static": True, "weights": "discrete", "order": "slot"}),
-    (torch.bfloat16, 4, {"bias": True, "static": False, "weights": "packed", "order": "slot"}),
-    (torch.bfloat16, 16, {"bias": False, "static": True, "weights": "packed", "order": "rank"}),
-)
-
-
-@pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_step_equals_dense_weights(cluster, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict):
-    assert [t for texts in cluster(num_ranks).run(check_step, dtype, lora_rank, options) for t in texts] == []
 
 
 # -- experts alone ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cluster import run_on
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
@@ -169,7 +170,9 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)) + 0.2
 
 
-def check_layer_losses(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
@@ -211,8 +214,3 @@ def check_layer_losses(rank: int, num_ranks: int) -> list[str]:
         want = 0.5 * loop_loss(routed.scores, count(routed.chosen_idx))
         findings.close("before drops", metrics.aux_loss, want, rtol=1e-6, atol=0)
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_losses_of_a_layer(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_layer_losses) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from torch import nn
 from worker import Findings
 
@@ -41,7 +42,8 @@ class Model(nn.Module):
         return {n: torch.randn(WORLD, *p.shape, dtype=p.dtype, generator=generator) for n, p in trained.items()}
 
 
-def check_gradients(rank: int, num_ranks: int) -> list[str]:
+@run_on(WORLD)
+def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int) -> list[str]:
     """Reduced, and clipped by a norm that counts every parameter once; dense ones have the same bits on all ranks."""
     findings = Findings()
     groups, model = [dist.new_group([0, 2]), dist.new_group([1, 3])], Model()
@@ -74,10 +76,6 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     return findings.texts
-
-
-def test_gradients_are_those_of_the_mean_loss(cluster):
-    assert cluster(WORLD).findings(check_gradients) == []
 
 
 def test_one_process_changes_nothing_but_missing_gradients():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cluster import on_ranks
+from cluster import on_ranks, run_on
 from layers import WAYS, H, I, config_for, make_layer, tokens_of
 from stacks import NUM_LAYERS, Stack, batch, check_ways, compare_bits, pipeline, run_schedule, step
 from worker import Findings, open_heap
@@ -25,7 +25,9 @@ STASHES = CHOICES["stash"]
 # -- what is kept for backward ----------------------------------------------------------------------------------------
 
 
-def check_stashes(rank: int, num_ranks: int, device: str) -> list[str]:
+@on_ranks(cpu=(1, 2, 3), cuda=(1, 2))
+@run_on()
+def test_stashes_give_the_same_bits(rank: int, num_ranks: int, device: str) -> list[str]:
     findings = Findings()
     for limits in ({}, {"capacity": 64, "max_tokens": 8}):
         for order in ("rank", "slot"):
@@ -46,11 +48,6 @@ def check_stashes(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-@on_ranks(cpu=(1, 2, 3), cuda=(1, 2))
-def test_stashes_give_the_same_bits(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check_stashes, device) == []
-
-
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
 
 
@@ -69,7 +66,10 @@ def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: tor
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
+@pytest.mark.slow
+@on_ranks(cpu=(2,), cuda=(2, 8))
+@run_on()
+def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> list[str]:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
     findings = Findings()
     num_batches = 5
@@ -100,13 +100,9 @@ def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.slow
-@on_ranks(cpu=(2,), cuda=(2, 8))
-def test_one_forward_one_backward(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check_pipeline, device) == []
-
-
-def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str]:
     """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
@@ -131,11 +127,8 @@ def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_heap_that_is_a_block_too_small(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_exhaustion) == []
-
-
-def check_exceptions(rank: int, num_ranks: int) -> list[str]:
+@run_on()
+def test_exceptions_between_forward_and_backward(rank: int, num_ranks: int) -> list[str]:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
@@ -177,11 +170,6 @@ def check_exceptions(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_exceptions_between_forward_and_backward(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_exceptions) == []
-
-
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
 
 
@@ -196,7 +184,9 @@ class ReturnsTensors(Router):
         return routed.topk_idx, routed.probs
 
 
-def check_replaced_parts(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(rank: int, num_ranks: int) -> list[str]:
     """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
     findings = Findings()
     with open_heap("cpu") as heap:
@@ -231,11 +221,8 @@ def check_replaced_parts(rank: int, num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_replaced_parts) == []
-
-
-def check_own_experts(rank: int, num_ranks: int) -> list[str]:
+@run_on()
+def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int) -> list[str]:
     """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
@@ -263,11 +250,6 @@ def check_own_experts(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_experts_of_your_own_run_by_parts(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_own_experts) == []
-
-
 class Shared(torch.nn.Module):
     """A dense feed-forward layer with a gate."""
 
@@ -282,7 +264,9 @@ class Shared(torch.nn.Module):
         return torch.sigmoid(self.gate(x)) * self.down(torch.nn.functional.silu(self.up(x)))
 
 
-def check_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
+@on_ranks(cpu=(1, 2), cuda=(1, 2))
+@run_on()
+def test_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     config = config_for(num_ranks, device)
@@ -310,11 +294,6 @@ def check_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
             # x has two consumers; the order in which autograd adds their gradients may differ.
             findings.close("dx", found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
     return findings.texts
-
-
-@on_ranks(cpu=(1, 2), cuda=(1, 2))
-def test_shared_expert(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check_shared_expert, device) == []
 
 
 def test_experts_must_fit_the_config():
