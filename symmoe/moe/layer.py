@@ -236,13 +236,8 @@ class MoELayer(ExpertParallelModule):
             y = balance.count_in_backward(y, expert_load, step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
-        metrics = MoEMetrics(
-            aux_loss=self._aux_loss(x, token_mask, routed, expert_load),
-            expert_load=expert_load,
-            num_dropped=num_dropped,
-            topk_idx=routed.topk_idx,
-            num_over_capacity=routed.num_over_capacity,
-        )
+        aux_loss = self._aux_loss(x, token_mask, routed, expert_load)
+        metrics = MoEMetrics(aux_loss, expert_load, num_dropped, routed.topk_idx, routed.num_over_capacity)
         if self.listeners.callbacks:
             self.listeners.tell(
                 RoutingReport(

@@ -109,7 +109,7 @@ def test_the_step_equals_dense_weights(
     return findings.texts
 
 
-# -- experts alone ----------------------------------------------------------------------------------------------------
+# -- experts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -144,7 +144,7 @@ def test_experts_in_buffers_of_the_caller(bias: bool, weights: str, lora_rank: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_layer_alone(dtype: torch.dtype):
+def test_a_single_layer_with_adapters(dtype: torch.dtype):
     parameters = random_parameters(len(SPLITS), 40, FFN, 4, dtype, bias=True)
     linear = make_experts(parameters, slice(None)).fc1
     x, _, _ = rows_of_experts(dtype, 40)

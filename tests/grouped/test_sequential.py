@@ -45,7 +45,7 @@ def num_fused(monkeypatch) -> list[int]:
 
 
 class Notes(nn.Module):
-    """Keeps what it is called with; takes `note` alone."""
+    """Keeps what it is called with; takes only `note`."""
 
     def __init__(self) -> None:
         super().__init__()

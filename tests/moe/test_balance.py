@@ -106,9 +106,9 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]] =
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_padding_does_not_count(loss: str):
-    value, mask, scores, alone = LOSSES[loss], make_mask(), make_scores(), make_scores()
-    want = value(alone[mask], None)
-    assert_same(value(scores, mask), want, scores, alone)
+    value, mask, scores, kept = LOSSES[loss], make_mask(), make_scores(), make_scores()
+    want = value(kept[mask], None)
+    assert_same(value(scores, mask), want, scores, kept)
     assert not scores.grad[~mask].any()
     assert abs(float(value(make_scores(), None).detach() - want.detach())) > 1e-3
     assert value(make_scores(), torch.zeros_like(mask)).item() == 0
@@ -198,10 +198,10 @@ def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
             routed = layer.router(batch(rank, number).view(-1, H))
             want = 0.5 * loop_loss(routed.scores, count(torch.cat(seen)))
             findings.close(f"global, micro-batch {number}", metrics.aux_loss, want, rtol=1e-6, atol=0)
-            alone = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
-            is_alone = num_ranks == 1 and number in (0, 3)
-            differs = abs(float(alone.detach()) - float(want.detach())) > 1e-3
-            findings.check(differs != is_alone, f"micro-batch {number} would do with its own load")
+            of_rank = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
+            is_whole = num_ranks == 1 and number in (0, 3)
+            differs = abs(float(of_rank.detach()) - float(want.detach())) > 1e-3
+            findings.check(differs != is_whole, f"micro-batch {number} would do with its own load")
             (gradient,) = torch.autograd.grad(metrics.aux_loss, layer.router.weight, retain_graph=True)
             (wanted,) = torch.autograd.grad(want, layer.router.weight)
             findings.close("gradient of global", gradient, wanted, rtol=1e-4, atol=1e-7)

@@ -135,7 +135,7 @@ def test_evaluation_does_not_count(heap: SymmetricHeap):
 
 
 @pytest.mark.parametrize("forward", list(FORWARDS)[1:])
-def test_recomputation_leaves_gradients_of_the_global_loss_alone(heap: SymmetricHeap, forward: str):
+def test_recomputation_does_not_change_gradients_of_the_global_loss(heap: SymmetricHeap, forward: str):
     """The recomputed loss must see the load that the first one saw."""
     options = {"aux_loss_coef": 3.0, "aux_loss": "global"}
     kept, recomputed = Model(heap, **options), Model(heap, **options)

@@ -87,11 +87,11 @@ def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> lis
             )
             with open_heap(device, num_bytes=plan.heap_bytes) as heap:
                 model = Stack(heap, config)
-                alone = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
-                want = run_schedule(model, heap, alone)
+                serial = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
+                want = run_schedule(model, heap, serial)
                 compare_bits(findings, run_schedule(model, heap, pipeline(num_batches, in_flight)), want)
                 if in_flight == 2:  # the last one first; two gradients add up to the same bits in either order
-                    want = run_schedule(model, heap, alone[:4])
+                    want = run_schedule(model, heap, serial[:4])
                     turns = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
                     compare_bits(findings, run_schedule(model, heap, turns), want)
                 findings.equal("leased bytes", heap.leased_bytes, 0)

@@ -1,4 +1,4 @@
-"""Adapters on grouped experts against experts computed one by one in float64, alone and expert-parallel."""
+"""Adapters on grouped experts against experts computed one by one in float64, on one rank and expert-parallel."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_merged_and_unmerged():
     assert other.fc1.is_merged
 
 
-def test_a_step_of_the_optimizer_leaves_merged_adapters_alone():
+def test_a_step_of_the_optimizer_does_not_change_merged_adapters():
     mlp = make_mlp()
     rows, probs, dy = inputs()
     weight, optimizer = mlp.fc1.weight.clone(), torch.optim.AdamW(mlp.parameters(), lr=0.1)

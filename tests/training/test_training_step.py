@@ -56,11 +56,11 @@ def check_steps(rank: int, num_ranks: int, ep_size: int, wrong: str) -> list[str
     findings.where = f"rank {rank} of {num_ranks}, EP groups of {ep_size}"
     ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
     replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
-    alone = [dist.new_group([r]) for r in range(num_ranks)]
+    own_groups = [dist.new_group([r]) for r in range(num_ranks)]
     replicas = replica_groups[rank % ep_size]
     with (
         SymmetricHeap(ep_groups[rank // ep_size], num_bytes=4 << 20, backend="host") as heap,
-        SymmetricHeap(alone[rank], num_bytes=4 << 20, backend="host") as single,
+        SymmetricHeap(own_groups[rank], num_bytes=4 << 20, backend="host") as single,
     ):
         whole, model = Model(single, None), Model(heap, replicas)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (whole, model)]
@@ -69,7 +69,7 @@ def check_steps(rank: int, num_ranks: int, ep_size: int, wrong: str) -> list[str
                 everybody = torch.cat([batch(r, step, number) for r in range(num_ranks)])
                 (whole.loss(everybody) / MICRO_BATCHES).backward()
                 (model.loss(batch(rank, step, number)) / MICRO_BATCHES).backward()
-            want_norm = clip_grad_norm(whole, MAX_NORM, group=alone[rank])
+            want_norm = clip_grad_norm(whole, MAX_NORM, group=own_groups[rank])
             reduce_gradients(model, expert_group=None if wrong == "reduce" else replicas)
             norm = clip_grad_norm(model, MAX_NORM)
             findings.close(f"norm of step {step}", norm, want_norm, rtol=1e-5, atol=0)
@@ -84,7 +84,7 @@ def check_steps(rank: int, num_ranks: int, ep_size: int, wrong: str) -> list[str
             want = want[mine] if ".experts." in name else want
             findings.close(name, got, want, rtol=1e-4, atol=2e-5)
         findings.check(bool(whole.moe.router.expert_bias.any()), "the bias has not moved")
-    for group in [*ep_groups, *replica_groups, *alone]:
+    for group in [*ep_groups, *replica_groups, *own_groups]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     return findings.texts
