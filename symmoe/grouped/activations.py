@@ -8,7 +8,7 @@ formulas are in symmoe.kernels.activation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -141,15 +141,9 @@ def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, in
     return tensor.reshape(*shape[:dim], *blocks, block, *shape[dim + 1 :]).transpose(dim, dim + 1).reshape(shape)
 
 
-class _ScaledActivationContext(Context, Protocol):
-    activation: Activation
-
-
 class _ScaledActivation(Function):
     @staticmethod
-    def forward(
-        ctx: _ScaledActivationContext, h: torch.Tensor, scale: torch.Tensor, activation: Activation
-    ) -> torch.Tensor:
+    def forward(ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
         h, scale = h.contiguous(), scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
         out = h.new_empty((*h.shape[:-1], ffn))
@@ -161,7 +155,7 @@ class _ScaledActivation(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _ScaledActivationContext, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         raise_for(memory_problem("d_y", d_out))
         h, scale = ctx.saved_tensors
         d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)

@@ -165,16 +165,10 @@ class Products(Protocol):
         """kept: what forward has returned. needs: whether the rows, the scale and each bias get a gradient."""
 
 
-class _RowsContext(Context, Protocol):
-    settings: tuple[Products, Sequence[bool]]
-    num_kept: int
-    grad_input_out: GradientBuffer
-
-
 class _RowsFunction(Function):
     @staticmethod
     def forward(
-        ctx: _RowsContext,
+        ctx: Context,
         settings: tuple[Products, Sequence[bool]],
         buffers: tuple[MaybeTensor, MaybeTensor],
         x: torch.Tensor,
@@ -196,7 +190,7 @@ class _RowsFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _RowsContext, d_y: torch.Tensor) -> Gradients:
+    def backward(ctx: Context, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
         (products, overwrites), buffer, saved = ctx.settings, ctx.grad_input_out, ctx.saved_tensors
         layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]

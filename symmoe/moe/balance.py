@@ -21,7 +21,7 @@ variant), and evaluation counts for nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -206,23 +206,16 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     return y
 
 
-class _CountInBackwardContext(Context, Protocol):
-    load: torch.Tensor
-    step_load: torch.Tensor
-
-
 class _CountInBackward(Function):
     """Does what the hook does, for torch.compile."""
 
     @staticmethod
-    def forward(
-        ctx: _CountInBackwardContext, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
         ctx.load, ctx.step_load = load, step_load
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: _CountInBackwardContext, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         _add_load(ctx.step_load, ctx.load)
         return dy, None, None
 

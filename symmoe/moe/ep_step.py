@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -315,15 +315,10 @@ class _Forward:
             return (combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine),)
 
 
-class _EPStepContext(Context, Protocol):
-    step: _EPStep
-    linears: tuple[GroupedLinear, GroupedLinear]
-
-
 class _ExpertParallelMLP(Function):
     @staticmethod
     def forward(
-        ctx: _EPStepContext,
+        ctx: Context,
         step: _EPStep,
         linears: tuple[GroupedLinear, GroupedLinear],
         x: torch.Tensor,
@@ -380,14 +375,14 @@ class _ExpertParallelMLP(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
 
 
-def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     linears = ctx.linears
     _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors

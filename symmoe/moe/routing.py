@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -136,14 +136,9 @@ def _compute_gradients(
     return dx, d_weight
 
 
-class _RouteContext(Context, Protocol):
-    rule: RoutingRule
-    heap: SymmetricHeap | None
-
-
 class _Route(Function):
     @staticmethod
-    def forward(ctx: _RouteContext, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tokens = _Tokens(*arguments)
         routed = Routed(*(_compute(tokens) if heap is None else heap.run(*tokens.call)))
         ctx.set_materialize_grads(False)
@@ -154,7 +149,7 @@ class _Route(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _RouteContext, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         given = gradients[:3]  # of logits, probs and scores
         if all(one is None for one in given):
             return (None,) * 7
@@ -229,11 +224,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-class _OperatorContext(Context, Protocol):
-    numbers: list[float]
-
-
-def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, _, _, ctx.numbers = inputs
     _, _, scores, topk_idx = output
     ctx.mark_non_differentiable(topk_idx)
@@ -241,7 +232,7 @@ def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.save_for_backward(x, weight, topk_idx, scores)
 
 
-def _backward(ctx: _OperatorContext, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return *_route_gradients(*gradients[:3], list(ctx.saved_tensors), ctx.numbers), None, None, None
 
 

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -218,16 +218,12 @@ def _(_dy: object, _state: object, tensors: Sequence[torch.Tensor], numbers: Seq
     return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))]
 
 
-class _OperatorContext(Context, Protocol):
-    numbers: list[int]
-
-
-def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     tensors, _topk_idx, ctx.numbers = inputs
     ctx.save_for_backward(output[3], *tensors)
 
 
-def _backward(ctx: _OperatorContext, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
+def _backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     state, *tensors = ctx.saved_tensors
     found = iter(_moe_backward(dy, state, tensors, ctx.numbers))
     trained = _Call(*ctx.numbers).are_trained(tensors)
