@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from worker import Findings
@@ -37,7 +38,13 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return (torch.randn(6 + rank + number, H, generator=generator) + 0.3).requires_grad_()
 
 
-def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | None = None) -> list[str]:
+GROUPS = [(num_ranks, order, None) for num_ranks in (1, 2, 4) for order in ("rank", "slot")]
+GROUPS += [(2, "slot", 1), pytest.param(4, "slot", 2, marks=pytest.mark.slow)]  # bytes are counted as on one node
+
+
+@pytest.mark.parametrize(("num_ranks", "order", "ranks_per_node"), GROUPS)
+@run_on()
+def test_records_are_what_happened(rank: int, num_ranks: int, order: str, ranks_per_node: int | None) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}, {order}"
     logged: list[tuple[dict[str, float], int]] = []
@@ -107,18 +114,6 @@ def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | N
         model.train()(batch(rank, 0))
         findings.equal("after close", sum(r.num_calls for r in logger.step(19)), 0)
     return findings.texts
-
-
-@pytest.mark.parametrize("order", ["rank", "slot"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_records_are_what_happened(cluster, num_ranks: int, order: str):
-    assert cluster(num_ranks).findings(check_records, order) == []
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_records_on_several_nodes(cluster, num_ranks: int, ranks_per_node: int):
-    """Bytes are counted as on one node."""
-    assert cluster(num_ranks).findings(check_records, "slot", ranks_per_node) == []
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
