@@ -130,39 +130,28 @@ def run_rows(
 
 
 class ProductGradients(Protocol):
-    """Backward of Products. input_gradient comes first, if rows get a gradient."""
+    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient. d_scale
+    fp32 [N] is None if nobody asks for it; there is a gradient of a bias and of a weight for each layer."""
 
     @property
-    def d_scale(self) -> MaybeTensor:
-        """fp32 [N]; None if nobody asks for it."""
-
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
-        """Fills d_rows [N, C]."""
-
-    def bias_gradients(self) -> Gradients:
-        """One for each layer."""
-
-    def weight_gradients(self) -> tuple[Compute, ...]:
-        """One for each layer."""
-
-    def adapter_gradients(self) -> Gradients:
-        """In the order of the adapters."""
+    def d_scale(self) -> MaybeTensor: ...
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None: ...
+    def bias_gradients(self) -> Gradients: ...
+    def weight_gradients(self) -> tuple[Compute, ...]: ...
+    def adapter_gradients(self) -> Gradients: ...
 
 
 class Products(Protocol):
-    """What the layers of a call compute, without autograd."""
+    """What the layers of a call, whose options backward reads when it runs, compute without autograd. forward fills out
+    [N, O] and returns what backward needs in addition to the inputs; needs: whether the rows, the scale and each bias
+    get a gradient."""
 
     @property
-    def layers(self) -> Layers:
-        """The layers, whose options backward reads when it runs."""
-
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
-        """Fills out [N, O]. Returns what backward needs in addition to the inputs."""
-
+    def layers(self) -> Layers: ...
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients: ...
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
-    ) -> ProductGradients:
-        """kept: what forward has returned. needs: whether the rows, the scale and each bias get a gradient."""
+    ) -> ProductGradients: ...
 
 
 class _RowsFunction(Function):

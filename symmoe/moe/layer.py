@@ -13,7 +13,6 @@ from torch import nn
 from symmoe.checks.arguments import tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
-from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -23,7 +22,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts, is_traced
+from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced
 from symmoe.moe.router import (
     Choice,
     Router,
@@ -127,7 +126,7 @@ class MoELayer(ExpertParallelModule):
         expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        num_local = config.experts_per_rank(heap.num_ranks)
+        config.experts_per_rank(heap.num_ranks)  # an error if ranks cannot have equally many
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
@@ -138,15 +137,7 @@ class MoELayer(ExpertParallelModule):
         self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
         vars(self)["_fitting_router"] = self.router
         if experts is None:
-            experts = GroupedMLP(
-                num_local,
-                config.hidden,
-                config.ffn,
-                activation=ScaledActivation(config.activation),
-                precision=config.precision,
-                dtype=dtype,
-                device=device,
-            )
+            experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self.replicas = Replicas(expert_group)

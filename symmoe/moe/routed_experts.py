@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from symmoe.dispatch.plan import PlanOptions, plan_call
+from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
@@ -122,6 +124,12 @@ class RoutedExperts(torch_operators.EagerStep):
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
         return PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
+
+
+def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
+    """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
+    sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
+    return GroupedMLP(*sizes, activation=ScaledActivation(config.activation), precision=config.precision, **options)
 
 
 def is_traced(experts: GroupedMLP) -> bool:

@@ -22,7 +22,7 @@ from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """Where T tokens go. topk_idx is -1 for a masked token, and where the capacity factor has dropped a slot; there,
     probs are 0. Backward reads it: change a copy."""
@@ -33,7 +33,7 @@ class Choice:
     num_over_capacity: torch.Tensor | None  # int32 [1], slots that the capacity factor has dropped; None without one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RouterOutput(Choice):
     """What the router decided for T tokens: experts best first, all different within a token."""
 
@@ -112,14 +112,8 @@ class Router(nn.Module):
                 x, self.weight, self.expert_bias, given_idx, top_k=config.top_k, rule=self._rule, heap=self._heap
             )
             choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
-        return RouterOutput(
-            topk_idx=choice.topk_idx,
-            probs=choice.probs,
-            chosen_idx=choice.chosen_idx,
-            num_over_capacity=choice.num_over_capacity,
-            scores=routed.scores,
-            logits=routed.logits,
-        )
+        chosen = choice.topk_idx, choice.probs, choice.chosen_idx, choice.num_over_capacity
+        return RouterOutput(*chosen, routed.scores, routed.logits)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types

@@ -16,13 +16,12 @@ from torch import nn
 from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import Plan, plan_call
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.mlp import GroupedMLP, kind_of
+from symmoe.grouped.mlp import kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
-from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe.routed_experts import RoutedExperts, experts_of
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
@@ -133,15 +132,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         return torch.empty(num_tokens, width, dtype=dtype, device=heap.device, requires_grad=dtype.is_floating_point)
 
     with torch.inference_mode(False):  # this turns gradients on
-        experts = GroupedMLP(
-            config.experts_per_rank(heap.num_ranks),
-            config.hidden,
-            config.ffn,
-            activation=ScaledActivation(config.activation),
-            precision=config.precision,
-            dtype=dtype,
-            device=heap.device,
-        )
+        experts = experts_of(config, heap.num_ranks, dtype=dtype, device=heap.device)
         routed = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
