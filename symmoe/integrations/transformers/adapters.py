@@ -1,9 +1,8 @@
 """Adapters that peft has put around the experts of a transformers model, as those of symmoe's grouped layers.
 
-peft's `target_parameters` puts a ParamWrapper around an experts module for each parameter, one around the other. Its
-forward makes W + B A of all experts in every call, which is what grouped LoRA (symmoe.training.lora) is there to avoid,
-and it does so by replacing a parameter that swapped experts do not have. So the adapters' values are taken out of the
-wrappers, and go back into peft's files by the names that they had there. Nothing here imports peft.
+peft's `target_parameters` puts a ParamWrapper around an experts module for each parameter, one around the other. It
+makes W + B A of all experts in every call, and replaces a parameter that swapped experts do not have. So the adapters'
+values are taken out of the wrappers, and go back into peft's files by their names there. Nothing here imports peft.
 
 E experts in all, e on this rank, r rank, C input features, O output features. peft has A [E r, C], expert by expert,
 and B [O, r E], whose columns are numbered r first. Where it takes a weight [E, C, O] for [E, O, C], or the other way

@@ -28,9 +28,9 @@ _REFUSED_OF_PEFT = (
 def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = None) -> Model:
     """Replaces the experts of every MoE block by this rank's share of them, in place.
 
-    Routers, shared experts and everything else stay transformers' own modules, so router logits, auxiliary losses and
-    gradient checkpointing work as before. From here on forward and backward are collective over the heap's group: each
-    rank brings its own tokens. Not collective itself; copies this rank's weights and releases the others.
+    Everything else stays transformers' own, so router logits, auxiliary losses and gradient checkpointing work as
+    before; `save_pretrained` raises. From here on forward and backward are collective over the heap's group: each rank
+    brings its own tokens. Not collective itself; copies this rank's weights and releases the others.
 
     Args:
         model: of a known family (families.py), on any device; move it to the heap's before the first call. On the

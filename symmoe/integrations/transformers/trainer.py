@@ -1,9 +1,8 @@
 """transformers' Trainer for swapped models.
 
-What a Trainer does to a model in several processes is done by methods of its own, and four of them are wrong where
-experts differ from rank to rank: clipping takes the norm over this rank's parameters, rank 0 saves its weights and its
-optimizer's state for all, and what it has saved is loaded by all. A callback comes after clipping and sees neither the
-Trainer nor its accelerator, and `save_pretrained` is called on rank 0 only. So there is a subclass, and no less.
+Of a Trainer's own methods, four are wrong where experts differ from rank to rank: clipping takes the norm over this
+rank's parameters, rank 0 saves its weights and its optimizer's state for all, and all load that. A callback comes after
+clipping, and `save_pretrained` is called on rank 0 only. So there is a subclass, and no less.
 """
 
 from __future__ import annotations
