@@ -31,7 +31,7 @@ T, K, H, I = 10, 2, 64, 32
 FULL = (True, True)
 NEEDS = (FULL, (True, False), (False, True), (False, False))  # of x, and of probs
 SUMS = {"rank": ("push_sums", "sum_home"), "slot": ("pull_rows",)}
-PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_fp8", "grouped_gemm_scaled")
+PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 
 
 @contextlib.contextmanager
@@ -89,8 +89,8 @@ OPTIONS = [
     {"bias": True},
     {"bias": True, "layout": "expert-major", "schedule": "serial", "precision": Float8Block()},
     {"adapters": "both"},
-    {"adapters": "alone", "stash": "none"},
-    {"adapters": "alone", "schedule": "serial", "order": "slot", "bias": True},
+    {"adapters": "only", "stash": "none"},
+    {"adapters": "only", "schedule": "serial", "order": "slot", "bias": True},
     {"frozen": True},
 ]
 
