@@ -102,8 +102,10 @@ def test_products_against_float64(widths, dtype):
 
 @dtypes
 @pytest.mark.parametrize("check", [check_products, check_gradients])
-def test_every_combination_of_options_against_float64(check, dtype):
-    check(kernels, Problem(SPLITS[0], WIDTHS[1], dtype))
+@pytest.mark.parametrize("widths", [WIDTHS[1], (8, 304)], ids=str)
+def test_every_combination_of_options_against_float64(widths, check, dtype):
+    """Also of one step of the contraction, as those of adapters are."""
+    check(kernels, Problem(SPLITS[0], widths, dtype))
 
 
 @dtypes

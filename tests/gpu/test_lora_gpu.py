@@ -15,9 +15,6 @@ from lora_cases import (
     random_parameters,
     rows_of_experts,
 )
-from row_ranges import spans_of, whole_groups
-
-from symmoe import kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -43,27 +40,3 @@ def test_experts(bias: bool, lora_rank: int, dtype: torch.dtype):
         assert is_near(gradient.cpu(), want[name], dtype), name
     assert not y[ROWS:].any()
     assert not row_probs.grad[ROWS:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("in_width", [8, 64, 520])
-def test_results_are_added(in_width: int, dtype: torch.dtype):
-    """To what is there, only in the rows of the groups; forward and backward, plain and gathered."""
-    width, num_rows, sizes = 600, 700, (300, 0, 129, 171)
-    row_range, end_row = whole_groups(sizes), sum(sizes)
-    rows, before = torch.randn(num_rows, in_width).to(dtype), torch.randn(num_rows, width).to(dtype)
-    rows[end_row:] = torch.nan
-    weight = (torch.randn(len(sizes), width, in_width) * in_width**-0.5).to(dtype)
-    index = torch.randint(0, 600, (num_rows,), dtype=torch.int32)
-    ops = kernels.for_device(torch.device(DEVICE))
-    for row_index, is_dgrad in ((None, False), (None, True), (index, False), (index, True)):
-        source = rows if row_index is None else rows[row_index]
-        want = before.double()
-        for g, group in enumerate(spans_of(row_range)):
-            want[group] += source[group].double() @ weight[g].double().T
-        out = before.to(DEVICE)
-        call, matrix = (ops.grouped_gemm_dgrad, weight.mT.contiguous()) if is_dgrad else (ops.grouped_gemm, weight)
-        given = rows.to(DEVICE), None if row_index is None else row_index.to(DEVICE)
-        call(given, matrix.to(DEVICE), row_range.to(DEVICE), out, accumulate=True)
-        assert is_near(out.cpu(), want, torch.bfloat16 if dtype == torch.float16 else dtype)
-        assert torch.equal(out.cpu()[end_row:], before[end_row:])

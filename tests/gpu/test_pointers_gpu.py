@@ -1,4 +1,4 @@
-"""Pointer loading on a GPU: every byte, graphs, streams, devices, threads, and discrete weights in grouped GEMMs."""
+"""Pointer loading on a GPU: every byte, graphs, streams, devices and threads."""
 
 import os
 import threading
@@ -9,12 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from row_ranges import whole_groups
-
 from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
-from symmoe.kernels import gpu, twin
-from symmoe.kernels.tensor_table import TensorTable
 
 pytestmark = pytest.mark.gpu
 
@@ -154,20 +150,3 @@ def test_scales_are_swizzled_as_by_the_twin(swizzle, captured):
     for lists in (both, {"fc1_scales": scales[0]}):
         for got, expected in zip(pack("cuda", **lists), pack("cpu", **lists), strict=True):
             assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("num_groups", [3, 100])
-def test_discrete_weights_in_a_grouped_gemm(num_groups):
-    torch.manual_seed(0)
-    fc1 = [torch.randn(64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(num_groups)]
-    fc2 = [torch.randn(32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(num_groups)]
-    packed = pack_weight_ptrs(fc1, fc2)
-    row_range = whole_groups([5] * num_groups, device="cuda")
-    for weights, pointers in ((fc1, packed.fc1), (fc2, packed.fc2)):
-        out_features, in_features = weights[0].shape
-        rows = torch.randn(5 * num_groups, in_features, device="cuda", dtype=torch.bfloat16)
-        out, expected = torch.full((2, 5 * num_groups, out_features), torch.nan, device="cuda", dtype=torch.bfloat16)
-        table = TensorTable(pointers, (num_groups, out_features, in_features), torch.bfloat16)
-        gpu.grouped_gemm(rows, table, row_range, out)
-        twin.grouped_gemm(rows, torch.stack(weights), row_range, expected)
-        torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)

@@ -216,7 +216,7 @@ def test_activations_of_widths_that_no_tile_divides_use_no_atomics(launches, ker
 ])  # fmt: skip
 def test_interleave_that_kernels_cannot_address_is_refused(interleave, text):
     with pytest.raises(ArgumentError, match=text):
-        activation.activation_fields(Activation(interleave=interleave), 40 if interleave == 32 else 192)
+        activation.addressable(Activation(interleave=interleave), 40 if interleave == 32 else 192)
 
 
 def test_the_workspace_is_enough_for_every_choice_of_tiles():

@@ -31,9 +31,8 @@ from symmoe.kernels.triton.activation import (
     SUM_STEPS,
     act_slopes,
     act_value,
-    activation_fields,
-    activation_of,
     add_neighbours,
+    addressable,
     join_blocks,
     load_hidden,
     scale_terms,
@@ -155,7 +154,7 @@ def act_quantize_rows_kernel(
     row_range,
     data,  # bytes [N, I]
     scale,
-    FIELDS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -165,7 +164,6 @@ def act_quantize_rows_kernel(
     ROWS: tl.constexpr,
 ):
     """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
     first = tl.program_id(0) * FEATURES
     prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, ROWS)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
@@ -196,7 +194,7 @@ def dact_quantize_kernel(
     num_rows,
     num_tiles,
     num_a_tiles,
-    FIELDS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -207,7 +205,6 @@ def dact_quantize_kernel(
     ROWS: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features)."""
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
     WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
     prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
@@ -306,7 +303,7 @@ def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_for
 
 def _common(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> dict[str, object]:
     return {
-        "FIELDS": activation_fields(activation, ffn),
+        "ACTIVATION": addressable(activation, ffn),
         "SCALE": block_format.scale,
         "BLOCK": block_format.block,
         "NUM_GROUPS": num_groups,

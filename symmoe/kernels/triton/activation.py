@@ -4,13 +4,10 @@ Here is the one definition of each activation and of its derivative on the devic
 lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
 
 Every kernel takes the activation as a constant: parts that it does not have (limits, an offset, a gate) cost nothing.
-Entry kernels take its fields as a tuple, which launches can compare without hashing a dataclass.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,7 +16,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.triton.tiles import tile_mask
 
 SILU = tl.constexpr(definition.SILU)
@@ -40,24 +37,15 @@ ROWS, COLUMNS = 8, 256  # a program's block: 16 bytes for each thread of 8 warps
 NUM_WARPS = 8
 
 
-def activation_fields(activation: Activation, ffn: int) -> tuple[Any, ...]:
-    """An activation as a constant of an entry kernel; rejects what the kernels cannot address."""
+def addressable(activation: Activation, ffn: int) -> Activation:
+    """The activation; rejects what the kernels cannot address."""
     block = activation.interleave
     if block is not None:
         if block > MAX_INTERLEAVE or block & (block - 1):
             raise ArgumentError(f"interleave ({block}) must be a power of two up to {MAX_INTERLEAVE} on GPUs")
         if ffn % block:
             raise ArgumentError(f"interleave ({block}) must divide the FFN width ({ffn})")
-    return dataclasses.astuple(activation)
-
-
-@triton.constexpr_function
-def activation_of(fields):
-    """The activation of which activation_fields made `fields`."""
-    function, is_gated, alpha, limit, offset, interleave = fields
-    return Activation(
-        function=function, is_gated=is_gated, alpha=alpha, limit=limit, offset=offset, interleave=interleave
-    )
+    return activation
 
 
 @triton.constexpr_function
@@ -229,20 +217,18 @@ def store_hidden(h, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, 
             tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale"])
+@fast_jit(["h", "out"])
 def scaled_activation_kernel(
     h,  # [N, W]
     scale,  # fp32[N]
     out,  # [N, I]
-    num_rows,
-    FIELDS: tl.constexpr,
+    num_rows: tl.int32,
+    ACTIVATION: tl.constexpr,
     FFN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Grid (blocks of rows, blocks of columns)."""
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first_column = tl.program_id(1) * COLUMNS
     gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS, COLUMNS)
@@ -253,23 +239,21 @@ def scaled_activation_kernel(
     tl.store(pointers, value.to(out.dtype.element_ty), mask=tile_mask(row, num_rows, column, FFN, COLUMNS))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale", "dscale"])
+@fast_jit(["dout", "h", "dh"])
 def scaled_activation_grad_kernel(
     dout,  # [N, I]
     h,  # [N, W]
     scale,  # fp32[N]
     dh,  # [N, W]
     dscale,  # fp32[N]
-    num_rows,
-    FIELDS: tl.constexpr,
+    num_rows: tl.int32,
+    ACTIVATION: tl.constexpr,
     FFN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One program per block of rows."""
     BLOCKS: tl.constexpr = COLUMNS // SUM_COLUMNS
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -310,5 +294,5 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
 
 @functools.cache
 def _constants(activation: Activation, ffn: int) -> Constants:
-    fields = activation_fields(activation, ffn)
-    return Constants({"FIELDS": fields, "FFN": ffn, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
+    return Constants({"ACTIVATION": addressable(activation, ffn), "FFN": ffn, **tile})

@@ -17,7 +17,7 @@ from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows, tile_mask
 
@@ -66,8 +66,7 @@ def sum_spread_tile(x, STEPS: tl.constexpr, SPREAD_STEPS: tl.constexpr):
     return sum_tile(sums.reshape(apart, x.shape[1]), STEPS - SPREAD_STEPS)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "scale", "row_range", "dbias"])
+@fast_jit(["dout"])
 def grouped_bias_grad_kernel(
     dout,
     dout_index,  # int32[N] or None
@@ -114,8 +113,7 @@ def sum_slots(first, num_slots, in_width, WIDTH: tl.constexpr, STEPS: tl.constex
     return total
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["bias_sums", "row_range", "dbias"])
+@fast_jit([])
 def sum_dbias_kernel(
     bias_sums,  # [slots of row tiles, W]
     row_range,
@@ -141,8 +139,7 @@ def sum_dbias_kernel(
     tl.store(pointers, total.to(dbias.dtype.element_ty), mask=column < WIDTH)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "row_range", "dscale"])
+@fast_jit(["dout", "bias"])
 def grouped_bias_dot_kernel(
     dout,
     dout_index,  # int32[N] or None

@@ -26,7 +26,7 @@ from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
@@ -308,8 +308,7 @@ def grouped_gemm_kernel(
         zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, WIDTH, ZERO_BLOCK)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_range", "out_table"])
+@fast_jit(["dout_desc", "dout", "rows_desc", "rows", "out"])
 def grouped_gemm_wgrad_kernel(
     dout_desc,  # [N, O], ragged, block [BLOCK_K, BLOCK_M]; None when gathering
     dout,
@@ -366,8 +365,7 @@ def grouped_gemm_wgrad_kernel(
                 store_gradient(parts[i], out_group, row, columns, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, True, BLOCK_N)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["table"])
+@fast_jit([])
 def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Zeros in BLOCK of the SIZE elements of each matrix of a table. Grid (blocks, groups)."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

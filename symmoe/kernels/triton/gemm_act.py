@@ -22,15 +22,15 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
     act_slopes,
     act_value,
-    activation_fields,
     add_neighbours,
+    addressable,
     gate_column,
     load_hidden,
     scale_terms,
@@ -124,8 +124,7 @@ def store_activation(
     return value
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "weight_table", "row_range", "row_scale", "bias"])
+@fast_jit(["rows_desc", "rows", "weight_desc", "h", "a"])
 def grouped_gemm_act_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]; None when gathering
     rows,  # [P, C], for gathering
@@ -186,11 +185,7 @@ def store_column_sums(sums, gate, up, row, end, first_column, ACTIVATION: tl.con
         tl.store(pointers + up_distance(ACTIVATION, FFN), total, mask=column < FFN)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment="row_index weight_table row_range row_scale scale_sums bias_sums".split(),
-)
+@fast_jit(["dout_desc", "dout", "weight_desc", "h", "dh", "a"])
 def grouped_gemm_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
     dout,  # [P, O], for gathering
@@ -204,7 +199,7 @@ def grouped_gemm_dact_kernel(
     a,  # [N, I]
     scale_sums,  # [blocks of columns, num_rows]
     bias_sums,  # [slots of row tiles, W] or None
-    num_rows,
+    num_rows: tl.int32,
     GEMM: tl.constexpr,
 ):
     ACTIVATION: tl.constexpr = GEMM.activation
@@ -258,17 +253,16 @@ def grouped_gemm_dact_kernel(
                     store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale_sums", "row_range", "dscale"])
+@fast_jit([])
 def sum_dscale_kernel(
-    scale_sums, row_range, dscale, num_rows, NUM_GROUPS: tl.constexpr, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr
+    sums, row_range, dscale, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dscale from the sums per block of columns, in order; 0 in the tail."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < first_tail_row(row_range, NUM_GROUPS)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.range(0, NUM_SUMS, loop_unroll_factor=SCALE_LOADS):
-        total += tl.load(scale_sums + i * num_rows.to(tl.int64) + row, mask=mask, other=0.0)
+        total += tl.load(sums + i * num_rows.to(tl.int64) + row, mask=mask, other=0.0)
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
@@ -324,13 +318,12 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
 
 @functools.cache
 def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False) -> Plan:
-    activation_fields(activation, ffn)  # rejects what the kernels cannot address
     if is_gradient:
         config = dact_config(ffn, dtype, most_columns)
     else:
         config = act_config(ffn, dtype, activation, most_columns)
     sizes = {"num_groups": num_groups, "columns": ffn, "in_width": in_width}
-    return Gemm(config=config, **sizes, activation=activation, weight_k_first=is_gradient).plan()
+    return Gemm(config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient).plan()
 
 
 def sum_dact_partials(workspace, row_range, dscale, num_partials):
