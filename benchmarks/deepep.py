@@ -187,7 +187,7 @@ def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions:
     """
     suite, variant, moved_bytes = trip
     wire_bytes = int(ranks.largest(moved_bytes)) or None
-    times, errors = Run(ranks, None, repetitions).measure([variant], ahead=True)
+    times, errors = Run(ranks, None, repetitions).measure([variant], align=ranks.align_ahead)
     records = []
     for column, direction in enumerate(variant.directions):
         taken, error = times[variant.name][:, column], errors[variant.name]

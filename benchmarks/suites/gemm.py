@@ -54,7 +54,9 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     spans = spans_of(LocalRows.of(problem))
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
-        times, errors = run.measure([_ours(ours, product, spans), _stock(stock, product, spans)], ahead=True)
+        times, errors = run.measure(
+            [_ours(ours, product, spans), _stock(stock, product, spans)], align=run.ranks.align_ahead
+        )
         flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():
@@ -168,21 +170,13 @@ def products(problem: Problem) -> dict[str, Product]:
             lambda: [grouped_mm(h_in, w1, ends)],
         ),
         "wgrad2": Product(
-            "backward",
-            1,
-            lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2),
-            [dw2],
-            *wgrad2,
+            "backward", 1, lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2), [dw2], *wgrad2
         ),
         "wgrad2-plain": Product(
             "backward", 1, lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_range, dw2), [dw2], *wgrad2
         ),
         "wgrad1": Product(
-            "backward",
-            2,
-            lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1),
-            [dw1],
-            *wgrad1,
+            "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1), [dw1], *wgrad1
         ),
         "wgrad1-plain": Product(
             "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, rows, row_range, dw1), [dw1], *wgrad1

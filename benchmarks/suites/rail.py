@@ -68,7 +68,9 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
     for name, (preset, num_bytes) in sizes.items():
         messages = Exchange(heap, num_bytes)
         call = in_steps(messages.begin, messages.move)
-        times, errors = run.measure([Variant(name, ("barrier", "exchange"), call, messages.verify)], ahead=True)
+        times, errors = run.measure(
+            [Variant(name, ("barrier", "exchange"), call, messages.verify)], align=run.ranks.align_ahead
+        )
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
         figures = {"wire_bytes": wire_bytes, "error": errors[name]}
         found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))

@@ -38,7 +38,7 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
     """make_plan with exact capacity, which the host waits for, and with static capacity."""
     capacities = {"exact": None, "static": problem.static_capacity}
     variants = [_plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()]
-    times, errors = run.measure(variants, ahead=True)
+    times, errors = run.measure(variants, align=run.ranks.align_ahead)
     return [
         case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name]) for name, taken in times.items()
     ]
@@ -62,7 +62,7 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
                 for layout, buffer in buffers.items()
             ]
             copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
-        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], ahead=True)
+        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], align=run.ranks.align_ahead)
     moved = {name: sent[copy] for name, copy in copies.items()} | sent
     return _records("dispatch", problem, run, times, errors, moved, copies)
 
@@ -79,7 +79,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What comes to this rank from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
-        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], ahead=True)
+        times, errors = run.measure([*variants, *_yardsticks(problem, run, sent, stack)], align=run.ranks.align_ahead)
     moved = {f"order={order}": each for order, each in received.items()} | sent
     copies = {f"order={order}": f"copy {order}" for order in received}
     return _records("combine", problem, run, times, errors, moved, copies)

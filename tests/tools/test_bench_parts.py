@@ -20,7 +20,7 @@ from symmoe.tools.bench.layer import experts_only
 from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
-from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant, measure
+from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant
 from symmoe.tools.facts import output_of
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_variants_take_turns_after_a_warm_up():
     ranks.barrier = lambda: log.append("barrier")
     ranks.align = lambda: log.append("align")
     variants = [listed(name, log, list(range(100))) for name in "ab"]
-    times = measure(variants, ranks, ListedClock(), repetitions=5, block=3)
+    times, _ = Run(ranks, None, 5).measure(variants, clock=ListedClock(), block=3)
     assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
     blocks = " ".join(log[4 * WARM_UP :]).split("barrier")
     assert [block.split()[::2] for block in blocks] == [[], ["align"] * 6, ["align"] * 4, []]
@@ -129,13 +129,13 @@ def test_marks_that_are_used_again_are_read_in_time():
         return marks
 
     captured = Variant("captured", ("forward",), call, lambda: 0.0, reuses_marks=True)
-    times = measure([captured], Ranks(CPU), ListedClock(), repetitions=7, block=3)
+    times, _ = Run(Ranks(CPU), None, 7).measure([captured], clock=ListedClock(), block=3)
     assert times["captured"].squeeze(1).tolist() == [WARM_UP + i for i in range(7)]
 
 
 def _slowest(rank: int, num_ranks: int) -> list[float]:
     lengths = [0.0] * WARM_UP + ([1.0, 5.0, 2.0] if rank == 0 else [4.0, 3.0, 2.5])
-    times = measure([listed("a", [], lengths)], Ranks(CPU), ListedClock(), repetitions=3)
+    times, _ = Run(Ranks(CPU), None, 3).measure([listed("a", [], lengths)], clock=ListedClock())
     return times["a"].squeeze(1).tolist()
 
 

@@ -12,17 +12,17 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.tools.bench.layer import Choice, make_experts, stock_step
+from symmoe.tools.bench.cases import config_of
+from symmoe.tools.bench.layer import make_experts, stock_step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
@@ -93,16 +93,12 @@ def bench_steps(
     return records
 
 
-def _config(kind: Kind, problem: Problem) -> MoEConfig:
+def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
+    """The step, and one of the same experts whose results can be compared with the reference."""
     capacity, num_slots = problem.static_capacity if kind.static else None, problem.case.num_slots
     if capacity is not None and kind.routes:  # the layer's own router decides, whatever the case's skew is
         capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
-    return replace(Choice().config(problem.case.shape, capacity), **kind.losses)
-
-
-def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tuple[torch.Tensor, ...]]]:
-    """The step, and one of the same experts whose results can be compared with the reference."""
-    config = _config(kind, problem)
+    config = config_of(problem.case.shape, capacity=capacity, **kind.losses)
     layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
     experts = RoutedExperts.of(config, run.heap, layer.experts)
     x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy

@@ -104,40 +104,6 @@ def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> fl
     return error
 
 
-def measure(
-    variants: Sequence[Variant],
-    ranks: Ranks,
-    clock: HostClock,
-    *,
-    repetitions: int,
-    block: int = BLOCK,
-    align: Callable[[], None] | None = None,
-) -> dict[str, npt.NDArray[np.float64]]:
-    """Milliseconds [repetitions, directions] of verified variants, by name, the largest of all ranks. Collective.
-    align: runs before every call; None is `ranks.align`."""
-    align = align or ranks.align
-    for variant in variants:
-        for _ in range(WARM_UP):
-            align()
-            variant.call(clock)
-    times: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
-    for first in range(0, repetitions, block):
-        ranks.barrier()
-        ranks.head_start()
-        taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
-        for repetition in range(first, min(first + block, repetitions)):
-            for variant in random.Random(repetition).sample(variants, len(variants)):
-                marks = taken[variant.name]
-                if variant.reuses_marks and marks:
-                    times[variant.name].append(clock.intervals_ms(marks.pop()))
-                align()
-                marks.append(variant.call(clock))
-        for name, marks in taken.items():
-            times[name] += [clock.intervals_ms(m) for m in marks]
-    ranks.barrier()
-    return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}
-
-
 class Run(NamedTuple):
     """One run of the benchmark: the ranks, their heap, and how often everything is timed."""
 
@@ -146,15 +112,43 @@ class Run(NamedTuple):
     repetitions: int
 
     def measure(
-        self, variants: Sequence[Variant], *, clock: HostClock | None = None, ahead: bool = False, block: int = BLOCK
+        self,
+        variants: Sequence[Variant],
+        *,
+        clock: HostClock | None = None,
+        align: Callable[[], None] | None = None,
+        block: int = BLOCK,
     ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
-        """(milliseconds [repetitions, directions], relative error) of every variant, by name. Collective. Raises
-        WrongResult on every rank if one is wrong on any. ahead: the host gets a head start: for calls that are so short
-        that launches would hide their time."""
-        errors = {v.name: largest_error(v.name, v.verify(), v.max_error, self.ranks) for v in variants}
-        align, clock = self.ranks.align_ahead if ahead else self.ranks.align, clock or clock_for(self.ranks.device)
-        times = measure(variants, self.ranks, clock, repetitions=self.repetitions, block=block, align=align)
-        return times, errors
+        """(milliseconds [repetitions, directions], the largest of all ranks, relative error) of every variant, by name.
+        Collective. Raises WrongResult on every rank if one is wrong on any.
+
+        Args:
+            align: runs before every call; None is `ranks.align`. `ranks.align_ahead` is for calls that are so short
+                that launches would hide their time.
+        """
+        ranks, clock = self.ranks, clock or clock_for(self.ranks.device)
+        errors = {v.name: largest_error(v.name, v.verify(), v.max_error, ranks) for v in variants}
+        align = align or ranks.align
+        for variant in variants:
+            for _ in range(WARM_UP):
+                align()
+                variant.call(clock)
+        times: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
+        for first in range(0, self.repetitions, block):
+            ranks.barrier()
+            ranks.head_start()
+            taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
+            for repetition in range(first, min(first + block, self.repetitions)):
+                for variant in random.Random(repetition).sample(variants, len(variants)):
+                    marks = taken[variant.name]
+                    if variant.reuses_marks and marks:
+                        times[variant.name].append(clock.intervals_ms(marks.pop()))
+                    align()
+                    marks.append(variant.call(clock))
+            for name, marks in taken.items():
+                times[name] += [clock.intervals_ms(m) for m in marks]
+        ranks.barrier()
+        return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}, errors
 
     def plan(self, problem: Problem, capacity: int | None = None) -> Plan:
         """A plan of the problem's routing. Collective."""

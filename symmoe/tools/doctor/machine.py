@@ -157,10 +157,11 @@ def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_core
     """Problems of the variables that matter, then one line with their values. symmoe sets what NVSHMEM needs unless the
     environment has it already: such values win."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
-    shown = {name: f"{name}={_short(environment[name])}" for name in matters}
-    for name, (values, level, text) in _HURTS.items():
+    values = {name: environment[name].encode("unicode_escape").decode() or "''" for name in matters}
+    shown = {name: f"{name}={v if len(v) <= _SHOWN else v[: _SHOWN - 3] + '...'}" for name, v in values.items()}
+    for name, (wrong, level, text) in _HURTS.items():
         value = environment.get(name, "").strip().lower()
-        hurts = (value in _ON) == (values == "on") if values in ("on", "off") else value not in values.split()
+        hurts = (value in _ON) == (wrong == "on") if wrong in ("on", "off") else value not in wrong.split()
         if has_gpu and name in environment and hurts:
             yield level, f"{shown[name]}: {text}", f"unset {name}"
     for name in matters:
@@ -181,11 +182,6 @@ def _is_writable(folder: Path) -> bool:
     """Whether files can be made there; for a folder that does not exist yet, whether it can be made."""
     existing = next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/"))
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
-def _short(value: str) -> str:
-    shown = value if len(value) <= _SHOWN else value[: _SHOWN - 3] + "..."
-    return shown.encode("unicode_escape").decode() if shown else "''"
 
 
 def _processes_left() -> int | None:

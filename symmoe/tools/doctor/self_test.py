@@ -31,7 +31,7 @@ from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
+from symmoe.tools.bench.timing import Run, Variant, in_steps
 from symmoe.tools.doctor.findings import Said, about
 
 DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
@@ -232,7 +232,7 @@ def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
             "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
         variants = [Variant(name, ("forward",), in_steps(step), lambda: 0.0) for name, step in steps.items()]
-        times = measure(variants, ranks, clock_for(heap.device), repetitions=_REPETITIONS, align=align)
+        times, _ = Run(ranks, heap, _REPETITIONS).measure(variants, align=align)
         return {f"{name}_gbs": x.nbytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
 
 

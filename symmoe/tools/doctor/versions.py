@@ -87,15 +87,21 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     elif nvshmem and library in pins and release(nvshmem) != release(pins[library]):
         yield "note", f"NVSHMEM {nvshmem} is not the one that torch is built with and loads, {pins[library]}", fix
 
-    if bindings in installed:
-        yield from _check_bindings(bindings, installed)
+    version, core, newer = installed.get(bindings), installed.get("cuda-core"), f"pip install '{bindings}>=0.4.1,<0.5'"
+    if version is not None:
+        if release(version) < (0, 3, 1):
+            yield "problem", f"{bindings} {version} does not work: 0.4.1 does", newer
+        elif release(version) < (0, 4, 1):
+            yield "note", f"{bindings} {version} is older than what was tested: 0.4.1 does", newer
+        if core is None or release(core) < (0, 5):  # has cuda.core, which was cuda.core.experimental before
+            text = f"cuda-core {core or '(not installed)'} has no cuda.core: {bindings} and symmoe need 0.5 or newer"
+            yield "problem", text, "pip install 'cuda-core>=0.7'"
         if nvshmem is None:
             yield "problem", f"{bindings} is installed without {library}, the library that it binds", fix
     elif has_gpu and cuda is not None:
         others = [each for each in installed if each.startswith("nvshmem4py-")]
         besides = f"; {others[0]} is, which is not for torch's CUDA {cuda}" if others else ""
-        text = f"{bindings} is not installed{besides}: heaps on GPUs need it"
-        yield "problem", text, f"pip install '{bindings}>=0.4.1,<0.5'"
+        yield "problem", f"{bindings} is not installed{besides}: heaps on GPUs need it", newer
 
     if not has_gpu and older and release(numpy) >= (2, 4):
         text = f"numpy {numpy} with Triton {triton}: kernels do not run in Triton's interpreter, as some tests want"
@@ -105,15 +111,3 @@ def check_versions(versions: Versions, *, has_gpu: bool) -> Iterator[Said]:
     shown = {"symmoe": "symmoe", "torch": "torch", "Triton": "triton", "NVSHMEM": library, "nvshmem4py": bindings}
     parts = ", ".join(f"{label} {installed.get(name, 'not installed')}" for label, name in shown.items())
     yield "ok", f"{parts}; torch is built for {f'CUDA {cuda}' if cuda else 'CPUs'}", ""
-
-
-def _check_bindings(name: str, installed: Mapping[str, str]) -> Iterator[Said]:
-    version, core = installed[name], installed.get("cuda-core")
-    fix = f"pip install '{name}>=0.4.1,<0.5'"
-    if release(version) < (0, 3, 1):
-        yield "problem", f"{name} {version} does not work: 0.4.1 does", fix
-    elif release(version) < (0, 4, 1):
-        yield "note", f"{name} {version} is older than what was tested: 0.4.1 does", fix
-    if core is None or release(core) < (0, 5):  # has cuda.core, which was cuda.core.experimental before
-        text = f"cuda-core {core or '(not installed)'} has no cuda.core: {name} and symmoe need 0.5 or newer"
-        yield "problem", text, "pip install 'cuda-core>=0.7'"
