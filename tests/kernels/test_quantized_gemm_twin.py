@@ -244,19 +244,9 @@ PLACES = {  # operand, and field
         ("mxfp8", "row_range", lambda t: t[0], r"row_range must be \[2, 5\], got \[5\]"),
         ("mxfp8", "bias", lambda _: torch.ones(5, 384), r"bias must be \[5, 256\], got \[5, 384\]"),
         ("mxfp8", "group_range", lambda _: torch.ones(5).int(), r"group_range must be \[2, 5\], got \[5\]"),
-        (
-            "nvfp4",
-            "row_global_scale",
-            lambda _: None,
-            r"row_global_scale must be \[5\] where numbers are e2m1, got",
-        ),
+        ("nvfp4", "row_global_scale", lambda _: None, r"row_global_scale must be \[5\] where numbers are e2m1, got"),
         ("nvfp4", "row_scale", lambda t: t[:, :0], r"row_scale \(of data with two elements in a byte\) must be \[6 or"),
-        (
-            "nvfp4",
-            "weight",
-            lambda t: t[..., :64],
-            r"weight \(of data with two elements in a byte\) must be \[5, 256",
-        ),
+        ("nvfp4", "weight", lambda t: t[..., :64], r"weight \(of data with two elements in a byte\) must be \[5, 256"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -176,10 +176,7 @@ def act_quantize_rows_kernel(
 
 
 @fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=ANY_ADDRESS,
-)
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"], do_not_specialize_on_alignment=ANY_ADDRESS)
 def dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, W]
