@@ -112,7 +112,7 @@ def act_part(
     COLUMNS: tl.constexpr,
 ):
     """a [ROWS, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
     return (value * factor).to(h.dtype.element_ty)
@@ -133,7 +133,7 @@ def dact_part(
 ):
     """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
     DTYPE: tl.constexpr = h.dtype.element_ty
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     gate = gate.to(tl.float32)
     up = up.to(tl.float32)
     column = first + tl.arange(0, COLUMNS)
@@ -259,9 +259,10 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
             out.dbias.zero_()
         return
     arguments = dact_arguments(da, h, row_scale, row_range, out, workspace)
-    on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, h.shape[1])
-    if on_hopper is not None and on_hopper.takes_dact_quantize(da, h, activation, block_format):
-        on_hopper.launch_dact_quantize(arguments, activation, block_format)
+    operands = da, h, activation, block_format
+    on_hopper = hopper_choice.launcher("dact_quantize", h.device, h.dtype, h.shape[1], *operands)
+    if on_hopper is not None:
+        on_hopper(arguments, activation, block_format)
     else:
         grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
         constants = _constants(ffn, num_groups, activation, block_format, of_gradient=True)
