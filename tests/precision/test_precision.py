@@ -239,7 +239,7 @@ def test_arguments():
         hadamard(rows[:, :24], 1)
     with pytest.raises(ArgumentError, match="one-byte scales"):
         swizzle_scales(torch.zeros(8, 4), row_start)
-    with pytest.raises(ArgumentError, match=r"swizzled is torch.uint8 .* it must be"):
+    with pytest.raises(ArgumentError, match="swizzled must be"):
         unswizzle_scales(torch.zeros(1, 1, 512, dtype=torch.uint8), row_start, num_rows=8, num_blocks=9)
     with pytest.raises(FrozenInstanceError):
         RECIPES[0].power_of_two = True
