@@ -31,7 +31,8 @@ else:
 
 
 class Context(Protocol):
-    """What autograd gives to forward and backward of a Function. (torch's own FunctionCtx leaves half of it out.)"""
+    """What autograd gives to forward and backward of a Function. (torch's own FunctionCtx leaves half of it out.) Other
+    attributes are what forward sets for backward."""
 
     saved_tensors: tuple[Any, ...]  # each a tensor, or None
     needs_input_grad: tuple[bool, ...]
@@ -44,6 +45,10 @@ class Context(Protocol):
 
     def set_materialize_grads(self, value: bool) -> None:
         """False: backward gets None, not zeros, for an output that nobody differentiates."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 def is_in_backward() -> bool:

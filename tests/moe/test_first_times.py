@@ -101,7 +101,7 @@ def test_a_first_step_may_be_cold(cluster, way: str, num_ranks: int):
     assert warm == [(True, 0)] * (num_ranks - 1)
 
 
-def record_alone(rank: int, num_ranks: int) -> tuple[int, bool]:
+def record_on_one_rank(rank: int, num_ranks: int) -> tuple[int, bool]:
     """Calls that were played, and whether torch's compiler was imported. Ranks record in different steps."""
     tokens = ([8, 9, 10, 10, 10, 10, 8, 8], [8, 8, 9, 11, 11, 9, 9, 9])[rank]
     with mock.patch.dict(os.environ, SYMMOE_TAPES="on"):
@@ -114,10 +114,10 @@ def record_alone(rank: int, num_ranks: int) -> tuple[int, bool]:
         return heap.tapes.num_played, "torch._dynamo" in sys.modules
 
 
-def test_one_rank_alone_records_a_call():
+def test_a_rank_records_a_call_while_others_do_not():
     ranks = Cluster(2)  # new processes, which have imported nothing yet
     try:
-        results = ranks.run(record_alone)
+        results = ranks.run(record_on_one_rank)
     finally:
         ranks.close()
     assert all(num_played > 0 and not is_imported for num_played, is_imported in results)

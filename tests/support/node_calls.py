@@ -22,7 +22,7 @@ from symmoe.combine import trip as combine_trip
 from symmoe.combine.nodes import FromNodes
 from symmoe.dispatch import trip
 from symmoe.dispatch.nodes import RailPlan
-from symmoe.moe import ep_step
+from symmoe.grouped.weights import NewGradients
 from symmoe.nodes import reach
 from symmoe.nodes.rail import Messages, Started
 from symmoe.nodes.reach import Endpoint
@@ -157,7 +157,7 @@ def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
         "sending gradients": (RailPlan, "sent_rows", 3, True),  # after those of maps, tokens and probs
         "own gradients": (trip, "Part", parts, True),
         "gradients of other nodes": (trip, "Part", 2 * parts - 1, True),
-        "weight gradients": (ep_step._EPStep, "weight_gradients", 0, True),
+        "weight gradients": (NewGradients, "add", 0, True),
         "summing in backward": (FromNodes, "add", 1, True),
     }
 
