@@ -13,6 +13,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import HADAMARD_SIZE, max_tiles
 from symmoe.kernels.gemm_parts import range_of
+from symmoe.kernels.operands import check_operand
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES
 from symmoe.kernels.twin import quantize as twin
 
@@ -48,10 +49,7 @@ def unswizzle_scales(
     """
     scale = torch.zeros(num_rows, num_blocks, dtype=torch.uint8, device=swizzled.device)
     row_range, shape = _tiles_of(scale, row_start)
-    if swizzled.dtype != torch.uint8 or swizzled.shape != shape or not swizzled.is_contiguous():
-        raise ArgumentError(
-            f"swizzled is {swizzled.dtype} {list(swizzled.shape)}; it must be contiguous torch.uint8 {list(shape)}"
-        )
+    check_operand("swizzled", swizzled, shape, (torch.uint8,))
     if swizzled.numel():
         kernels.for_device(scale.device).unswizzle_scales(swizzled, row_range, scale)
     return scale
@@ -68,19 +66,11 @@ def _tiles_of(scale: torch.Tensor, row_start: torch.Tensor) -> tuple[torch.Tenso
 
 
 def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The row_range int32[2, G] of groups of `rows`, from their bounds int32[G + 1] or their row_range itself.
-
-    Raises:
-        ArgumentError: it is neither. Values are not looked at.
-    """
-    is_range = row_start.dim() == 2 and row_start.shape[0] == 2 and row_start.shape[1] >= 1
-    is_bounds = row_start.dim() == 1 and row_start.shape[0] >= 2
-    if row_start.dtype != torch.int32 or not (is_range or is_bounds):
-        raise ArgumentError(
-            f"row_start is {row_start.dtype} {list(row_start.shape)}; it must be torch.int32 [groups + 1]"
-        )
-    if row_start.device != rows.device or not row_start.is_contiguous():
-        raise ArgumentError(f"row_start is on {row_start.device}; it must be contiguous on {rows.device}")
+    """The row_range int32[2, G] of groups of `rows`, from their bounds int32[G + 1] or their row_range itself;
+    ArgumentError if it is neither. Values are not looked at."""
+    is_range = row_start.dim() == 2
+    shape = (2, max(1, row_start.shape[1])) if is_range else (max(2, row_start.numel()),)
+    check_operand("row_start", row_start, shape, (torch.int32,), rows.device)
     return row_start if is_range else range_of(row_start)
 
 

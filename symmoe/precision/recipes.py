@@ -115,8 +115,8 @@ class Recipe(ABC):
         Raises:
             ArgumentError: an argument is not as described, or there are seeds without stochastic_gradients.
         """
-        row_range = _row_range(self, rows, row_start, seeds, row_index)
-        num_rows, row_format = (rows if row_index is None else row_index).shape[0], self.row_format
+        row_range, num_rows = _row_range(self, rows, row_start, seeds, row_index)
+        row_format = self.row_format
         result = self.empty("rows", num_rows, rows.shape[1], row_range, out)
         ops = kernels.for_device(rows.device)
         amax, sums = _amax(row_format, rows, row_range, row_index), None
@@ -142,8 +142,7 @@ class Recipe(ABC):
         out: Buffers | None = None,
     ) -> Quantized:
         """Transposed rows with scales along the tokens of a group: an operand of wgrad. Arguments, errors: quantize."""
-        row_range = _row_range(self, rows, row_start, seeds, row_index)
-        num_rows = (rows if row_index is None else row_index).shape[0]
+        row_range, num_rows = _row_range(self, rows, row_start, seeds, row_index)
         row_format, signs = self.row_format, self.column_signs
         result = self.empty("columns", num_rows, rows.shape[1], row_range, out)
         amax = _amax(row_format, rows, row_range, row_index, signs)
@@ -304,19 +303,19 @@ def _row_range(
     row_start: torch.Tensor | None,
     seeds: torch.Tensor | None,
     row_index: torch.Tensor | None,
-) -> torch.Tensor:
-    """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
+) -> tuple[torch.Tensor, int]:
+    """Where the rows of every group begin and end, and how many rows there are; ArgumentError if an argument is not
+    what it must be."""
     check_floats(recipe, "rows", rows, ("N", "C"))
     if row_index is not None:
         check_operand("row_index", row_index, (row_index.numel(),), (torch.int32,), rows.device)
-    if row_start is None:
-        row_start = equal_groups(1, (rows if row_index is None else row_index).shape[0], rows.device)
-    row_range = checked_row_range(row_start, rows)
+    num_rows = (rows if row_index is None else row_index).shape[0]
+    row_range = checked_row_range(equal_groups(1, num_rows, rows.device) if row_start is None else row_start, rows)
     if seeds is not None:
         if not recipe.stochastic_gradients:
             raise ArgumentError(f"seeds are given; {recipe} rounds to nearest")
         check_numbers("seeds", seeds, (row_range.shape[1],), (torch.int64,), rows.device)
-    return row_range
+    return row_range, num_rows
 
 
 def check_floats(recipe: Recipe, name: str, tensor: torch.Tensor | TensorTable, shape: tuple[str | int, ...]) -> None:

@@ -81,6 +81,7 @@ def oracle(act, h, scale, d_out):
 def test_against_float64(name, dtype, lead):
     activation, act = ACTIVATIONS[name]
     h, scale, d_out = operands(activation, lead, dtype)
+    scale[-1] = 0  # which has a gradient, too
     h.requires_grad_()
     scale.requires_grad_()
     out = activation(h, scale)
@@ -169,15 +170,6 @@ def test_scale_of_any_floating_dtype(scale_dtype):
     assert out.dtype == torch.bfloat16
     assert scale.grad.dtype == scale_dtype
     assert_near(scale.grad, oracle(swiglu, h, scale, d_out)[2], torch.bfloat16)
-
-
-def test_scale_of_zero_still_has_a_gradient():
-    h, _, d_out = operands(ScaledSwiGLU(), (5,), torch.float32)
-    scale = torch.zeros(5, requires_grad=True)
-    out = ScaledSwiGLU()(h, scale)
-    out.backward(d_out)
-    assert not out.any()
-    assert_near(scale.grad, oracle(swiglu, h, scale, d_out)[2], torch.float32)
 
 
 @pytest.mark.parametrize("only", ["h", "scale"])
@@ -271,13 +263,6 @@ def test_conversion(block, shape, dim):
     assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(interleaved_order(24, block))))
     assert_same_bits(deinterleave_gate_up(interleaved, block, dim=dim), tensor)
     assert_same_bits(interleave_gate_up(deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor)
-
-
-def test_conversion_by_hand():
-    assert interleave_gate_up(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), 2, dim=0).tolist() == [
-        *(0, 1, 10, 11),
-        *(2, 3, 12, 13),
-    ]
 
 
 @pytest.mark.parametrize("convert", [interleave_gate_up, deinterleave_gate_up])

@@ -15,11 +15,11 @@ from low_precision_cases import RECIPES
 from row_ranges import whole_groups
 from worker import Findings, open_heap, poison
 
-from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
+from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Quantized
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
@@ -140,43 +140,6 @@ def test_delayed_weight_gradients_keep_no_weights(make, precision, dtype: torch.
     assert alive(dtype, *shapes) == 0
     module.backward_dw()
     assert all(parameter.grad.any() for name, parameter in module.named_parameters() if "weight" in name)
-
-
-@pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
-def test_weights_are_quantised_for_dgrad_where_they_are_kept(monkeypatch, stash):
-    """A forward pass that keeps no h quantises for its own products alone; nor does one without gradients."""
-    transposed: list[tuple[int, ...]] = []
-    original = Quantized.__init__
-
-    def note(self, **fields) -> None:
-        original(self, **fields)
-        if fields["layout"] == "weight_transposed":
-            transposed.append(tuple(fields["data"].shape))
-
-    monkeypatch.setattr(Quantized, "__init__", note)
-    both = [(4, 64, 64), (4, 32, 64)]
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        config = MoEConfig(
-            hidden=64,
-            ffn=32,
-            num_experts=4,
-            top_k=2,
-            precision=Float8Block(),
-            stash=stash,
-            schedule="always-overlapped",
-        )
-        layer = MoELayer(config, heap)
-        with torch.no_grad():
-            layer(torch.randn(5, 64))
-        assert transposed == []
-        y, _ = layer(torch.randn(5, 64, requires_grad=True))
-        assert transposed == (both if stash in ("all", "hidden") else [])
-        y.sum().backward()
-        assert transposed == both
-        transposed.clear()
-        layer.requires_grad_(False)
-        layer(torch.randn(5, 64))
-        assert transposed == []
 
 
 def test_what_torch_computes_of_operands_is_not_read():

@@ -131,6 +131,11 @@ def test_a_row_on_the_wire(recipe, hidden):
             got, want = (getattr(q, name).view(torch.uint8) for q in (found, quantized))
             assert torch.equal(got[:9], want[picked][:9]), name  # the others belong to no group
         assert found.row_range is row_range
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):  # along tokens: of the decoded rows
+            columns = wire.columns(sent, row_range, dtype, row_index)
+            wanted = recipe.quantize_columns(wire.decode(sent, dtype), row_range, row_index=row_index)
+            assert (columns.layout, columns.num_rows, columns.row_range) == ("columns", wanted.num_rows, row_range)
+            assert torch.equal(columns.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7))
     parts = quantized.data.view(torch.uint8), quantized.scale.view(torch.uint8)
     padding = torch.zeros(20, wire.row_bytes - recipe.row_bytes(hidden), dtype=torch.uint8)
     assert torch.equal(sent.view(torch.uint8), torch.cat([*parts, padding], dim=1))
@@ -142,26 +147,6 @@ def test_a_row_on_the_wire(recipe, hidden):
     for wrong in (x[0], x.double(), x[:, :16], x[:, ::2], torch.cat([x, x], dim=1)):
         with pytest.raises(ArgumentError, match=rf"it must be contiguous \[T, {hidden}\]"):
             wire.encode(wrong)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
-def test_columns_of_a_row_on_the_wire(recipe, dtype):
-    """What the recipe makes of decoded rows, bit for bit."""
-    wire, x = WireFormat(recipe, 160), torch.randn(20, 160).bfloat16()
-    x[3], x[4, 5] = 0, torch.nan
-    sent, row_range = wire.encode(x), whole_groups((4, 0, 5))
-    index = torch.randint(20, (11,), dtype=torch.int32)
-    index[9:] = -5  # of the tail, which is not read
-    for row_index in (None, index):
-        found = wire.columns(sent, row_range, dtype, row_index)
-        wanted = recipe.quantize_columns(wire.decode(sent, dtype), row_range, row_index=row_index)
-        other = wire.columns(sent.roll(1, 0), row_range, dtype, row_index)
-        assert (found.layout, found.num_rows, found.row_range) == ("columns", wanted.num_rows, row_range)
-        for got, want in ((found.data, wanted.data), (found.scale, wanted.scale)):
-            assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
-        assert torch.equal(found.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7))
-        assert not torch.equal(found.dequantize().nan_to_num(7), other.dequantize().nan_to_num(7))
 
 
 @every_recipe

@@ -201,11 +201,6 @@ class Problem(Quantised):
             result[span] = product
         return result
 
-    def transposed_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same E4M3 numbers with the features the other way round, as the input gradient wants them."""
-        turned = self.weight.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
-        return turned, self.weight_scale.transpose(1, 2).contiguous()
-
 
 @dataclass
 class WgradProblem(Quantised):

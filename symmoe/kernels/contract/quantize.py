@@ -80,13 +80,7 @@ class QuantizeKernels(Protocol):
         """
 
     def group_amax(
-        self,
-        rows: Tensor,
-        row_range: Tensor,
-        amax: Tensor,
-        *,
-        row_index: MaybeTensor = None,
-        signs: int | None = None,
+        self, rows: Tensor, row_range: Tensor, amax: Tensor, *, row_index: MaybeTensor = None, signs: int | None = None
     ) -> None:
         """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G]. Whole groups.
 

@@ -174,10 +174,7 @@ def act_quantize_rows_kernel(
 
 
 @fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=ANY_ADDRESS,
-)
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"], do_not_specialize_on_alignment=ANY_ADDRESS)
 def dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, W]
@@ -248,7 +245,7 @@ def act_quantize(h, row_scale, row_range, out, activation, block_format):
         return
     tiles_of_features = ceil_div(ffn, FEATURES)
     grid = tiles_of_features, row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features)
-    constants = _act_constants(ffn, num_groups, activation, block_format)
+    constants = _constants(ffn, num_groups, activation, block_format, of_gradient=False)
     launch(act_quantize_rows_kernel, grid, constants, h, row_scale, row_range, *map(as_stored, out))
 
 
@@ -265,7 +262,8 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
         on_hopper(arguments, activation, block_format)
     else:
         grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
-        launch(dact_quantize_kernel, grid, _dact_constants(ffn, num_groups, activation, block_format), *arguments)
+        constants = _constants(ffn, num_groups, activation, block_format, of_gradient=True)
+        launch(dact_quantize_kernel, grid, constants, *arguments)
     sum_dact_partials(workspace, row_range, out.dscale, num_scale_sums(ffn))
     if out.dbias is not None:
         sum_row_tiles(workspace[num_rows * num_scale_sums(ffn) :], row_range, out.dbias, formats.TILE)
@@ -289,24 +287,20 @@ def dact_arguments(
 
 
 @functools.cache
-def _act_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
-    return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
-
-
-@functools.cache
-def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"FEATURES": dact_features(activation), "STRIP": max(STRIP, activation.interleave or 0), "ROWS": ROWS}
-    program = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
-    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **program})
-
-
-def _common(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> dict[str, object]:
-    return {
+def _constants(
+    ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat, *, of_gradient: bool
+) -> Constants:
+    named: dict[str, object] = {
         "ACTIVATION": addressable(activation, ffn),
         "SCALE": block_format.scale,
         "BLOCK": block_format.block,
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
+        "FEATURES": dact_features(activation) if of_gradient else FEATURES,
+        "ROWS": ROWS,
+        "num_warps": NUM_WARPS if of_gradient else ROW_WARPS,
     }
+    if of_gradient:
+        named |= {"STRIP": max(STRIP, activation.interleave or 0), "maxnreg": REGISTERS}
+    return Constants(named)

@@ -42,10 +42,7 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=BLOCK.value, num_stages=3,
 
 
 @fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=quantized_gemm.ANY_ADDRESS,
-)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=quantized_gemm.ANY_ADDRESS)
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
     row_scale,  # [N, blocks of C]

@@ -173,10 +173,7 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
 
 
 @fast_launch
-@gluon.jit(
-    do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=ANY_ADDRESS,
-)
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"], do_not_specialize_on_alignment=ANY_ADDRESS)
 def hopper_dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, 2I]

@@ -195,10 +195,7 @@ def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.co
 
 
 @fast_launch
-@gluon.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=ANY_ADDRESS,
-)
+@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ANY_ADDRESS)
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]; describe_table with a table

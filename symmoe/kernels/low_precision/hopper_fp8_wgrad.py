@@ -289,13 +289,7 @@ def launch_fp8_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=No
 
 @functools.cache
 def _plan(
-    num_groups: int,
-    out_rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    accumulate: bool,
-    is_table: bool,
-    **options: Any,
+    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, is_table: bool, **options: Any
 ) -> tuple[Fp8WgradPipeline, Constants]:
     pipe = Fp8WgradPipeline(
         num_groups=num_groups,

@@ -42,16 +42,15 @@ from symmoe.kernels.triton.tiles import (
     row_tile_prefix,
 )
 
+NUM_WARPS = 8
 # Lines and elements of a program's tile.
-ROW_TILE = (SLOT_ROWS, 256)
+ROW_TILE, ROW_WARPS = (SLOT_ROWS, 256), 4
 COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
 PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
-ROW_WARPS = 4
 # Of a program that also sums rows: one warp has all of them, a thread 4, so that no sum goes through shared memory.
 SUM_COLUMNS, SUM_WARPS = 128, 1
 SUM_STEPS, SPREAD_STEPS = tl.constexpr(SLOT_ROWS.bit_length() - 1), tl.constexpr(2)
-NUM_WARPS = 8
 
 
 @triton.jit
@@ -352,7 +351,7 @@ def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=No
     num_rows, width = data.shape[0], rows.shape[1]
     if num_rows == 0:
         return
-    constants = _row_constants(block_format, num_groups, width, sums is not None)
+    constants = _of_groups(block_format, num_groups, width, _ROWS if sums is None else _SUMMED_ROWS)
     num_columns = ceil_div(width, constants.named["COLUMNS"])
     grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
     operands = rows, row_index, row_range, as_stored(data), as_stored(scale)
@@ -371,7 +370,7 @@ def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax
         on_hopper(rows, row_range, out, block_format, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    constants = _column_constants(block_format, num_groups, width, signs is not None)
+    constants = _of_groups(block_format, num_groups, width, _COLUMNS if signs is None else _TRANSFORMED)
     operands = rows, row_index, row_range, as_stored(data), column_scale(scale)
     launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
 
@@ -380,7 +379,7 @@ def quantize_weights(weight, out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _weight_constants(block_format, weight.dtype, num_lines, width, *strides)
+    constants = _of_weights(block_format, weight.dtype, num_lines, width, _WEIGHTS, strides)
     launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *map(as_stored, out), amax)
 
 
@@ -391,7 +390,9 @@ def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=Non
     if on_hopper is not None:
         on_hopper(weight, out, transposed_out, block_format)
         return
-    constants = _pair_constants(block_format, weight.dtype, num_lines, width)
+    is_square = block_format.block == block_format.block_lines
+    tile = _WEIGHTS if is_square else _tile(block_format.block, PAIR_COLUMNS, ROW_WARPS)
+    constants = _of_weights(block_format, weight.dtype, num_lines, width, tile)
     grid = ceil_div(width, constants.named["COLUMNS"]), ceil_div(num_lines, constants.named["LINES"]), num_groups
     buffers = map(as_stored, (*out, *transposed_out))
     launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
@@ -404,7 +405,7 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     if num_rows == 0:
         return
     grid = max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])
-    constants = _amax_constants(num_groups, width, signs is not None)
+    constants = _of_groups(None, num_groups, width, _COLUMNS if signs is None else _TRANSFORMED)
     launch(group_amax_kernel, grid, constants, rows, row_index, row_range, amax.view(torch.int32), signs or 0)
 
 
@@ -412,67 +413,47 @@ def weight_amax(weight, amax):
     num_groups, num_lines, width = weight.shape
     amax.zero_()
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _weight_amax_constants(weight.dtype, num_lines, width)
+    constants = _of_weights(None, weight.dtype, num_lines, width, _WEIGHTS)
     launch(weight_amax_kernel, grid, constants, *packed_and_table(weight), amax.view(torch.int32))
+
+
+def _tile(lines: int, columns: int, num_warps: int) -> tuple[tuple[str, int], ...]:
+    return ("LINES", lines), ("COLUMNS", columns), ("num_warps", num_warps)
+
+
+_ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
+_COLUMNS, _TRANSFORMED = (
+    (("HADAMARD", transforms), ("LINES", COLUMN_TILE[0]), ("num_warps", NUM_WARPS)) for transforms in (False, True)
+)
+_WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 
 def _format(block_format: BlockFormat) -> dict[str, object]:
     return {"ELEMENT": block_format.element, "SCALE": block_format.scale, "BLOCK": block_format.block}
 
 
-def _groups(num_groups: int) -> dict[str, object]:
-    return {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
-
-
-def _format_of_groups(block_format: BlockFormat, num_groups: int) -> dict[str, object]:
-    return {**_format(block_format), "PER_BYTE": block_format.elements_per_byte, **_groups(num_groups)}
-
-
 @functools.cache
-def _row_constants(block_format: BlockFormat, num_groups: int, width: int, sums: bool) -> Constants:
-    columns, num_warps = (SUM_COLUMNS, SUM_WARPS) if sums else (ROW_TILE[1], ROW_WARPS)
-    tile = {"WIDTH": width, "LINES": SLOT_ROWS, "COLUMNS": columns, "num_warps": num_warps}
-    return Constants({**_format_of_groups(block_format, num_groups), **tile})
-
-
-@functools.cache
-def _column_constants(block_format: BlockFormat, num_groups: int, width: int, transforms: bool) -> Constants:
-    return Constants({**_format_of_groups(block_format, num_groups), **_column_tile(width, transforms)})
-
-
-def _column_tile(width: int, transforms: bool) -> dict[str, object]:
-    return {"HADAMARD": transforms, "WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-
-
-def _weights(block_format: BlockFormat, dtype: torch.dtype, num_lines: int, width: int) -> dict[str, object]:
-    lines = {"BLOCK_LINES": block_format.block_lines, "NUM_LINES": num_lines, "WIDTH": width}
-    return {"DTYPE": TRITON_DTYPES[dtype], **_format(block_format), **lines}
-
-
-@functools.cache
-def _weight_constants(
-    block_format: BlockFormat, dtype: torch.dtype, num_lines: int, width: int, line_stride: int, element_stride: int
+def _of_groups(
+    block_format: BlockFormat | None, num_groups: int, width: int, tile: tuple[tuple[str, int], ...]
 ) -> Constants:
-    strides = {"LINE_STRIDE": line_stride, "ELEMENT_STRIDE": element_stride}
-    tile = {"LINES": WEIGHT_TILE[0], "COLUMNS": WEIGHT_TILE[1], "num_warps": NUM_WARPS}
-    return Constants({**_weights(block_format, dtype, num_lines, width), **strides, **tile})
+    """Constants of a kernel of rows in groups."""
+    groups: dict[str, object] = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups), "WIDTH": width}
+    if block_format is not None:
+        groups |= {**_format(block_format), "PER_BYTE": block_format.elements_per_byte}
+    return Constants({**groups, **dict(tile)})
 
 
 @functools.cache
-def _pair_constants(block_format: BlockFormat, dtype: torch.dtype, num_lines: int, width: int) -> Constants:
-    (lines, columns), num_warps = WEIGHT_TILE, NUM_WARPS
-    if block_format.block != block_format.block_lines:
-        lines, columns, num_warps = block_format.block, PAIR_COLUMNS, ROW_WARPS
-    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
-    return Constants({**_weights(block_format, dtype, num_lines, width), **tile})
-
-
-@functools.cache
-def _weight_amax_constants(dtype: torch.dtype, num_lines: int, width: int) -> Constants:
-    tile = {"LINES": WEIGHT_TILE[0], "COLUMNS": WEIGHT_TILE[1], "num_warps": NUM_WARPS}
-    return Constants({"DTYPE": TRITON_DTYPES[dtype], "NUM_LINES": num_lines, "WIDTH": width, **tile})
-
-
-@functools.cache
-def _amax_constants(num_groups: int, width: int, transforms: bool) -> Constants:
-    return Constants({**_groups(num_groups), **_column_tile(width, transforms)})
+def _of_weights(
+    block_format: BlockFormat | None,
+    dtype: torch.dtype,
+    num_lines: int,
+    width: int,
+    tile: tuple[tuple[str, int], ...],
+    strides: tuple[int, ...] = (),
+) -> Constants:
+    """Constants of a kernel of matrices. strides: of a line and an element, if the kernel takes any."""
+    sizes: dict[str, object] = {"DTYPE": TRITON_DTYPES[dtype], "NUM_LINES": num_lines, "WIDTH": width}
+    if block_format is not None:
+        sizes |= {**_format(block_format), "BLOCK_LINES": block_format.block_lines}
+    return Constants({**sizes, **dict(zip(("LINE_STRIDE", "ELEMENT_STRIDE"), strides)), **dict(tile)})  # noqa: B905

@@ -311,12 +311,7 @@ def grouped_gemm_wgrad_scaled_kernel(
 
 @functools.cache
 def plan_gemm(
-    block_format: BlockFormat,
-    unit: Unit,
-    num_groups: int,
-    out_width: int,
-    line_bytes: int,
-    **tile: Any,
+    block_format: BlockFormat, unit: Unit, num_groups: int, out_width: int, line_bytes: int, **tile: Any
 ) -> Plan:
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
@@ -340,12 +335,7 @@ def plan_gemm(
 
 @functools.cache
 def plan_wgrad(
-    block_format: BlockFormat,
-    unit: Unit,
-    dtype: torch.dtype,
-    accumulate: bool,
-    shape: tuple[int, ...],
-    **tile: Any,
+    block_format: BlockFormat, unit: Unit, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...], **tile: Any
 ) -> Plan:
     """How grouped_gemm_wgrad_scaled_kernel is launched."""
     config = replace(_gemm_config(block_format, unit, shape[2]), **{"block_k": formats.TILE, **tile})
