@@ -169,7 +169,7 @@ class PlanOptions(NamedTuple):
     precision: Recipe | None
     quantized_wire: str
     rail_capacity: int | None = None
-    config: int = 0  # the number of a layer's configuration, see symm_mem/configurations.py
+    config: int = 0  # the number of a layer's configuration, see symm_mem/reports.py
 
 
 def make_plan(

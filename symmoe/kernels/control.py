@@ -33,7 +33,7 @@ MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 # sees a fault, and a plan that finds an error for the host, set FAULTED: until the host has raised the error, barriers
 # return at once and count no epoch, so all ranks go on from the same one, however far their hosts had run ahead.
 # RAIL_FAULT is 1 if a rank of another node has sent word of a fault with its payload: the next barrier is entered with
-# it. A rank tells other nodes the three of them, see symm_mem/mates.py.
+# it. A rank tells other nodes the three of them, see symm_mem/several_nodes.py.
 # ON_RAIL is 1 while this rank waits for ranks of other nodes, which peers do not take for absence.
 BARRIER_EPOCH, ABORTED, FAULTED, RAIL_FAULT, ON_RAIL = range(5)
 NUM_COUNTERS = 8
@@ -49,14 +49,14 @@ SIGNAL_WORDS = 8
 # A rank that gives up adds ABORT and its rank (in the bits from ABORT_RANK_SHIFT) to the first word of every slot of
 # every mailbox and of the signals, on itself and on its peers. That is more than any epoch: every wait ends, and needs
 # no other flag. The old word may stay in the low bits, so that a wait for an epoch that has come does not fail (see
-# symm_mem/inbox.py). Peers may overwrite it with their epochs, but not in the slots of this rank, where later waits
+# symm_mem/reports.py). Peers may overwrite it with their epochs, but not in the slots of this rank, where later waits
 # find it.
 ABORT = 1 << 62
 ABORT_RANK_SHIFT = 48
 EPOCH_MASK = (1 << ABORT_RANK_SHIFT) - 1
 
 # a slot of the fault inbox: the epoch of the faulted barrier or the word of a rank that gave up (8 bytes), the error,
-# five integers of a rank that gave up (see symm_mem/inbox.py), padding to 64 bytes
+# five integers of a rank that gave up (see symm_mem/reports.py), padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
 INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 
@@ -130,7 +130,7 @@ STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_AB
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
 # call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
-# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/mates.py.
+# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/several_nodes.py.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
@@ -169,7 +169,7 @@ PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
 # The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration
-# (symm_mem/configurations.py) takes the place of all fields but the phase.
+# (symm_mem/reports.py) takes the place of all fields but the phase.
 CALL_FIELDS = {
     "phase": 8,
     "order": 1,
