@@ -112,7 +112,5 @@ class FromNodes:
 def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:
     """Room for what is collected; num_rows: of a token."""
     rows = None if like is None else like.new_empty((num_tokens, num_rows, like.shape[1]))
-    values = None
-    if has_values:
-        values = torch.empty((num_tokens, plan.top_k), dtype=torch.float32, device=plan.heap.device)
-    return Collected(plan, rows, values)
+    shape, device = (num_tokens, plan.top_k), plan.heap.device
+    return Collected(plan, rows, torch.empty(shape, dtype=torch.float32, device=device) if has_values else None)

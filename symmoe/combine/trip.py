@@ -197,8 +197,7 @@ class Collection:
         return self._exit.enter_context(self._plan.heap.lease(shape, dtype, name=name, phase=PHASE))
 
     def collect(self, *, num_ctas: int | None = None) -> None:
-        """Brings home and sums all rows, which are complete. num_ctas: programs of the kernels that move rows; None: no
-        limit."""
+        """Brings home and sums all rows, which are complete. num_ctas: of kernels that move rows; None: no limit."""
         self.open()
         if num_ctas is None:
             self.send()
@@ -243,10 +242,8 @@ class Collection:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""
         if self._rows is None or self._pulls:
             return
-        plan, heap = self._plan, self._plan.heap
-        index = (self._packed_to_row, plan.source_to_packed_start)
-        trip = heap.peers, self._ready
-        with heap.timed("combine"):
+        index, trip = (self._packed_to_row, self._plan.source_to_packed_start), (self._plan.heap.peers, self._ready)
+        with self._plan.heap.timed("combine"):
             self._ops.push_sums(self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas)
 
     def finish(self, *, num_ctas: int | None = None) -> None:

@@ -25,8 +25,6 @@ from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded_on_cpus
 
-__all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
-
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
 
@@ -324,7 +322,7 @@ def _place_slots(
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     sizes = num_tokens, top_k, num_experts, heap.num_ranks
     with heap.one_call:
-        fill = partial(_fill, topk_idx, heap, header, config, sizes, counts)
+        fill = partial(_fill, topk_idx, heap, header, config, counts)
         is_special = heap.nodes is not None or heap.first_step is not None
         (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
@@ -347,15 +345,10 @@ def _place_slots(
 
 
 def _fill(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    header: tuple[int, ...],
-    config: int,
-    sizes: tuple[int, int, int, int],
-    counts: RailCounts | None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...], config: int, counts: RailCounts | None
 ) -> tuple[torch.Tensor]:
-    """A new storage of a plan, filled. Collective. sizes: T, K, E, R."""
-    num_tokens, _, num_experts, num_ranks = sizes
+    """A new storage of a plan, filled. Collective."""
+    sizes = num_tokens, _, num_experts, num_ranks = *topk_idx.shape, header[control.HEAD_NUM_EXPERTS], heap.num_ranks
     ops = kernels.for_device(heap.device)
     integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
     shape = num_blocks(num_tokens), num_experts + num_ranks + 2

@@ -151,9 +151,9 @@ class _Index:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
         if self.slots is None:
             return
+        wire = self.slots, None if self.row_probs is None else self.probs
         made = self.packed_to_row, self.row_to_packed_row, self.row_probs
-        probs = None if self.row_probs is None else self.probs
-        kernels.for_device(self.slots.device).index_rows((self.slots, probs), (begin, end), (ready, arrived), made)
+        kernels.for_device(self.slots.device).index_rows(wire, (begin, end), (ready, arrived), made)
 
 
 @contextmanager
@@ -299,8 +299,7 @@ class _Trip:
         with self._branch.after(self._start), self._heap.timed("dispatch"):
             for tokens, rows in self._tokens:  # the foreign ones
                 for step in range(1, self._num_ranks + 1):
-                    to = (self._rank + step) % self._num_ranks
-                    self._push(rows, tokens, to=to, num_ctas=self._num_ctas)
+                    self._push(rows, tokens, to=(self._rank + step) % self._num_ranks, num_ctas=self._num_ctas)
             arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
             for source in self._own.arrivals[self._num_ranks :]:
                 self._receive(source, arrived)

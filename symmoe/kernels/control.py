@@ -330,7 +330,6 @@ def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -
 
 
 def num_blocks(num_tokens: int) -> int:
-    """B."""
     return -(-num_tokens // TOKENS_PER_BLOCK)
 
 

@@ -45,8 +45,7 @@ def _product(row_range: torch.Tensor | None, num_rows: int, features: int) -> No
 
 
 @_product.register_fake
-def _(row_range: torch.Tensor | None, num_rows: int, features: int) -> None:
-    pass
+def _(row_range: torch.Tensor | None, num_rows: int, features: int) -> None: ...
 
 
 @register_flop_formula(torch.ops.symmoe.product, get_raw=True)

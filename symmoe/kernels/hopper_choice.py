@@ -38,11 +38,7 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
     remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
     features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
     gathered rows). Those of E4M3 numbers (low_precision) take tables and biases; weight gradients may be fp32 and
-    accumulated.
-
-    Args:
-        dtype: dtype of the output.
-        columns: columns of the output.
+    accumulated. dtype, columns: of the output.
     """
     if (
         device.type != "cuda"

@@ -186,8 +186,6 @@ class Recorder(TorchDispatchMode):
         templates = tuple(self._template(output) for output in outputs)
         return None if self.problem else Tape(self._num_slots, tuple(self.entries), templates)
 
-    # -- what the function does ---------------------------------------------------------------------------------------
-
     def call(
         self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
     ) -> R:
@@ -219,8 +217,7 @@ class Recorder(TorchDispatchMode):
 
         Args:
             template: the arguments, numbers of the call as CallInteger.
-            numbers: where other arguments of the launch come from, by the parameter's name.
-            results: the names of those that the function returns.
+            numbers, results: where other arguments of the launch come from, and the names of those that are returned.
             nan_on_failure: the tensor whose address is the argument `spoiled`.
         """
         result = function(*[self.numbers[each.name] if type(each) is CallInteger else each for each in template])
@@ -303,8 +300,6 @@ class Recorder(TorchDispatchMode):
             self.give_up(f"{function} runs on another stream")
         autocast = self._device.type if self._has_autocast else None  # what it does to operators has been done here
         self.entries.append(Call(function, template, slot, OPERATOR, self.is_owed, autocast))
-
-    # -- what it works on -------------------------------------------------------------------------------------------
 
     def _note_call(self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object) -> None:
         slot = None

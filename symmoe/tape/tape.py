@@ -42,9 +42,6 @@ class Playing:
         self.addresses[slot] = thing.data_ptr() if is_tensor else getattr(thing, "address", 0)  # a lease's
 
 
-# -- places ---------------------------------------------------------------------------------------------------------
-
-
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
     """From the first byte of a tensor to the one past its last."""
     if 0 in shape:
@@ -168,9 +165,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
     return type(a).__eq__ is _BY_IDENTITY or bool(a == b)
-
-
-# -- entries --------------------------------------------------------------------------------------------------------
 
 
 class Entry:

@@ -18,12 +18,11 @@ import triton.language as tl
 from triton import JITFunction, OutOfResources
 
 from symmoe.kernels.launch import driver, triton_internals
-from symmoe.kernels.launch.player import Describe, Kernel, known_kernel, picker
+from symmoe.kernels.launch.player import Describe as Describe
+from symmoe.kernels.launch.player import Kernel, known_kernel, picker
 from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMBER, RANGE
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_device, current_stream
-
-__all__ = ["Constants", "Describe", "FastLaunch", "fast_jit", "fast_launch", "launch", "num_compiled", "one_stage_less"]
 
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9

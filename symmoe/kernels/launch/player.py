@@ -227,9 +227,8 @@ class Kernel:
     ) -> list[tuple[int, int, int]]:
         """(value, addend, map) of each parameter.
 
-        Args:
-            values: by place, index of an argument's value, and what is added to it.
-            parts: by place, indices of the values of :meth:`maps`.
+        values: by place, index of an argument's value, and what is added to it. parts: by place, indices of the values
+        of :meth:`maps`.
         """
         result = []
         for place, kind in enumerate(self.kinds):
@@ -254,10 +253,8 @@ def known_kernel(
 ) -> Kernel | None:
     """What launches a compiled kernel; None if only Triton's JIT can.
 
-    Args:
-        args: arguments of one call, without constants. Later calls have None and tensors in the same places.
-        tensors: places of tensors in args.
-        describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
+    args: of one call, without constants; tensors: their places. Later calls have None and tensors in the same places.
+    describe: by place, functions from a tensor to its descriptor, which begins at the tensor's address.
     """
     if compiled is None or _player() is None or compiled.shared_bytes > _MAX_SHARED_BYTES:
         return None
@@ -272,10 +269,9 @@ def known_kernel(
     if described > _MOST_MAPS or any(kind != "constexpr" for kind in compiled.kinds[len(args) :]):
         return None
     try:
-        kernel = Kernel(name, compiled, args, tensors, describe)
+        return Kernel(name, compiled, args, tensors, describe)
     except (_Unknown, AttributeError, KeyError, TypeError, ValueError, struct.error):
         return None
-    return kernel
 
 
 class _Unknown(Exception):
@@ -305,8 +301,7 @@ class _TensorMaps(dict[torch.Size, Parts]):
 
 def _bits(value: float, kind: str) -> int:
     as_float, as_integer = _FLOATS[kind]
-    number: int = struct.unpack(as_integer, struct.pack(as_float, value))[0]
-    return number
+    return int(struct.unpack(as_integer, struct.pack(as_float, value))[0])
 
 
 def _values(words: Iterable[int]) -> array[int]:
@@ -321,9 +316,8 @@ def _check_number(function: int, count: int) -> None:
     query = driver.library().cuFuncGetParamInfo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = ctypes.c_void_p(function), ctypes.c_size_t(count - 1), ctypes.byref(offset), ctypes.byref(size)
-    if query(*arguments) != 0 or query(arguments[0], ctypes.c_size_t(count), *arguments[2:]) == 0:
-        raise _Unknown
-    if count > _MOST_PARAMETERS:
+    has_more = query(arguments[0], ctypes.c_size_t(count), *arguments[2:]) == 0
+    if has_more or query(*arguments) != 0 or count > _MOST_PARAMETERS:
         raise _Unknown
 
 

@@ -274,9 +274,8 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
-    on_hopper = None
-    if is_plain:
-        on_hopper = hopper_choice.launcher("grouped_gemm_act", a.device, a.dtype, ffn, num_rows, ffn, activation)
+    sizes = ffn, num_rows, ffn, activation
+    on_hopper = hopper_choice.launcher("grouped_gemm_act", a.device, a.dtype, *sizes) if is_plain else None
     if on_hopper is not None:
         on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
