@@ -232,47 +232,33 @@ class ControlLayout:
 
     Attributes:
         num_sources: ranks of the group, which have a row each in the count table; None: those of the node.
+        num_rows, table_stride_bytes: of one half of the count table.
+        row_words: int32 words of one of its rows, a multiple of 16 so that rows stay aligned to 64 bytes.
     """
 
     num_ranks: int
     num_sources: int | None = None
     counters: int = field(init=False, default=0)
-    mailbox: int = field(init=False)
+    mailbox: int = field(init=False, default=512)
     signals: int = field(init=False)
     fault_inbox: int = field(init=False)
     count_table: int = field(init=False)
+    num_rows: int = field(init=False)
+    row_words: int = field(init=False)
+    table_stride_bytes: int = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        mailbox = 512
-        signals = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
-        fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
-        count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
-        end = count_table + 2 * self.table_stride_bytes
-        for name, value in (
-            ("mailbox", mailbox),
-            ("signals", signals),
-            ("fault_inbox", fault_inbox),
-            ("count_table", count_table),
-            ("num_bytes", -(-end // 4096) * 4096),
-        ):
+        found: dict[str, int] = {}
+        found["num_rows"] = num_rows = self.num_sources or self.num_ranks
+        found["signals"] = signals = self.mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
+        found["fault_inbox"] = fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
+        found["count_table"] = count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
+        found["row_words"] = row_words = -(-(HEADER_WORDS + MAX_EXPERTS + num_rows) // 16) * 16
+        found["table_stride_bytes"] = num_rows * row_words * 4
+        found["num_bytes"] = -(-(count_table + 2 * num_rows * row_words * 4) // 4096) * 4096
+        for name, value in found.items():
             object.__setattr__(self, name, value)
-
-    @functools.cached_property
-    def row_words(self) -> int:
-        """int32 words of one row of the count table, a multiple of 16 so that rows stay aligned to 64 bytes."""
-        words = HEADER_WORDS + MAX_EXPERTS + self.num_rows
-        return -(-words // 16) * 16
-
-    @functools.cached_property
-    def table_stride_bytes(self) -> int:
-        """Bytes of one half of the count table."""
-        return self.num_rows * self.row_words * 4
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """Rows of one half of the count table."""
-        return self.num_ranks if self.num_sources is None else self.num_sources
 
 
 @dataclass(frozen=True)

@@ -255,8 +255,9 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 
 
 @triton.jit
-def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out [., WIDTH] += acc [ROWS, COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
+def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [., WIDTH] += acc [., COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
+    ROWS: tl.constexpr = acc.shape[0]
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
     parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
     for i in tl.static_range(COLUMNS // PART):
@@ -299,7 +300,7 @@ def grouped_gemm_kernel(
         column = first_column + tl.arange(0, BLOCK_N)
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH)
         if GEMM.accumulate:
-            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_M, BLOCK_N)
+            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_N)
         else:
             pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
@@ -349,8 +350,8 @@ def grouped_gemm_wgrad_kernel(
             j = next_j
             next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
             next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
-            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K)
-            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K)
+            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M)
+            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
         row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)
@@ -389,11 +390,9 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
     if num_rows == 0:
         return
     if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
-        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
-            on_hopper.launch_gemm(
-                rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
-            )
+        on_hopper = hopper_choice.launcher("grouped_gemm", out.device, out.dtype, out_width, num_rows)
+        if on_hopper is not None:
+            on_hopper(rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms)
             return
     kind = out.dtype, most_columns(out.device)
     plan = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
@@ -420,9 +419,10 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
     if not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
-        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
-            on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
+        sizes = num_rows, out_rows, out_width
+        on_hopper = hopper_choice.launcher("grouped_gemm_wgrad", out.device, out.dtype, out_width, *sizes)
+        if on_hopper is not None:
+            on_hopper(dout, rows, row_range, out, num_sms=num_sms)
             return
     plan = _wgrad_plan(dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
     left = dout if dout_index is None else None, dout, dout_index
@@ -448,6 +448,10 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
         return
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
-    zero_matrices_kernel[(ceil_div(size, ZERO_BLOCK.value), num_groups)](
-        out.pointers, DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
-    )
+    grid = ceil_div(size, ZERO_BLOCK.value), num_groups
+    launch(zero_matrices_kernel, grid, _zero_constants(out.dtype, size), out.pointers)
+
+
+@functools.cache
+def _zero_constants(dtype: torch.dtype, size: int) -> Constants:
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], "SIZE": size, "BLOCK": ZERO_BLOCK.value, "num_warps": 4})
