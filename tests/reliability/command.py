@@ -1,4 +1,4 @@
-"""The command line of the suites. Every case has a number and depends on that, the seed and the ranks alone."""
+"""The command line of the suites. Every case has a number and depends only on that, the seed and the ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="processes of the EP group (default: the suite's, mostly 2)")
     parser.add_argument("--cases", type=int, help="how many, from case 0 (default: all that the suite promises)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=case_numbers, help="this one alone, or those from A to B as A-B")
+    parser.add_argument("--case", type=case_numbers, help="only this one, or those from A to B as A-B")
     parser.add_argument("--jobs", type=int, default=1, help="groups of ranks that share the cases, side by side")
     parser.add_argument("--seconds", type=float, default=math.inf, help="take no more results after that time")
     parser.add_argument("--patience", type=float, default=1.0, help="times as long as on a machine that is not busy")

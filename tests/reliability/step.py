@@ -1,4 +1,4 @@
-"""One training step of a layer whose routing, sizes and weights depend on numbers alone, and a hash of its results."""
+"""One training step of a layer whose routing, sizes and weights depend only on numbers, and a hash of its results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokens_of(heap: SymmetricHeap, seed: int, num_tokens: int) -> torch.Tensor:
 
 
 def forward_backward(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-    """y; the gradients are in x.grad and in the parameters, and are those of this step alone."""
+    """y; the gradients are in x.grad and in the parameters, and are only those of this step."""
     layer.zero_grad(set_to_none=True)
     x.grad = None
     y, _ = layer(x)

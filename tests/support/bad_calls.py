@@ -347,7 +347,7 @@ def check_mistake(
     """Makes a wrong call on the culprits, then a correct one; notes what is not as documented."""
     stage = Stage(stage_name, heap, bad.base)
     found = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))
-    parts = (part.format(rank=culprits[0], device=heap.device) for part in bad.parts)
+    parts = (part.format(rank=culprits[0], device=heap.device.type) for part in bad.parts)
     expect(findings, found, bad.error, *parts)
     if heap.rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
         findings.check(found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}")

@@ -76,7 +76,7 @@ def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:
     """Rank 0 stays away; the others wait for it no longer than timeout_s."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
     text, start = "", time.monotonic()
-    if rank == 1:  # who loses patience with rank 0 alone
+    if rank == 1:  # only this rank loses patience with rank 0
         wait_for_arrivals(heap, [2])
         heap.timeout_s = 0.5
     try:

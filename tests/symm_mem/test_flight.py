@@ -76,7 +76,7 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
     }
     if rank != missing:
         first, *others = (each for each in range(num_ranks) if each != missing)
-        if rank == first:  # who loses patience with the missing one alone
+        if rank == first:  # only this rank loses patience with the missing one
             wait_for_arrivals(heap, others)
             heap.timeout_s = heap.start_timeout_s = 0.6
         try:

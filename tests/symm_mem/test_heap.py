@@ -186,7 +186,7 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
 
 
 def lease_badly(rank: int, num_ranks: int) -> list[str]:
-    """In a collective call all ranks raise it; outside, and for ranks that there are none of, this one alone."""
+    """In a collective call all ranks raise it; outside, and for ranks that there are none of, only this one."""
     findings = Findings()
     findings.where = f"rank {rank}"
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:

@@ -130,7 +130,7 @@ def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
     first = list(calls).index(call)
     plan = reduce(lambda plan, name: calls[name](plan), list(calls)[:first], None)
     dist.barrier()
-    if rank == 0:  # who loses patience with the last rank alone: the others, who have more, wait by then
+    if rank == 0:  # only this rank loses patience: the others, who have more, wait by then
         wait_for_arrivals(heap, range(1, missing))
         heap.timeout_s = heap.start_timeout_s = timeout_s
     wanted = f"rank {missing} did not reach '{phase}' within "
@@ -205,7 +205,7 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
     """The last rank gives up between its rows and their arrival; what the others have of the call then."""
     findings = Findings()
     last = rank == num_ranks - 1
-    for way in ("dispatch_tokens", "gradient", "beside GEMMs"):
+    for way in ("dispatch_tokens", "gradient", "during GEMMs"):
         findings.where = f"{way}, rank {rank} of {num_ranks}"
         heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
         x, probs = torch.ones(5, 8, dtype=torch.bfloat16), torch.rand(5, 2)
@@ -231,7 +231,7 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
                         pass
         except (PeerAborted, HeapPoisoned):
             # Where rows travel one rank at a time, some of the last rank's may come after the failure: right ones.
-            spoiled = out.isnan() | ((out == 1) if way == "beside GEMMs" else False)
+            spoiled = out.isnan() | ((out == 1) if way == "during GEMMs" else False)
             fine = bool(spoiled.all() and out.isnan().any())
             findings.check(fine or last, f"rows of a failed call: {out.tolist()}")
             findings.check(bool((below == 7).all() and (above == 7).all()), "a neighbour was overwritten")

@@ -142,7 +142,7 @@ def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, order: StreamOrd
     order.taken((1024, 512))  # its middle
     assert fake.has_waited_for(1, work)
     fake.current = 3
-    order.taken((2048, 512))  # beside it
+    order.taken((2048, 512))  # next to it
     order.taken((0, 512))
     assert not fake.has_waited_for(1, work)
     order.taken(part)
@@ -151,7 +151,7 @@ def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, order: StreamOrd
 
 @pytest.mark.parametrize("seed", range(5))
 def test_marks_do_not_pile_up_and_none_is_missing(fake: Fake, order: StreamOrder, seed: int):
-    """Random spans on random streams, beside a table of the last release of every byte of 512."""
+    """Random spans on random streams, compared with a table of the last release of every byte of 512."""
     arena, draw = Arena(0, 1 << 20), random.Random(seed)
     fake.work[3], fake.seen[3] = 0, {}
     last: dict[int, tuple[int, int]] = {}  # by unit of 512 bytes: a stream, and how much was on it
