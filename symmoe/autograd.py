@@ -98,12 +98,8 @@ class GradientBuffer:
     Autograd does not save the buffer: its contents do not matter until backward, and hooks on saved tensors may return
     a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept.
 
-    Args:
-        name: name of the argument, for texts.
-        tensor: the buffer; None if the caller gave none.
-
     Attributes:
-        tensor: the buffer; None if there was none, or if it has been released.
+        tensor: the buffer; None if the caller gave none, or if it has been released.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -141,13 +137,10 @@ def _hand_on(buffer: torch.Tensor) -> torch.Tensor:
     held = [gradient]
     # The list is cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
     call_after_backward(held.clear)
-    start = gradient.data_ptr()
-    storage = buffer.untyped_storage()
+    start, storage = gradient.data_ptr(), buffer.untyped_storage()
     pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
-    storage._gradients = [  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
-        *pending,
-        (start, start + gradient.nbytes, weakref.ref(gradient)),
-    ]
+    pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
+    storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
     return gradient
 
 

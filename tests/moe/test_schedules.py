@@ -111,7 +111,7 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str
         except HeapExhausted as caught:
             error = str(caught)
         findings.check(error is not None, "the heap was not exhausted")
-        for part in ("lease '", f"num_bytes (now {num_bytes})", "high-water mark"):
+        for part in ("lease '", f"(now {num_bytes})", "high-water mark"):
             findings.check(part in (error or ""), f"{part!r} is not in {error!r}")
         model.zero_grad(set_to_none=True)
         gc.collect()
