@@ -103,11 +103,12 @@ def expert_parallel_mlp(
         if words["quantized_wire"] != "none":
             problem = problem or wire_problem(form.precision)
         plan.heap.fail_for(problem, DISPATCH)
-        words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
+        if words["layout"] == "auto":
+            words["layout"] = received_layout("auto", form.ffn, form.precision)
         wire = FULL
         if words["quantized_wire"] != "none" and form.precision is not None:
-            full, quantized = words["quantized_wire"], WireFormat(form.precision, form.hidden)
-            wire = Wire(*(quantized if full in (direction, "both") else None for direction in ("forward", "backward")))
+            travels, quantized = words["quantized_wire"], WireFormat(form.precision, form.hidden)
+            wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
         overlapped = _overlap(words, x, form, plan, wire)
         step = _EPStep(
             form=form,

@@ -172,13 +172,8 @@ def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[f
 
 def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap | None]:
     top_k, score, renormalize, num_groups, top_groups, _, number = map(int, numbers)
-    rule = RoutingRule(
-        score=SCORES[score],
-        renormalize=bool(renormalize),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        route_scale=numbers[5],
-    )
+    groups = {"num_groups": num_groups, "top_groups": top_groups}
+    rule = RoutingRule(score=SCORES[score], renormalize=bool(renormalize), route_scale=numbers[5], **groups)
     return top_k, rule, heap_numbered(None if number < 0 else number)
 
 

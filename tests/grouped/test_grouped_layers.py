@@ -53,16 +53,7 @@ ONE_LAYER_OR_MLP = ("linear", "mlp")
 
 
 def filled(case, inputs, **options) -> GroupedMLP:
-    model = GroupedMLP(
-        TINY.num_groups,
-        TINY.hidden,
-        TINY.ffn,
-        bias=case.bias,
-        accumulate_into_main_grad=case.main_grad,
-        delay_wgrad=case.delayed,
-        dtype=case.dtype,
-        **options,
-    )
+    model = GroupedMLP(TINY.num_groups, TINY.hidden, TINY.ffn, **case.options, **options)
     fill(model.fc1, inputs.w1, inputs.b1, case)
     fill(model.fc2, inputs.w2, inputs.b2, case)
     return model

@@ -77,14 +77,8 @@ def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> lis
         config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **way)
         for in_flight in (1, 2, 3) if (stash, way) == ("all", WAYS[0]) else (2,):
             findings.where = f"rank {rank} of {num_ranks}, {stash}, {way}, {in_flight} in flight"
-            plan = plan_memory(
-                config,
-                num_ranks=num_ranks,
-                num_tokens=8,
-                num_layers=NUM_LAYERS,
-                num_in_flight=in_flight,
-                dtype=torch.float32,
-            )
+            sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": NUM_LAYERS, "num_in_flight": in_flight}
+            plan = plan_memory(config, **sizes, dtype=torch.float32)
             with open_heap(device, num_bytes=plan.heap_bytes) as heap:
                 model = Stack(heap, config)
                 serial = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]

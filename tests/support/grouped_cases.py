@@ -53,6 +53,12 @@ class Case:
     main_grad: bool = False
     delayed: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a grouped layer."""
+        flags = {"accumulate_into_main_grad": self.main_grad, "delay_wgrad": self.delayed}
+        return {"bias": self.bias, "dtype": self.dtype, **flags}
+
     def __str__(self) -> str:
         words = [str(self.dtype).removeprefix("torch."), "ND" if self.is_nd else "2D", "bias" if self.bias else "none"]
         words += ["+".join(self.buffers) or "internal", "main_grad" if self.main_grad else "grad"]
@@ -277,17 +283,7 @@ def linear_inputs(case: Case, **options) -> Inputs:
 def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options) -> GroupedLinear:
     """A layer with these values, as the case wants it."""
     groups, out_features, in_features = weight.shape
-    layer = GroupedLinear(
-        groups,
-        in_features,
-        out_features,
-        bias=case.bias,
-        accumulate_into_main_grad=case.main_grad,
-        delay_wgrad=case.delayed,
-        dtype=case.dtype,
-        device=weight.device,
-        **options,
-    )
+    layer = GroupedLinear(groups, in_features, out_features, device=weight.device, **case.options, **options)
     fill(layer, weight, bias, case)
     return layer
 
@@ -531,13 +527,8 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, name:
     """Relative to the largest value, as far as the working dtype goes; NaN nowhere."""
     assert got.shape == want.shape, name
     scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
-    torch.testing.assert_close(
-        got.double().cpu(),
-        want.double().cpu(),
-        rtol=0,
-        atol=TOLERANCE[dtype] * scale,
-        msg=lambda text: f"{name}: {text}",
-    )
+    options = {"rtol": 0, "atol": TOLERANCE[dtype] * scale, "msg": lambda text: f"{name}: {text}"}
+    torch.testing.assert_close(got.double().cpu(), want.double().cpu(), **options)
 
 
 def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, sizes: Sizes) -> None:

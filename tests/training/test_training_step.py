@@ -20,16 +20,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(H, H)
-        config = MoEConfig(
-            hidden=H,
-            ffn=I,
-            num_experts=EXPERTS,
-            top_k=TOP_K,
-            expert_bias=True,
-            bias_update_rate=0.05,
-            aux_loss_coef=0.1,
-            aux_loss="global",
-        )
+        balance = {"expert_bias": True, "bias_update_rate": 0.05, "aux_loss_coef": 0.1, "aux_loss": "global"}
+        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **balance)
         shared = nn.Linear(H, H)
         self.moe = MoELayer(config, heap, shared_expert=shared, expert_group=expert_group)
         generator = torch.Generator().manual_seed(1)
