@@ -18,6 +18,7 @@ from lm.data import VOCABULARY
 from lm.presets import Preset
 
 _ROPE_BASE = 10_000.0
+_PADDED_TO = 64  # bytes; divides every context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,14 +151,22 @@ def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int) -> bytes:
-    """Continues `prompt` by sampling at temperature 0.8. Collective: every rank computes the same text."""
+def generate(
+    model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int, is_main: bool = True
+) -> bytes:
+    """Continues `prompt` by sampling at temperature 0.8, on one rank; the others (b"") bring experts and no tokens.
+
+    Collective. If every rank brought the text, experts would compute it once for each of them: at 4 ranks on 2 cores
+    sampling took twice as long. The text is padded to few lengths, which repeat; what is behind a byte it does not see.
+    """
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)], device=device)
+    tokens = torch.tensor([list(prompt)] * is_main, dtype=torch.int64, device=device).view(-1, len(prompt))
     for _ in range(num_bytes):
-        logits = model(tokens[:, -context:]).logits[:, -1].float()
+        seen = tokens[:, -context:]
+        length = seen.shape[1]
+        logits = model(F.pad(seen, (0, -length % _PADDED_TO))).logits[:, length - 1].float()
         # Drawn on the CPU: the same stream of random numbers on every kind of device.
-        drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator)
+        drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator) if is_main else tokens[:, :1]
         tokens = torch.cat([tokens, drawn.to(device)], dim=1)
-    return bytes(tokens[0].tolist())
+    return bytes(tokens.flatten().tolist())

@@ -28,7 +28,7 @@ class Preset:
     eval_every: int = 100
     save_every: int = 200
     eval_sequences: int = 64  # held-out sequences an evaluation, over all ranks
-    sample_bytes: int = 300
+    sample_bytes: int = 200
     device: str = "cpu"
     autocast: bool = False  # bf16 products with fp32 parameters
 
