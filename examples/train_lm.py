@@ -16,7 +16,7 @@ continues from the newest checkpoint and ends in the same bits as a run that was
 so on another number of ranks, with losses that then differ by rounding. With more `--steps` it extends a run, at the
 learning rates that a run of so many steps has from there on.
 
-    torchrun --nproc-per-node=2 examples/train_lm.py --prompt "class " a sample from the checkpoint in --out, no training
+    torchrun --nproc-per-node=2 examples/train_lm.py --prompt "class "    a sample from the checkpoint in --out
 
 Leaves in --out: metrics.jsonl (one object per step), loss.png, experts.png, sample.txt, checkpoints/.
 """
@@ -169,19 +169,17 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
             save_checkpoint(folder, step + 1, **state, extra=settings, keep_last=KEPT_CHECKPOINTS)
     reporter.close()
 
-    sample = write_sample(model, PROMPT, arguments, preset, ranks)
     if ranks.is_main:
-        (arguments.out / "sample.txt").write_bytes(sample)
+        (arguments.out / "sample.txt").write_bytes(write_sample(model, PROMPT, arguments, preset))
+    else:
+        model.lend_experts(preset.sample_bytes)
 
 
-def write_sample(
-    model: LanguageModel, prompt: bytes, arguments: argparse.Namespace, preset: Preset, ranks: Ranks
-) -> bytes:
-    """What the model makes of the prompt, on rank 0, which prints it. Collective."""
+def write_sample(model: LanguageModel, prompt: bytes, arguments: argparse.Namespace, preset: Preset) -> bytes:
+    """What the model makes of the prompt, which it prints. On rank 0; the others lend their experts."""
     sizes = {"num_bytes": preset.sample_bytes, "context": preset.context}
-    sample = generate(model, prompt, **sizes, seed=arguments.seed, is_main=ranks.is_main)
-    if ranks.is_main:
-        print(f"--- sample ---\n{sample.decode(errors='replace')}\n--------------")
+    sample = generate(model, prompt, **sizes, seed=arguments.seed)
+    print(f"--- sample ---\n{sample.decode(errors='replace')}\n--------------")
     return sample
 
 
@@ -191,7 +189,10 @@ def sample_checkpoint(arguments: argparse.Namespace, preset: Preset, ranks: Rank
     check_settings(folder, {"preset": repr(preset)})
     model = LanguageModel(preset, heap, device=ranks.device)
     load_checkpoint(folder, model=model, group=ranks.group)
-    write_sample(model, arguments.prompt.encode(), arguments, preset, ranks)
+    if ranks.is_main:
+        write_sample(model, arguments.prompt.encode(), arguments, preset)
+    else:
+        model.lend_experts(preset.sample_bytes)
 
 
 def main() -> None:

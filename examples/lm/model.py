@@ -55,6 +55,18 @@ class LanguageModel(nn.Module):
         aux_loss = torch.stack([m.aux_loss for m in metrics]).sum()
         return ModelOutput(logits=logits, aux_loss=aux_loss, moe_metrics=metrics)
 
+    @torch.no_grad()
+    def lend_experts(self, num_calls: int) -> None:
+        """Takes part in so many forward passes of other ranks, without tokens. Collective.
+
+        If every rank brought the same text instead, its experts would compute it once for each of them.
+        """
+        nothing = self.embedding.weight.new_zeros(0, self.embedding.embedding_dim)
+        with torch.autocast(nothing.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            for _ in range(num_calls):
+                for block in self.blocks:
+                    block.moe(nothing)
+
 
 class Block(nn.Module):
     """Attention, then experts, each on a normalised copy of the residual stream [B, S, H]."""
@@ -151,22 +163,19 @@ def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
 
 
 @torch.no_grad()
-def generate(
-    model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int, is_main: bool = True
-) -> bytes:
-    """Continues `prompt` by sampling at temperature 0.8, on one rank; the others (b"") bring experts and no tokens.
+def generate(model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int) -> bytes:
+    """Continues `prompt` by sampling at temperature 0.8; the other ranks call `model.lend_experts` num_bytes times.
 
-    Collective. If every rank brought the text, experts would compute it once for each of them: at 4 ranks on 2 cores
-    sampling took twice as long. The text is padded to few lengths, which repeat; what is behind a byte it does not see.
+    The text is padded to few lengths, which repeat: what is behind a byte it does not see.
     """
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)] * is_main, dtype=torch.int64, device=device).view(-1, len(prompt))
+    tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(num_bytes):
         seen = tokens[:, -context:]
         length = seen.shape[1]
         logits = model(F.pad(seen, (0, -length % _PADDED_TO))).logits[:, length - 1].float()
         # Drawn on the CPU: the same stream of random numbers on every kind of device.
-        drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator) if is_main else tokens[:, :1]
+        drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(device)], dim=1)
-    return bytes(tokens.flatten().tolist())
+    return bytes(tokens[0].tolist())
