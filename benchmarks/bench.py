@@ -7,8 +7,10 @@ docs/benchmarking.md has the suites, the protocol, and what the records mean; be
 """
 
 import argparse
+import functools
 import sys
 
+from suites.figures import of_choice, of_step
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
 from suites.overhead import bench_overhead
@@ -19,9 +21,12 @@ from suites.variants import PRECISION, VARIANTS, bench_precision, bench_variants
 from symmoe.errors import ArgumentError
 from symmoe.tools.bench import command
 from symmoe.tools.bench.command import Suite
+from symmoe.tools.bench.layer import bench_layer
+from symmoe.tools.bench.steps import bench_steps
 
 SUITES = {
-    **command.SUITES,
+    "steps": Suite(functools.partial(bench_steps, figures_of=of_step)),
+    "layer": Suite(functools.partial(bench_layer, more=of_choice)),
     "variants": Suite(bench_variants, VARIANTS),
     "precision": Suite(bench_precision, PRECISION),
     "plan": Suite(bench_plan),

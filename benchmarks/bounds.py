@@ -14,7 +14,7 @@ import sys
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.cases import PRESETS, Case
-from symmoe.tools.bench.layer import captured_step, eager_step, heap_bytes, make_experts
+from symmoe.tools.bench.layer import Step, heap_bytes, make_experts
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.ranks import join
 from symmoe.tools.bench.records import case_record, machine, render, save
@@ -37,9 +37,9 @@ def variants(problem: Problem, run: Run) -> list[Variant]:
 
         return forward
 
-    makers = {"eager": eager_step} | ({"graph": captured_step} if problem.device.type == "cuda" else {})
+    makers = {"eager": Step.eager} | ({"graph": Step.captured} if problem.device.type == "cuda" else {})
     return [
-        make(f"{kind}, {name}", problem, reference, forward_of(timeout_s), inputs)
+        make(Step(f"{kind}, {name}", forward_of(timeout_s), inputs, problem.tokens.dy, reference.step_error))
         for kind, make in makers.items()
         for name, timeout_s in BOUNDS_S.items()
     ]

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from suites.figures import of_step
+from suites.rows import LocalRows, Places
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
-from symmoe.tools.bench.cases import SKEWS, Case
-from symmoe.tools.bench.command import add_shape_arguments, command_line, shapes_of
+from symmoe.tools.bench.cases import SKEWS, Case, add_shape_arguments, shapes_of
+from symmoe.tools.bench.command import command_line
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks, join
-from symmoe.tools.bench.records import Record, case_record, gbs, machine, render, save, tflops
+from symmoe.tools.bench.records import Record, case_record, machine, render, save, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
-from symmoe.tools.bench.steps import figures_of_step, times_in_a_row_ms
+from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.bench.stock_torch import torch_experts
 from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps, largest_error
 
@@ -71,7 +73,7 @@ def step_record(problem: Problem, buffer: Any, ranks: Ranks, repetitions: int) -
 
     error = largest_error(NAME, reference.step_error(*step()), MAX_ERROR, ranks)
     times = times_in_a_row_ms({NAME: step}, ranks, repetitions)[NAME]
-    figures = figures_of_step(step, problem, ranks)
+    figures = of_step(step, problem, ranks)
     flops = tflops(3 * problem.case.forward_flops, times)
     return case_record(problem, "steps", NAME, "step", times, tflops=flops, error=error, **figures)
 
@@ -95,13 +97,13 @@ def trips(problem: Problem, buffer: Any) -> list[TripVariant]:
 
     def dispatch_error() -> float:
         # Both have their rows ordered by source rank and token.
-        return max(row_error(got, problem.local_rows.packed) for got in (dispatch(), dispatch_again()))
+        return max(row_error(got, LocalRows.of(problem).packed) for got in (dispatch(), dispatch_again()))
 
     def combine_error() -> float:
-        copies = problem.routing.goes_to[problem.rank].sum(1).to(problem.device)
+        copies = Places.of(problem.routing).goes_to[problem.rank].sum(1).to(problem.device)
         return row_error(combine(), tokens.float() * copies[:, None])
 
-    goes_to, rank, row_bytes = problem.routing.goes_to, problem.rank, x.shape[1] * x.element_size()
+    goes_to, rank, row_bytes = Places.of(problem.routing).goes_to, problem.rank, x.shape[1] * x.element_size()
     own = goes_to[rank, :, rank].sum()
     leave, come = (int(rows.sum() - own) * row_bytes for rows in (goes_to[rank], goes_to[:, :, rank]))
     both_ways = in_steps(dispatch, dispatch_again)
@@ -189,8 +191,7 @@ def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions:
     records = []
     for column, direction in enumerate(variant.directions):
         taken, error = times[variant.name][:, column], errors[variant.name]
-        moved = {"wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, taken)}
-        records.append(case_record(problem, suite, variant.name, direction, taken, error=error, **moved))
+        records.append(case_record(problem, suite, variant.name, direction, taken, error=error, wire_bytes=wire_bytes))
     return records
 
 

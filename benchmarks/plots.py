@@ -1,14 +1,19 @@
-"""The docs' pictures of the layer, from the committed records: `python benchmarks/plots.py docs/images`.
+"""The pictures of the layer: the docs' from the committed records, or one from records of your own.
+
+    python benchmarks/plots.py docs/images
+    python benchmarks/plots.py now.png now.json
 
 speed-h200.png: TFLOP/s of whole steps, and others'; layer-h200.png: of passes; tokens-h200.png: time over tokens;
-skew-h200.png: time by routing.
+skew-h200.png: time by routing. Your own picture is one of the last three, by what the records of the suite "layer"
+differ in.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ SHOWN = {  # variant: label, look of a line, look of a bar
     "stock torch": ("stock torch", {"color": ORANGE, "marker": "^"}, {"color": ORANGE}),
 }
 GROUPS = ("qwen3-30b", "deepseek-like", "mixtral-8x7b", "uniform", "zipf", "hot")  # of bars, from left to right
+TITLE_WIDTH = 100  # characters
 Records = list[dict[str, Any]]
 
 
@@ -31,34 +37,72 @@ def records(*names: str) -> Records:
     return [record for name in names for record in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))]
 
 
-def panels(path: str, title: str, rows: dict[str, Records], labels: tuple[str, str]) -> Iterator[tuple[Axes, Records]]:
-    """(axis, its records): forward and backward of every row, by its name. labels: of x and y."""
+def draw(path: str, title: str, found: Records, along: str) -> None:
+    """Bars of every preset or skew, or lines over tokens, forward and backward; a row for each preset and number of
+    ranks that are not along the axis."""
+    unit = "GPU" if found[0]["driver"] else "rank"  # CPUs have no driver
+    rows: dict[str, Records] = {}
+    for record in found:
+        preset = "" if along == "preset" else f"{record['preset']}, "
+        rows.setdefault(f"{preset}{record['ep']} {unit}{'s' * (record['ep'] > 1)}", []).append(record)
+    labels = {"preset": ("", f"TFLOP/s per {unit}"), "tokens": (f"tokens per {unit}", "ms"), "skew": ("routing", "ms")}
     with picture(path, height_inches=0.9 + 2.6 * len(rows)) as figure:
         axes = figure.subplots(len(rows), 2, squeeze=False, sharey="row")
         for pair, (name, of_row) in zip(axes, rows.items(), strict=True):
             for axis, direction in zip(pair, ("forward", "backward"), strict=True):
                 axis.set_title(f"{direction}, {name}", loc="left")
-                yield axis, [record for record in of_row if record["direction"] == direction]
-            pair[0].set_ylabel(labels[1])
+                mine = [record for record in of_row if record["direction"] == direction]
+                if along == "tokens":
+                    draw_lines(axis, mine)
+                else:
+                    draw_bars(axis, mine, along, "tflops" if along == "preset" else "ms_median")
+            pair[0].set_ylabel(labels[along][1])
         for axis in axes[-1]:
-            axis.set_xlabel(labels[0])
+            axis.set_xlabel(labels[along][0])
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10)
 
 
-def draw_bars(axis: Axes, mine: Records, along: str, figure: str, text: Callable[[float], str]) -> None:
+def shown_in(mine: Records) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of SHOWN what has been measured: there are no graphs on CPUs."""
+    return {variant: looks for variant, looks in SHOWN.items() if any(r["variant"] == variant for r in mine)}
+
+
+def draw_bars(axis: Axes, mine: Records, along: str, figure: str) -> None:
     """A group of bars for each value of `along`."""
-    groups = [group for group in GROUPS if any(record[along] == group for record in mine)]
-    width = 0.86 / len(SHOWN)
-    for place, (variant, (label, _, look)) in enumerate(SHOWN.items()):
+    values = list(dict.fromkeys(record[along] for record in mine))
+    groups = [group for group in GROUPS if group in values] + [value for value in values if value not in GROUPS]
+    shown, width = shown_in(mine), 0.86 / len(shown_in(mine))
+    text = number_text(record[figure] for record in mine)
+    for place, (variant, (label, _, look)) in enumerate(shown.items()):
         of = {record[along]: record[figure] for record in mine if record["variant"] == variant}
-        middle = (place - (len(SHOWN) - 1) / 2) * width
+        middle = (place - (len(shown) - 1) / 2) * width
         bars = axis.bar(
             [i + middle for i in range(len(groups))], [of[g] for g in groups], 0.92 * width, label=label, **look
         )
         axis.bar_label(bars, fmt=text, padding=1, fontsize=7)
     axis.set_xticks(range(len(groups)), groups)
     axis.margins(y=0.1)
+
+
+def number_text(values: Iterable[float]) -> Callable[[float], str]:
+    """How figures are written: whole where all are large, else three digits."""
+    return "{:.0f}".format if min(values) >= 100 else "{:.3g}".format
+
+
+def draw_lines(axis: Axes, mine: Records) -> None:
+    """Time over tokens, with bands."""
+    for variant, (label, look, _) in shown_in(mine).items():
+        points = sorted((record for record in mine if record["variant"] == variant), key=lambda r: r["tokens"])
+        tokens, ms, low, high = ([p[key] for p in points] for key in ("tokens", "ms_median", "ms_p10", "ms_p90"))
+        axis.plot(tokens, ms, label=label, markersize=4, linewidth=1.4, **look)
+        axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
+    axis.set(xscale="log", yscale="log")
+    axis.minorticks_off()
+    axis.set_xticks(tokens, [str(number) for number in tokens])
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.grid(color="#e5e5e5", linewidth=0.6)
 
 
 def draw_speed(path: str) -> None:
@@ -91,36 +135,31 @@ def draw_speed(path: str) -> None:
 
 
 def draw_layer(path: str) -> None:
-    found = records("layer-h200-ep2", "layer-h200-ep4")
-    rows = {f"{ep} GPUs": [record for record in found if record["ep"] == ep] for ep in (2, 4)}
     title = "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better"
-    for axis, mine in panels(path, title, rows, ("", "TFLOP/s per GPU")):
-        draw_bars(axis, mine, "preset", "tflops", "{:.0f}".format)
+    draw(path, title, records("layer-h200-ep2", "layer-h200-ep4"), "preset")
 
 
 def draw_tokens(path: str) -> None:
-    rows = {"qwen3-30b, 2 GPUs": records("layer-tokens-h200-ep2")}
     title = "Time of a MoE layer on NVIDIA H200s; bands: 10th to 90th percentile"
-    for axis, mine in panels(path, title, rows, ("tokens per GPU", "ms")):
-        for variant, (label, look, _) in SHOWN.items():
-            points = sorted((record for record in mine if record["variant"] == variant), key=lambda r: r["tokens"])
-            tokens, ms, low, high = ([p[key] for p in points] for key in ("tokens", "ms_median", "ms_p10", "ms_p90"))
-            axis.plot(tokens, ms, label=label, markersize=4, linewidth=1.4, **look)
-            axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        axis.set(xscale="log", yscale="log")
-        axis.minorticks_off()
-        axis.set_xticks(tokens, [str(number) for number in tokens])
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(color="#e5e5e5", linewidth=0.6)
+    draw(path, title, records("layer-tokens-h200-ep2"), "tokens")
 
 
 def draw_skew(path: str) -> None:
     uneven = records("layer-skew-h200-ep2")
     even = [record for record in records("layer-h200-ep2") if record["preset"] == uneven[0]["preset"]]
     title = "Time of a MoE layer on NVIDIA H200s by routing, 8192 tokens per GPU; less is better"
-    for axis, mine in panels(path, title, {"qwen3-30b, 2 GPUs": even + uneven}, ("routing", "ms")):
-        draw_bars(axis, mine, "skew", "ms_median", "{:.3g}".format)
+    draw(path, title, even + uneven, "skew")
+
+
+def draw_own(path: str, files: list[str]) -> None:
+    """Records of the suite "layer", along what they differ in. Ends the program without any."""
+    found = [r for file in files for r in json.loads(Path(file).read_text(encoding="utf-8")) if r["suite"] == "layer"]
+    if not found:
+        sys.exit('these files have no records of the suite "layer"')
+    along = next((key for key in ("tokens", "skew") if len({r[key] for r in found}) > 1), "preset")
+    about = [f"{found[0]['tokens']} tokens per rank"] * (along != "tokens")
+    about += [f"{found[0]['skew']} routing"] * (along != "skew")
+    draw(path, f"A MoE layer on {found[0]['gpu']}, {', '.join(about)}", found, along)
 
 
 PICTURES = {
@@ -131,7 +170,10 @@ PICTURES = {
 }
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: python {sys.argv[0]} FOLDER")
-    for name, draw in PICTURES.items():
-        draw(str(Path(sys.argv[1], name)))
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER, or PICTURE.png RECORDS.json...")
+    if len(sys.argv) > 2:
+        draw_own(sys.argv[1], sys.argv[2:])
+    else:
+        for name, draw_picture in PICTURES.items():
+            draw_picture(str(Path(sys.argv[1], name)))

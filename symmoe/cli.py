@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -17,9 +19,9 @@ import torch
 from symmoe import __version__
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
-from symmoe.moe.config import MoEConfig
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.timeline.command import add_command as add_trace
+from symmoe.tools.bench.cases import add_shape_arguments, config_of, shape_of
 from symmoe.tools.bench.command import add_command as add_bench
 from symmoe.tools.doctor.command import add_command as add_doctor
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
@@ -27,6 +29,16 @@ from symmoe.training.network_plan import NetworkPlan, plan_network
 from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_PLAN = """\
+Says what a rank needs to train MoE layers, before anything is allocated: bytes of the symmetric heap and of activations
+with exact capacity (uniform routing, and the worst) and with a static one. With --nodes: a model of the bytes and the
+time of a forward pass on several nodes. The layer is a preset, or of the sizes given:
+
+  symmoe plan --preset qwen3-30b --layout packed --ranks 8 --tokens 8192 --layers 48
+  symmoe plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 32 --tokens 8192 --nodes 4
+
+docs/tuning.md says what to do where it is too much, docs/nodes.md what the model assumes.
+"""
 ROWS_SHOWN = (
     ("rows per rank and call", "num_rows"),
     ("packed rows per rank and call", "num_packed_rows"),
@@ -49,25 +61,53 @@ TRAFFIC_SHOWN = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
     commands = parser.add_subparsers(required=True)
+    _add_plan(commands)
+    add_bench(commands)
+    add_doctor(commands)
+    add_trace(commands)
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+        return status
+    except ArgumentError as error:
+        parser.error(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        parser.error(f"{error.filename}: {error.strerror}")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
-        "plan", help="bytes of heap and activations, or bytes and time on several nodes, per rank"
+        "plan",
+        help="bytes of heap and activations, or bytes and time on several nodes, per rank",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for flag, text in (
-        ("--hidden", "H, width of the tokens"),
-        ("--ffn", "I, width of one expert"),
-        ("--experts", "E, experts in all"),
-        ("--top-k", "K, experts per token"),
-        ("--ranks", "R, ranks of the expert-parallel group"),
-        ("--tokens", "T, tokens of a rank in one call"),
-    ):
-        plan.add_argument(flag, type=int, required=True, help=text)
+    add_shape_arguments(plan)
+    plan.add_argument("--ranks", type=int, required=True, help="R, ranks of the expert-parallel group")
+    plan.add_argument("--tokens", type=int, required=True, help="T, tokens of a rank in one call")
     plan.add_argument("--layers", type=int, default=1, help="MoE layers that share the heap (default 1)")
     plan.add_argument("--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)")
     plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
-    plan.add_argument("--stash", choices=CHOICES["stash"], default="all", help="see MoEConfig")
+    for name, default in (("stash", "all"), ("layout", "auto")):
+        plan.add_argument(
+            f"--{name}", choices=CHOICES[name], default=default, help="see MoEConfig (default %(default)s)"
+        )
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
     plan.add_argument(
         "--precision",
@@ -89,30 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--nic-gbs", type=float, default=50.0, help="GB/s that a rank sends to other nodes (default 50)")
     plan.add_argument("--rail-capacity", type=int, help="see MoEConfig (default: --tokens)")
     plan.set_defaults(run=_plan)
-    add_bench(commands)
-    add_doctor(commands)
-    add_trace(commands)
-    args = parser.parse_args(argv)
-    try:
-        status: int = args.run(args)
-        return status
-    except ArgumentError as error:
-        parser.error(str(error))
-    except OSError as error:
-        if error.filename is None:
-            raise
-        parser.error(f"{error.filename}: {error.strerror}")
 
 
 def _plan(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
         raise ArgumentError(f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0")
-    exact = MoEConfig(
-        hidden=args.hidden,
-        ffn=args.ffn,
-        num_experts=args.experts,
-        top_k=args.top_k,
+    exact = config_of(
+        shape_of(args),
         stash=args.stash,
+        layout=args.layout,
         precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
         num_groups=args.groups,
@@ -123,7 +148,7 @@ def _plan(args: argparse.Namespace) -> int:
         layer, speed_up = best_measured(exact, num_ranks=args.ranks, num_tokens=args.tokens)
         reason = f"\n{_reason(layer, speed_up)}\n"
         exact = exact if speed_up >= LEAST_SPEED_UP else in_full(exact)
-    capacity = math.ceil(args.capacity_factor * args.tokens * args.top_k)
+    capacity = math.ceil(args.capacity_factor * args.tokens * exact.top_k)
     static = dataclasses.replace(exact, capacity=capacity, rail_capacity=args.rail_capacity)
     numbers = {"num_ranks": args.ranks, "num_tokens": args.tokens, "dtype": DTYPES[args.dtype]}
     if args.nodes is not None:

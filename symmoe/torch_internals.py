@@ -77,6 +77,9 @@ schema_of: Callable[[Any], Any] = _attribute("_schema")
 READS_BACK = torch.ops.aten._local_scalar_dense.default
 reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch.ops.aten._unsafe_view  # no view
 
+# Where it is gone, a torch.export with such a tuple cannot be saved.
+register_namedtuple: Callable[..., object] = _named("utils._pytree._register_namedtuple", lambda kind, **names: None)
+
 is_profiling: Callable[[], bool] = _named("_C._autograd._profiler_enabled", lambda: False)
 record_functions: Callable[[bool], None] = _named("_C._autograd._enable_record_function")
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from suites.rows import LocalRows
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
-from symmoe.tools.bench.problem import DTYPE, LocalRows, Problem
+from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, swiglu
@@ -50,7 +51,7 @@ class Product:
 def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     """Each product and its stock counterpart, in turn."""
     records = []
-    spans = spans_of(problem.local_rows)
+    spans = spans_of(LocalRows.of(problem))
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
         times, errors = run.measure([_ours(ours, product, spans), _stock(stock, product, spans)], ahead=True)
@@ -66,7 +67,7 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
 
 def products(problem: Problem) -> dict[str, Product]:
     """The products of a step on this rank's rows."""
-    ops, local, shape = kernels.for_device(problem.device), problem.local_rows, problem.case.shape
+    ops, local, shape = kernels.for_device(problem.device), LocalRows.of(problem), problem.case.shape
     w1, w2, row_range, scale = problem.w1.detach(), problem.w2.detach(), local.row_range, local.row_probs
     index, ends = local.row_to_packed_row, row_range[1]
     num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
@@ -119,7 +120,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "fc1": Product(
             "forward",
             2,
-            lambda: ops.grouped_gemm_act(local.packed, w1, row_range, scale, h, a, _ACTIVATION, row_index=index),
+            lambda: ops.grouped_gemm_act((local.packed, index), w1, row_range, scale, (h, a), _ACTIVATION),
             [h, a],
             fc1_reference,
             fc1_stock,
@@ -144,7 +145,7 @@ def products(problem: Problem) -> dict[str, Product]:
             "backward",
             1,
             lambda: ops.grouped_gemm_dact(
-                local.d_packed, w2, row_range, h_in, scale, dh, a, dscale, workspace, _ACTIVATION, row_index=index
+                *((local.d_packed, index), w2, row_range, (h_in, scale), (dh, a, dscale, None), workspace, _ACTIVATION)
             ),
             [dh, a, dscale],
             dfc2_reference,
@@ -169,7 +170,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "wgrad2": Product(
             "backward",
             1,
-            lambda: ops.grouped_gemm_wgrad(local.d_packed, a_in, row_range, dw2, dout_index=index),
+            lambda: ops.grouped_gemm_wgrad((local.d_packed, index), a_in, row_range, dw2),
             [dw2],
             *wgrad2,
         ),
@@ -179,7 +180,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "wgrad1": Product(
             "backward",
             2,
-            lambda: ops.grouped_gemm_wgrad(h_in, local.packed, row_range, dw1, rows_index=index),
+            lambda: ops.grouped_gemm_wgrad(h_in, (local.packed, index), row_range, dw1),
             [dw1],
             *wgrad1,
         ),

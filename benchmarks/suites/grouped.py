@@ -19,17 +19,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from suites.figures import of_step
 from suites.gemm import groups_error, spans_of
+from suites.rows import LocalRows
+from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.grouped.splits import Splits
 from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
 from symmoe.tools.bench.cases import Shape
-from symmoe.tools.bench.layer import differentiated
+from symmoe.tools.bench.layer import Step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
-from symmoe.tools.bench.reference import E4M3_ERROR, MAX_ERROR, expert_outputs
-from symmoe.tools.bench.steps import figures_of_step
+from symmoe.tools.bench.reference import MAX_ERROR, expert_outputs
 from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
 from symmoe.tools.bench.timing import HostClock, Run, Variant, in_steps
 
@@ -139,7 +141,7 @@ class Layer:
             return groups_error(self.reference, outputs, self.spans)
 
         leaves = [*self.inputs, *(weight for of_layer in weights for weight in of_layer)]
-        return differentiated(name, forward, leaves, self.d_out, error, max_error)
+        return Step(name, forward, leaves, self.d_out, error, max_error).eager()
 
     def ours(self, name: str, choice: Choice) -> tuple[Variant, list[torch.Tensor]]:
         """A module of ours as a variant, and its weights."""
@@ -169,10 +171,10 @@ def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
     stock = times.get(_stock_name(layer))
     records = []
     for name, (variant, about) in (ours | {name: (variant, {}) for name, variant in others.items()}).items():
-        of_step = figures_of_step(functools.partial(variant.call, HostClock()), problem, run.ranks)
+        launched = of_step(functools.partial(variant.call, HostClock()), problem, run.ranks)
         for column, direction in enumerate(variant.directions):
             taken, flops = times[name][:, column], (1 + column) * layer.flops
-            figures: Record = {"tflops": tflops(flops, taken), "error": errors[name], **about, **of_step}
+            figures: Record = {"tflops": tflops(flops, taken), "error": errors[name], **about, **launched}
             if name in ours and stock is not None:
                 against = stock[:, column]
                 figures |= {"stock_tflops": tflops(flops, against), "stock_ms": median_ms(against)}
@@ -223,7 +225,7 @@ def _usable(make: Callable[[], Variant]) -> Variant | str:
 
 
 def _linear(problem: Problem) -> Layer:
-    shape, local, w1 = problem.case.shape, problem.local_rows, problem.w1
+    shape, local, w1 = problem.case.shape, LocalRows.of(problem), problem.w1
     rows = _in_order(problem, local.packed).requires_grad_()
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
     d_out = torch.randn(problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device)
@@ -242,7 +244,7 @@ def _linear(problem: Problem) -> Layer:
 
 
 def _mlp(problem: Problem) -> Layer:
-    shape, local, w1, w2 = problem.case.shape, problem.local_rows, problem.w1, problem.w2
+    shape, local, w1, w2 = problem.case.shape, LocalRows.of(problem), problem.w1, problem.w2
     rows, scale = _in_order(problem, local.packed).requires_grad_(), local.row_probs.clone().requires_grad_()
     return Layer(
         name="GroupedMLP",
@@ -260,7 +262,7 @@ def _mlp(problem: Problem) -> Layer:
 
 def _in_order(problem: Problem, packed: torch.Tensor) -> torch.Tensor:
     """Rows in the order of the experts."""
-    return packed[problem.local_rows.row_to_packed_row.long()]
+    return packed[LocalRows.of(problem).row_to_packed_row.long()]
 
 
 def _scaled_grouped_mm(name: str, layer: Layer) -> Variant:

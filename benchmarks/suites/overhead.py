@@ -26,7 +26,7 @@ from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, median_ms, new_record, rounded
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
-from symmoe.tools.bench.timing import Clock, HostClock, Mark, Run, Variant
+from symmoe.tools.bench.timing import HostClock, Mark, Run, Variant
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
@@ -178,7 +178,7 @@ def _module_variant(name: str, module: nn.Module, inputs: _Inputs) -> Variant:
         for parameter in parameters:
             parameter.grad = None
 
-    def call(clock: Clock) -> list[Mark]:
+    def call(clock: HostClock) -> list[Mark]:
         drop_gradients()
         marks = [clock.mark()]
         y = module(inputs.rows, inputs.splits, inputs.scale)

@@ -17,7 +17,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 from symmoe.tools.bench.problem import DTYPE, Problem
-from symmoe.tools.bench.records import Record, gbs, new_record
+from symmoe.tools.bench.records import Record, new_record
 from symmoe.tools.bench.timing import Run, Variant, in_steps
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
@@ -70,7 +70,7 @@ def bench_rail(problem: Problem, run: Run) -> list[Record]:
         call = in_steps(messages.begin, messages.move)
         times, errors = run.measure([Variant(name, ("barrier", "exchange"), call, messages.verify)], ahead=True)
         ms, wire_bytes = times[name][:, 1], num_bytes * (heap.topology.num_nodes - 1)
-        figures = {"wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, ms), "error": errors[name]}
+        figures = {"wire_bytes": wire_bytes, "error": errors[name]}
         found.append(new_record(ms, variant=name, preset=preset, direction="forward", **figures, **known))
         del messages, call
     return [*found, new_record(_meetings_ms(run), variant="meeting", direction="forward", **known)]

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
+from suites.rows import LocalRows, Places
 from symmoe.combine.trip import collecting, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
@@ -21,7 +23,6 @@ from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.layer import combine_bytes, dispatch_bytes, wire_bytes
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, gbs, median_ms
@@ -100,7 +101,7 @@ def _records(
         for column in range(taken.shape[1]):
             figures: Record = {"error": errors[name]}
             if name in wires:
-                figures |= {"wire_bytes": wires[name], "wire_gbs": gbs(wires[name], taken[:, column])}
+                figures |= {"wire_bytes": wires[name]}
             if copies.get(name) in times:
                 figures |= {
                     "copy_gbs": gbs(wires[name], times[copies[name]]),
@@ -126,10 +127,10 @@ def _yardsticks(problem: Problem, run: Run, sent: dict[str, npt.NDArray[np.int64
 
 def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -> Variant:
     def verify() -> float:
-        plan, routing = run.plan(problem, capacity), problem.routing
-        wrong = (plan.slot_to_row.cpu() != routing.slot_to_row[problem.rank]).sum()
-        wrong += (plan.slot_to_rank.cpu() != routing.slot_to_rank[problem.rank]).sum()
-        return float(wrong + (plan.splits.cpu() != routing.splits[problem.rank]).sum())
+        plan, places = run.plan(problem, capacity), Places.of(problem.routing)
+        wrong = (plan.slot_to_row.cpu() != places.slot_to_row[problem.rank]).sum()
+        wrong += (plan.slot_to_rank.cpu() != places.slot_to_rank[problem.rank]).sum()
+        return float(wrong + (plan.splits.cpu() != problem.routing.splits[problem.rank]).sum())
 
     return Variant(name, ("forward",), in_steps(lambda: run.plan(problem, capacity)), verify)
 
@@ -153,11 +154,11 @@ def _dispatch_variant(
             pass
 
     def arriving(packed: torch.Tensor) -> torch.Tensor:
-        index = problem.local_rows.row_to_packed_row.long()
+        index = LocalRows.of(problem).row_to_packed_row.long()
         return _encoded(packed if layout == "packed" else packed[index], wire)
 
     def verify() -> float:
-        local = problem.local_rows
+        local = LocalRows.of(problem)
         rows.fill_(torch.nan)
         row_probs = forward()
         wrong = _differing_bits(rows, arriving(local.packed))
@@ -215,7 +216,7 @@ def stock_all_to_all(problem: Problem, run: Run) -> Variant:
         return all_to_all(rows, exchange.received, exchange.sent)
 
     def verify() -> float:
-        arrived, local = step()[exchange.local_order], problem.local_rows
+        arrived, local = step()[exchange.local_order], LocalRows.of(problem)
         return _differing(arrived, local.packed[local.row_to_packed_row.long()])
 
     return Variant(STOCK, ("forward",), in_steps(step), verify)
@@ -240,8 +241,9 @@ def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = problem.tokens.x
     y = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     values = torch.empty(problem.topk_idx.shape, dtype=torch.float32, device=tokens.device)
-    slot_to_row = problem.routing.slot_to_row[problem.rank].to(tokens.device)
-    slot_to_rank = problem.routing.slot_to_rank[problem.rank].to(tokens.device)
+    places = Places.of(problem.routing)
+    slot_to_row = places.slot_to_row[problem.rank].to(tokens.device)
+    slot_to_rank = places.slot_to_rank[problem.rank].to(tokens.device)
     for rank in range(problem.num_ranks):
         rows = _rows_of(problem, rank)
         for k in range(slot_to_row.shape[1]):

@@ -55,11 +55,8 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file until the end of the context, or of the process. Does not wait. The file stays.
-
-    Where the file system has no locks, a warning is logged, and nothing is locked. CheckpointError: another process
-    has it; the text says which.
-    """
+    """Holds the lock of a file, which stays, until the end of the context, or of the process. Does not wait. Without
+    locks of the file system a warning is logged. CheckpointError: another process has it; the text says which."""
     with contextlib.ExitStack() as held:
         with _naming(path, "written"):
             file = held.enter_context(_open(path, os.O_RDWR | os.O_CREAT))
@@ -67,10 +64,10 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = file.readall().decode(errors="replace") or "a process"
-            raise CheckpointError(
-                f"another job is saving to {path.parent}: {holder} has {path.name}. Every job needs a directory of "
-                "its own"
-            ) from None
+            text = (
+                f"another job is saving to {path.parent}: {holder} has {path.name}. Every job needs its own directory"
+            )
+            raise CheckpointError(text) from None
         except OSError as error:
             _LOG.warning("%s cannot be locked (%s): another job that saves there goes unnoticed", path, error.strerror)
         with contextlib.suppress(OSError):  # a full disk is not full for this one

@@ -103,9 +103,8 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
 def find(directory: Path, step: int | None) -> tuple[Path, Manifest, str]:
     """The checkpoint of a step, or the newest: its directory, its manifest, and that one's sha256.
 
-    The newest is the one that `latest` names. If that is missing, torn or no plain file, or its checkpoint has been
-    deleted, it is the complete one of the highest step, and a warning is logged. CheckpointError: there is none, or its
-    manifest is not what was written.
+    The newest is that of `latest`; if that is missing, torn or no plain file, or its checkpoint has been deleted, the
+    complete one of the highest step, with a warning. CheckpointError: there is none, or its manifest has been changed.
     """
     there = _complete(directory)
     if step is not None:

@@ -121,11 +121,7 @@ def load_checkpoint(
 
 
 def read_manifest(directory: str | os.PathLike[str], step: int | None = None) -> Manifest:
-    """What a checkpoint holds, without reading tensors. Local.
-
-    Args:
-        directory: the job's directory.
-        step: which checkpoint; None: the newest.
+    """What the checkpoint of a step (None: the newest) in a job's directory holds, without reading tensors. Local.
 
     Raises:
         ArgumentError: `directory` is no path.

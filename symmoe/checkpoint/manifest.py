@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 import json
 import re
-import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from symmoe.checks.json_values import typed
 from symmoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -92,31 +92,10 @@ def parse(data: bytes, where: Path) -> Manifest:
         head = [content.get(name) for name in ("format", "version")] if isinstance(content, dict) else None
         if head != [FORMAT, VERSION]:
             raise ValueError(f"format and version are {head}; this symmoe reads {[FORMAT, VERSION]}")
-        manifest: Manifest = _typed(Manifest, content, "manifest")
+        manifest: Manifest = typed(Manifest, content, "manifest")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     for name in manifest.files:
         if _FILE.fullmatch(name) is None:
             raise CheckpointError(f"{where}: {name!r} in files is not like rank-00000-0000.safetensors")
     return manifest
-
-
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    """A value of JSON as a dataclass with exactly its fields, a list, a dict or a plain value, all the way down."""
-    of = get_args(kind)
-    if kind is Any:
-        return value
-    if isinstance(kind, types.UnionType):  # with None
-        return None if value is None else _typed(of[0], value, name)
-    if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        if value.keys() != hints.keys():
-            raise ValueError(f"fields {sorted(value.keys() ^ hints.keys())} of {name} are missing or not known")
-        return kind(**{field: _typed(hint, value[field], f"{name}.{field}") for field, hint in hints.items()})
-    if get_origin(kind) is dict and isinstance(value, dict):
-        return {key: _typed(of[1], item, f"{name}[{key!r}]") for key, item in value.items()}
-    if get_origin(kind) is list and isinstance(value, list):
-        return [_typed(of[0], item, name) for item in value]
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {str(value)[:80]!r}; it must be {kind}")
-    return value

@@ -21,10 +21,8 @@ class Peers:
     """A process group that exchanges JSON. Every method is collective.
 
     A block `with peers:` is around all of them. If it is left by an exception that the others do not have (an
-    interrupt), they learn it in their next exchange: all exchanges begin with the same message.
-
-    Args:
-        group: or a heap's, its `bootstrap`; None: the default one, or this process alone.
+    interrupt), they learn it in their next exchange: all exchanges begin with the same message. The group may be a
+    heap's `bootstrap`; None: the default one, or only this process if there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
@@ -42,13 +40,10 @@ class Peers:
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
-        """What `work` returns here; if it fails on any rank, that rank's error on every rank.
-
-        Args:
-            is_last: no other exchange follows.
+        """What `work` returns here; `is_last`: no other exchange follows.
 
         Raises:
-            SymmoeError: the error of a rank; any other exception there becomes a CheckpointError that names it.
+            SymmoeError: the error of a rank, on every rank; any other exception there becomes a CheckpointError.
             CheckpointError: a rank is gone, or did not come within the process group's timeout. The text names it.
         """
         return self.gather(lambda: (work(), None), is_last=is_last)[0]

@@ -21,11 +21,8 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what :func:`get_rng_state` gave. Local.
-
-    Raises:
-        CheckpointError: it is no such state. Generators before the wrong one have been set.
-    """
+    """Puts back what :func:`get_rng_state` gave. Local. CheckpointError: it is no such state; generators before the
+    wrong one have been set."""
     try:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))

@@ -70,7 +70,10 @@ def save_checkpoint(
     with contextlib.ExitStack() as held, Peers(group) as peers:
 
         def collect() -> tuple[tuple[Path, _Parts, StoredOptimizer | None], dict[str, Any]]:
-            _check_arguments(step, keep_last)
+            if type(step) is not int or not 0 <= step <= MAX_STEP:
+                raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
+            if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+                raise ArgumentError(f"keep_last ({keep_last!r}) must be None or an integer of at least 1")
             place, record = folder.path_of(directory), None
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
             if optimizer is not None:
@@ -128,13 +131,6 @@ _Parts = dict[str, list[Place]]  # what this rank has by key: places whose rows 
 _Holders = dict[tuple[str, int, int], list[int]]  # by key, first row and number of rows, the ranks that have them
 
 
-def _check_arguments(step: int, keep_last: int | None) -> None:
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise ArgumentError(f"step ({step!r}) must be an integer from 0 to {MAX_STEP}")
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ArgumentError(f"keep_last ({keep_last!r}) must be None or an integer of at least 1")
-
-
 def _json(name: str, value: Any) -> str:
     try:
         return json.dumps(value, sort_keys=True)
@@ -176,8 +172,7 @@ def _told(part: list[Place]) -> list[Any]:
     """What others must know of it: dtype, shape of the whole, first row, number of rows, bytes."""
     first = part[0]
     length = sum(len(place.rows) for place in part) if first.shape else 1
-    num_bytes = sum(place.tensor.nbytes for place in part)
-    return [str(first.tensor.dtype), first.shape, first.start or 0, length, num_bytes]
+    return [str(first.tensor.dtype), first.shape, first.start or 0, length, sum(place.tensor.nbytes for place in part)]
 
 
 def _to_host(part: list[Place]) -> torch.Tensor:
@@ -191,9 +186,7 @@ def _holders(tables: list[dict[str, Any]]) -> _Holders:
     for name, text in tables[0]["common"].items():
         for rank, table in enumerate(tables):
             if table["common"][name] != text:
-                raise CheckpointError(
-                    f"{name} differs between rank 0 and rank {rank}; it must be the same on all ranks"
-                )
+                raise CheckpointError(f"{name} differs between rank 0 and rank {rank}; it must be the same everywhere")
     tensors: dict[str, list[Any]] = {}
     holders: _Holders = {}
     for rank, table in enumerate(tables):

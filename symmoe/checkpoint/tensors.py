@@ -72,15 +72,9 @@ class Place:
 
 
 def places_of(model: nn.Module | Mapping[str, Any], *, rank: int, num_ranks: int) -> list[Place]:
-    """Every tensor of a module's state dict, or of a nested dict of tensors, ExpertShards and modules.
-
-    Args:
-        model: experts belong to the EP group of the heap that their module, or the nearest around it, has as `heap`.
-        rank, num_ranks: rank and size in the EP group of experts without a heap.
-
-    Raises:
-        ArgumentError: something in it has no place in a checkpoint.
-    """
+    """Every tensor of a module's state dict, or of a nested dict of tensors, ExpertShards and modules. Experts are of
+    the EP group of the heap that their module, or the nearest around it, has as `heap`; without one, of that of `rank`
+    and `num_ranks`. ArgumentError: something in it has no place in a checkpoint."""
     places = list(_walk("model", model, rank, num_ranks))
     for place in places:
         if hasattr(place.tensor, "device_mesh"):
@@ -112,15 +106,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def check_replicas(parts: Iterable[tuple[str, Sequence[int]]], digests: Sequence[Mapping[str, str]]) -> None:
-    """Compares the ranks that have the same part.
-
-    Args:
-        parts: the key and the ranks of each part, the same on every rank.
-        digests: by rank, those of its parts that others have as well, by key.
-
-    Raises:
-        CheckpointError: the bits of a part differ; the same on every rank. It names the key and two ranks.
-    """
+    """Compares the ranks that have the same part: `parts` are the key and the ranks of each, `digests` by rank those of
+    its parts by key; both the same on every rank. CheckpointError: the bits of a part differ; it names two ranks."""
     for key, (first, *others) in parts:
         for rank in others:
             if digests[rank][key] != digests[first][key]:
@@ -155,11 +142,8 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
 
 
 def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:
-    heaps = {
-        path: child.heap
-        for path, child in module.named_modules()
-        if isinstance(getattr(child, "heap", None), SymmetricHeap)
-    }
+    found = {path: getattr(child, "heap", None) for path, child in module.named_modules()}
+    heaps = {path: heap for path, heap in found.items() if isinstance(heap, SymmetricHeap)}
     experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
         key = f"{prefix}.{name}"

@@ -317,16 +317,12 @@ def _plan_between_nodes(
 
 
 def _place_slots(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    words: dict[int, int],
-    config: int,
-    counts: RailCounts | None = None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], config: int, counts: RailCounts | None = None
 ) -> Plan:
     """The plan; `words` of the header are the other arguments of make_plan. Does not wait. config: as in PlanOptions;
     counts: if the group spans nodes."""
     num_tokens, top_k = topk_idx.shape
-    header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
+    header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     sizes = num_tokens, top_k, num_experts, heap.num_ranks

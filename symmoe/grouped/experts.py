@@ -175,8 +175,8 @@ class ExpertWeights:
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         for part in (Part(x.row_range),) if parts is None else parts:
-            operands = x.rows, self.w1, part.rows, x.scale, h, a, self.activation
-            ops.grouped_gemm_act(*operands, row_index=x.row_index, bias=self.b1, num_sms=part.num_sms)
+            operands = (x.rows, x.row_index), self.w1, part.rows, x.scale, (h, a), self.activation
+            ops.grouped_gemm_act(*operands, bias=self.b1, num_sms=part.num_sms)
         return Hidden(h), a
 
     def second_layer(
@@ -192,8 +192,9 @@ class ExpertWeights:
         """out [N, H] = W2 a + b2 * bias_scale, or only a part of its rows."""
         assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         part = part or Part(x.row_range)
+        bias = self.b2, x.bias_scale
         kernels.for_device(out.device).grouped_gemm(
-            a, self.w2, part.rows, out, bias=self.b2, bias_scale=x.bias_scale, zero_tail=zero_tail, num_sms=part.num_sms
+            a, self.w2, part.rows, out, bias=bias, zero_tail=zero_tail, num_sms=part.num_sms
         )
 
     def backward(
@@ -292,13 +293,11 @@ class ExpertsBackward:
             if self.db2 is not None:
                 self._output_bias_gradient(d_out, self.db2)
             if x.bias_scale is not None and needs_scale:
-                ops.grouped_bias_dot(
-                    d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, dout_index=x.row_index
-                )
+                ops.grouped_bias_dot((d_out, x.row_index), weights.b2, x.row_range, self.d_scale, accumulate=True)
 
     def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
         x = self._x
-        self._ops.grouped_bias_grad(d_out, x.row_range, db2, scale=x.bias_scale, dout_index=x.row_index)
+        self._ops.grouped_bias_grad((d_out, x.row_index), x.row_range, db2, scale=x.bias_scale)
 
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
@@ -312,11 +311,9 @@ class ExpertsBackward:
             parts = None
         num_partials, d_scale = 0, self.d_scale if parts is None else None
         for part in (Part(x.row_range),) if parts is None else parts:
-            operands, results = (self._d_out, weights.w2, part.rows, h, x.scale), (self._dh, self._a, d_scale)
-            arguments = *operands, *results, workspace, weights.activation
-            num_partials = ops.grouped_gemm_dact(
-                *arguments, row_index=x.row_index, dbias=self.db1, num_sms=part.num_sms
-            )
+            operands, gradients = ((self._d_out, x.row_index), weights.w2), (self._dh, self._a, d_scale, self.db1)
+            arguments = *operands, part.rows, (h, x.scale), gradients, workspace, weights.activation
+            num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
 
@@ -332,17 +329,15 @@ class ExpertsBackward:
         """Writes dW1 [G, W, H]; a weight_gradients.Compute."""
         self._inputs.check()
         x = self._x
-        self._ops.grouped_gemm_wgrad(
-            self._dh, x.rows, x.row_range, out, rows_index=x.row_index, accumulate=accumulate, num_sms=num_sms
-        )
+        operands = self._dh, (x.rows, x.row_index)
+        self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW2 [G, H, I]; a weight_gradients.Compute."""
         self._inputs.check()
         x = self._x
-        self._ops.grouped_gemm_wgrad(
-            self._d_out, self._a, x.row_range, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
-        )
+        operands = (self._d_out, x.row_index), self._a
+        self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def bias_gradients(self) -> Biases:
         """db1 and db2."""

@@ -17,7 +17,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
-from symmoe.grouped.low_rank import Gathered, LowRank
+from symmoe.grouped.low_rank import LowRank
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 
@@ -42,9 +42,9 @@ class AdaptedWeights(ExpertWeights):
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         t1 = self.low1.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
-            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
-            ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
-            self.low1.down(x.rows, part.rows, t1, **gathered)
+            rows = x.rows, x.row_index
+            ops.grouped_gemm(rows, self.w1, part.rows, h, bias=self.b1, num_sms=part.num_sms)
+            self.low1.down(rows, part.rows, t1, num_sms=part.num_sms)
             self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
         return Hidden(h, t1, self.low2.down(a, x.row_range)), a
@@ -82,9 +82,9 @@ class AdaptedBackward(ExpertsBackward):
         self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
         self._dt2 = low2.new_rows(num_rows)
         for part in (Part(x.row_range),) if parts is None else parts:
-            gathered: Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
-            ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
-            low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
+            d_out = self._d_out, x.row_index
+            ops.grouped_gemm_dgrad(d_out, weights.w2, part.rows, da, num_sms=part.num_sms)
+            low2.down_gradient(d_out, part.rows, self._dt2, num_sms=part.num_sms)
             low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)
         ops.scaled_activation(h, scale, self._a, weights.activation)
         d_scale = torch.empty_like(self.d_scale)
@@ -102,6 +102,6 @@ class AdaptedBackward(ExpertsBackward):
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none."""
         x, weights = self._x, self._weights
-        of_first = weights.low1.gradients(x.rows, self._t1, self._dh, self._dt1, x.row_range, rows_index=x.row_index)
-        of_second = weights.low2.gradients(self._a, self._t2, self._d_out, self._dt2, x.row_range, dy_index=x.row_index)
-        return *of_first, *of_second
+        rows, d_out = (x.rows, x.row_index), (self._d_out, x.row_index)
+        of_first = weights.low1.gradients(rows, self._t1, self._dh, self._dt1, x.row_range)
+        return *of_first, *weights.low2.gradients(self._a, self._t2, d_out, self._dt2, x.row_range)

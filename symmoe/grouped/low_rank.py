@@ -10,23 +10,13 @@ it is computed in fp32, and rounded a second time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from symmoe import kernels
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from symmoe.kernels.contract.operands import Rows, num_rows
 
 RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
-
-
-class Gathered(TypedDict, total=False):
-    """Where a GEMM finds its rows (row i is rows[row_index[i]], or rows[i] without an index), and on how many SMs."""
-
-    row_index: torch.Tensor | None
-    num_sms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +36,11 @@ class LowRank:
         return self.a.new_empty((num_rows, self.a.shape[1]))
 
     def down(
-        self,
-        rows: torch.Tensor,
-        row_range: torch.Tensor,
-        t: torch.Tensor | None = None,
-        **gathered: Unpack[Gathered],
+        self, rows: Rows, row_range: torch.Tensor, t: torch.Tensor | None = None, *, num_sms: int | None = None
     ) -> torch.Tensor:
-        """t [N, r] = rows A^T, in a new tensor for N rows, or in the one given."""
-        t = self.new_rows(rows.shape[0]) if t is None else t
-        kernels.for_device(t.device).grouped_gemm(rows, self.a, row_range, t, **gathered)
+        """t [N, r] = rows A^T, in the tensor given, or in a new one."""
+        t = self.new_rows(num_rows(rows)) if t is None else t
+        kernels.for_device(t.device).grouped_gemm(rows, self.a, row_range, t, num_sms=num_sms)
         return t
 
     def add_up(self, t: torch.Tensor, row_range: torch.Tensor, y: torch.Tensor, *, num_sms: int | None = None) -> None:
@@ -62,11 +48,11 @@ class LowRank:
         kernels.for_device(t.device).grouped_gemm(t, self.b, row_range, y, accumulate=True, num_sms=num_sms)
 
     def down_gradient(
-        self, dy: torch.Tensor, row_range: torch.Tensor, dt: torch.Tensor | None = None, **gathered: Unpack[Gathered]
+        self, dy: Rows, row_range: torch.Tensor, dt: torch.Tensor | None = None, *, num_sms: int | None = None
     ) -> torch.Tensor:
         """dt [N, r] = dy B, as in :meth:`down`."""
-        dt = self.new_rows(dy.shape[0]) if dt is None else dt
-        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, row_range, dt, **gathered)
+        dt = self.new_rows(num_rows(dy)) if dt is None else dt
+        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, row_range, dt, num_sms=num_sms)
         return dt
 
     def add_up_gradient(
@@ -76,21 +62,13 @@ class LowRank:
         kernels.for_device(dt.device).grouped_gemm_dgrad(dt, self.a, row_range, dx, accumulate=True, num_sms=num_sms)
 
     def gradients(
-        self,
-        rows: torch.Tensor,
-        t: torch.Tensor,
-        dy: torch.Tensor,
-        dt: torch.Tensor,
-        row_range: torch.Tensor,
-        *,
-        rows_index: torch.Tensor | None = None,
-        dy_index: torch.Tensor | None = None,
+        self, rows: Rows, t: torch.Tensor, dy: Rows, dt: torch.Tensor, row_range: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dA = dt^T rows and dB = dy^T t, each None if it is not required; a group without rows has zeros."""
         ops = kernels.for_device(t.device)
         d_a, d_b = (torch.empty_like(adapter) if adapter.requires_grad else None for adapter in (self.a, self.b))
         if d_a is not None:
-            ops.grouped_gemm_wgrad(dt, rows, row_range, d_a, rows_index=rows_index)
+            ops.grouped_gemm_wgrad(dt, rows, row_range, d_a)
         if d_b is not None:
-            ops.grouped_gemm_wgrad(dy, t, row_range, d_b, dout_index=dy_index)
+            ops.grouped_gemm_wgrad(dy, t, row_range, d_b)
         return d_a, d_b

@@ -49,13 +49,16 @@ class LinearProducts:
         (layer,), transposed = self.layers, None
         weights, low = _split(layer, rows.tensors)
         (weight,) = kernel_matrices({"weight": weights})
-        options: dict[str, Any] = {"bias": rows.biases[0], "bias_scale": rows.scale, "zero_tail": zero_tail}
         if layer.precision is None:
-            kernels.for_device(out.device).grouped_gemm(rows.x, weight, rows.row_range, out, **options)
+            bias = rows.biases[0], rows.scale
+            kernels.for_device(out.device).grouped_gemm(
+                rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail
+            )
         else:
             recipe, held = layer.precision, layer.held_weight
             left = operand(recipe.quantize(rows.x, rows.row_range))
             right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
+            options: dict[str, Any] = {"bias": rows.biases[0], "bias_scale": rows.scale, "zero_tail": zero_tail}
             multiply(left, right, rows.row_range, out, **options)
         t = None
         if low is not None:

@@ -1,8 +1,7 @@
 """accelerate's Accelerator for models whose experts are spread over ranks.
 
-`prepare` wraps a model in DDP, which must not touch experts; `clip_grad_norm_` is handed parameters, and would take
-the norm over this rank's; `save_state` writes rank 0's weights and optimizer for all. These are methods of the
-Accelerator, so there is a subclass.
+`prepare` wraps a model in DDP, which must not touch experts; `clip_grad_norm_` would take the norm over this rank's
+parameters; `save_state` writes rank 0's weights and optimizer for all. So there is a subclass.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ STATE_FOLDER = "model_and_optimizer"
 class Accelerator(_Accelerator):
     """Same as accelerate.Accelerator; the model has MoELayers, or is one, or comes from `swap_moe`.
 
-    Of `save_state` and `load_state`, model and optimizer are in symmoe's format (`symmoe.checkpoint`, in the folder
-    "model_and_optimizer"), which any number of ranks loads; schedulers, random states and registered objects are as
-    accelerate saves them. Both are collective, and all ranks see the same folder.
+    Of `save_state` and `load_state`, one model and one optimizer are in symmoe's format (`symmoe.checkpoint`, in the
+    folder "model_and_optimizer"), which any number of ranks loads; all else is as accelerate saves it. Both are
+    collective, all ranks see the same folder, and errors are those of `symmoe.checkpoint`.
 
     Raises:
         ArgumentError: `mixed_precision` is "fp16", whose gradient scaler would skip steps on some ranks only; or
@@ -48,20 +47,18 @@ class Accelerator(_Accelerator):
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ArgumentError(f"distributed_type ({kind}) must be that of DDP with experts on several ranks")
 
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Same as in accelerate, with a DDP that does not touch the experts."""
         if _has_experts(model):
             prepare_for_ddp(model)
-        prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
-        return prepared
+        return super().prepare_model(model, *args, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Same as in accelerate, by the norm over all ranks. Collective.
 
-        Raises:
-            ArgumentError: `parameters` are not those of a prepared model, or `norm_type` is not 2.
+        ArgumentError: `parameters` are not those of a prepared model, or `norm_type` is not 2.
         """
         given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in self._models:
@@ -72,11 +69,7 @@ class Accelerator(_Accelerator):
         raise ArgumentError("parameters must be all of a prepared model's: its norm is taken over all ranks")
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Same as in accelerate, for models without experts on several ranks.
-
-        Raises:
-            ArgumentError: the model has such experts, of which a state dict holds this rank's.
-        """
+        """Same as in accelerate. ArgumentError: the model has experts on several ranks, of which it would have ours."""
         if _has_experts(model):
             raise ArgumentError(
                 f"a state dict of model ({type(model).__name__}) has only this rank's experts: save with save_state, "
@@ -85,24 +78,14 @@ class Accelerator(_Accelerator):
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Same as in accelerate, with all experts. Collective.
-
-        Raises:
-            ArgumentError: more than one model or optimizer has been prepared.
-            CheckpointError: see symmoe.checkpoint.save_checkpoint.
-        """
+        """Same as in accelerate, with all experts. Collective."""
         with self._without_model() as (model, optimizer):
             folder = super().save_state(output_dir, *args, **kwargs)
             save_checkpoint(Path(folder, STATE_FOLDER), 0, model=model, optimizer=optimizer)
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Same as in accelerate, with this rank's experts. Collective.
-
-        Raises:
-            ArgumentError: `input_dir` is None, or more than one model or optimizer has been prepared.
-            CheckpointError: see symmoe.checkpoint.load_checkpoint.
-        """
+        """Same as in accelerate, with this rank's experts. Collective. ArgumentError: `input_dir` is None."""
         if input_dir is None:
             raise ArgumentError("input_dir (None) must be the folder that save_state has returned")
         with self._without_model() as (model, optimizer):
@@ -117,12 +100,10 @@ class Accelerator(_Accelerator):
             raise ArgumentError(
                 f"prepared are {len(models)} models and {len(optimizers)} optimizers; they must be one, and one or none"
             )
+        model = self.unwrap_model(models[0], keep_torch_compile=False)
         self._models, self._optimizers = [], []
         try:
-            yield (
-                self.unwrap_model(models[0], keep_torch_compile=False),
-                optimizers[0].optimizer if optimizers else None,
-            )
+            yield model, optimizers[0].optimizer if optimizers else None
         finally:
             self._models, self._optimizers = models, optimizers
 

@@ -7,13 +7,12 @@ norm over this rank's parameters; so these are strategies. A checkpoint is a fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy as _FabricDDP
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,17 +36,15 @@ class FabricStrategy(_FabricDDP):
             "16-mixed", whose gradient scaler would skip steps on some ranks only.
     """
 
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+    def setup_module(self, module: nn.Module) -> Any:
         """Same as in Lightning, with a DDP that does not touch the experts."""
-        _check_precision(self.precision.precision)
-        prepare_for_ddp(module)
-        wrapped: DistributedDataParallel = super().setup_module(module)
-        return wrapped
+        _prepare(module, self.precision)
+        return super().setup_module(module)
 
     def clip_gradients_norm(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
@@ -72,13 +69,13 @@ class FabricStrategy(_FabricDDP):
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    ) -> Any:
         """Same as in Lightning, with this rank's experts."""
         if not isinstance(state, dict):
             raise ArgumentError(f"state ({type(state).__name__}) must be a dict, as it was saved")
         models, optimizer, rest = _sorted_out(state)
         load_checkpoint(path, model=models, optimizer=optimizer)
-        remainder: dict[str, Any] = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
+        remainder = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
         state.update(rest)
         return remainder
 
@@ -97,14 +94,10 @@ class TrainerStrategy(_TrainerDDP):
 
     def setup(self, trainer: Any) -> None:
         """Same as in Lightning, with experts that stay as they are."""
-        _check_precision(self.precision_plugin.precision)
-        prepare_for_ddp(self.model)
+        _prepare(self.model, self.precision_plugin)
         # The precision clips, whichever it is, and is handed the optimizer's parameters.
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
+        self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(self.model, clip_val)
         super().setup(trainer)
-
-    def _clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        clip_grad_norm(self.model, clip_val)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: save_checkpoint takes it from the model."""
@@ -117,52 +110,46 @@ class TrainerStrategy(_TrainerDDP):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Same as in Lightning, with all experts; `filepath` becomes a folder."""
         optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
-        save_checkpoint(filepath, 0, model=self._saved_model, optimizer=optimizer)
+        save_checkpoint(filepath, 0, model=self.lightning_module, optimizer=optimizer)
         super().save_checkpoint(checkpoint, Path(filepath, REST), storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    restore_checkpoint_after_setup = True  # the optimizer is there then
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Same as in Lightning, without the model's and the optimizer's state."""
         self._folder = Path(checkpoint_path)
-        checkpoint: dict[str, Any] = super().load_checkpoint(self._folder / REST, weights_only)
-        return checkpoint
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """The optimizer is there then."""
-        return True
+        return super().load_checkpoint(self._folder / REST, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """This rank's part of the model."""
-        load_checkpoint(self._folder, model=self._saved_model)
+        load_checkpoint(self._folder, model=self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This rank's part of the optimizer's state."""
-        load_checkpoint(self._folder, model=self._saved_model, optimizer=_only(self.optimizers))
-
-    @property
-    def _saved_model(self) -> LightningModule:
-        return self.lightning_module
+        load_checkpoint(self._folder, model=self.lightning_module, optimizer=_only(self.optimizers))
 
 
-def _check_precision(precision: str) -> None:
-    if precision == "16-mixed":
+def _prepare(model: nn.Module, precision: Any) -> None:
+    if precision.precision == "16-mixed":
         raise ArgumentError("precision ('16-mixed') must be '32-true' or 'bf16-mixed' with experts on several ranks")
+    prepare_for_ddp(model)
 
 
 def _sorted_out(state: dict[str, Any]) -> tuple[dict[str, nn.Module], torch.optim.Optimizer | None, dict[str, Any]]:
     """The models without their DDP, the optimizer, and the rest of what Fabric saves."""
-    models = {
-        name: value.module if isinstance(value, DistributedDataParallel) else value
-        for name, value in state.items()
-        if isinstance(value, nn.Module)
-    }
-    optimizers = {name: value for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}
-    rest = {name: value for name, value in state.items() if name not in models and name not in optimizers}
-    return models, _only(optimizers.values()), rest
+    models: dict[str, nn.Module] = {}
+    optimizers, rest = [], {}
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            models[name] = value.module if isinstance(value, DistributedDataParallel) else value
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.append(value)
+        else:
+            rest[name] = value
+    return models, _only(optimizers), rest
 
 
-def _only(optimizers: Iterable[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    found = list(optimizers)
-    if len(found) > 1:
-        raise ArgumentError(f"there are {len(found)} optimizers; a checkpoint has one at most")
-    return found[0] if found else None
+def _only(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    if len(optimizers) > 1:
+        raise ArgumentError(f"there are {len(optimizers)} optimizers; a checkpoint has one at most")
+    return next(iter(optimizers), None)

@@ -51,9 +51,9 @@ def parallelize(
 ) -> nn.Module:
     """Puts a model that was built on this rank under FSDP2, in place: experts over `mesh`, the rest over all its ranks.
 
-    In every MoELayer the experts become one FSDP unit, the router (always fp32) another, and the shared expert another.
-    Experts are sharded over the replicas on dimension 0, or on the next dimension that divides evenly
-    where a rank has too few of them. Collective over the mesh; build the optimizer afterwards.
+    Experts, router (always fp32) and shared expert of a MoELayer become FSDP units. Experts are sharded over the
+    replicas on dimension 0, or on the next one that divides evenly where a rank has too few of them. Collective over
+    the mesh; build the optimizer afterwards.
 
     Args:
         model: parameters of replicas must hold the same values; FSDP does not broadcast.
@@ -84,30 +84,21 @@ def parallelize(
     units = list(_outermost_units(model) if units is None else units)
     if RouterOutput not in pytree.SUPPORTED_NODES:  # FSDP looks for tensors of outputs: then their backward begins
         pytree.register_dataclass(RouterOutput)
-    layers = shard_experts(model, mesh[EP])
-    free = reshard_after_forward
-    # Not output_dtype: the layer's second output is an fp32 loss.
-    expert_policy = dataclasses.replace(mp_policy, output_dtype=None)
-    expert_mesh = mesh[replicas]
-    for layer in layers:
-        # The router computes in fp32 and takes tokens of any dtype.
-        keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+    # The router computes in fp32 and takes tokens of any dtype; the layer's second output is an fp32 loss.
+    of_router = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+    of_experts = dataclasses.replace(mp_policy, output_dtype=None)
+    expert_mesh, shard = mesh[replicas], partial(fully_shard, reshard_after_forward=reshard_after_forward)
+    placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
+    for layer in shard_experts(model, mesh[EP]):
         if layer.router is not None:
-            fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
+            shard(layer.router, mesh=dense_mesh, mp_policy=of_router)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
-            fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
-        placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
-        sharded = fully_shard(
-            layer,
-            mesh=expert_mesh,
-            shard_placement_fn=placement,
-            reshard_after_forward=free,
-            mp_policy=expert_policy,
-        )
+            shard(layer.shared_expert, mesh=dense_mesh, mp_policy=mp_policy)
+        sharded = shard(layer, mesh=expert_mesh, shard_placement_fn=placement, mp_policy=of_experts)
         _divide_gradients(sharded, expert_mesh, divisor)
     for unit in units:
         if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
+            shard(unit, mesh=dense_mesh, mp_policy=mp_policy)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dense_mesh, mp_policy=mp_policy)  # stays gathered: backward begins with it
     for module in model.modules():
@@ -119,36 +110,22 @@ def parallelize(
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
     """Plain DDP for the dense parameters. Experts stay spread over `ep`; their gradients are summed over replicas.
 
-    Experts become DTensors (for checkpoints) and are left out of DDP's buckets. Their gradients are scaled when they
-    are computed, and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective.
-
-    Args:
-        model: expert weights are broadcast over the replicas, as DDP does with dense parameters.
-        mesh: as in :func:`parallelize`.
-        ddp_options: for DistributedDataParallel.
-
-    Raises:
-        ArgumentError: as in :func:`parallelize`.
+    Experts become DTensors (for checkpoints), are broadcast over the replicas, and are left out of DDP's buckets; their
+    gradients are scaled when they are computed, and averaged over the replicas when they are complete. DDP's `no_sync`
+    works for both. Collective. Mesh and errors are those of :func:`parallelize`.
     """
     replicas = mesh[_replica_names(mesh)]
     shard_experts(model, mesh)
-    group = (replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")).get_group()
-    prepare_for_ddp(model, expert_group=group)
-    everybody = mesh._flatten("symmoe_dense").get_group()
-    ddp = DistributedDataParallel(model, process_group=everybody, **ddp_options)
+    replicas = replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")
+    prepare_for_ddp(model, expert_group=replicas.get_group())
+    ddp = DistributedDataParallel(model, process_group=mesh._flatten("symmoe_dense").get_group(), **ddp_options)
     raise_for(join_ddp(ddp))
     return ddp
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
-    """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...], in place. Local.
-
-    Args:
-        mesh: with a dimension "ep", on which they are `Shard(0)`; on other dimensions they are `Replicate()`. The local
-            tensors are the parameters' own memory.
-
-    Returns:
-        the layers.
+    """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...] over the parameters' memory, in
+    place: `Shard(0)` on the mesh's dimension "ep", `Replicate()` on others. Returns the layers. Local.
 
     Raises:
         ArgumentError: there is no MoELayer, or one does not fit.
@@ -156,10 +133,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}")
-    names = mesh.mesh_dim_names or ()
     for layer in layers:
         _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
-    placements = [Shard(0) if name == EP else Replicate() for name in names]
+    placements = [Shard(0) if name == EP else Replicate() for name in mesh.mesh_dim_names or ()]
     for layer in layers:
         for linear in (layer.experts.fc1, layer.experts.fc2):
             for name, parameter in list(linear.named_parameters()):
@@ -201,16 +177,11 @@ def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
     """The first dimension of the local part that FSDP can cut evenly."""
-    shape = _local(parameter).shape
+    shape = cast(DTensor, parameter).to_local().shape  # torch's annotations do not say what it is
     for dim, size in enumerate(shape):
         if size % num_shards == 0:
             return Shard(dim)
     raise ArgumentError(f"no dimension of an expert weight {list(shape)} is divisible by the {num_shards} replicas")
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The local part of an expert's parameter or gradient. They are DTensors; torch's annotations do not say so."""
-    return cast(DTensor, tensor).to_local()
 
 
 def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:

@@ -38,16 +38,12 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) -> peft.PeftModel:
-    """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values.
-
-    Local. Ranks that seed torch alike get the same whole: each has its part of the experts' adapters, and all of the
-    others.
+    """Same as peft.get_peft_model, of a swapped model: the same adapters as of the plain one, with the same values if
+    ranks seed torch alike; each has its part of the experts' adapters, and all of the others. Local.
 
     Args:
-        model: swapped.
         config: if it targets gate_up_proj or down_proj of experts, it targets both. The options that peft itself has
             not for parameters (dropout, DoRA, bias ..) it refuses.
-        options: of peft.get_peft_model.
 
     Raises:
         ArgumentError: the model has not been swapped, or the experts cannot have such adapters. The model is as peft
@@ -75,14 +71,9 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
 
 @torch.no_grad()
 def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
-    """Saves the adapters, and nothing else, as peft does: adapter_model.safetensors and adapter_config.json.
-
-    peft loads them into the plain model. Collective over the heap's process group; rank 0 has all adapters of experts
-    in host memory for a moment.
-
-    Args:
-        model: from get_peft_model of this module, or a PeftModel that has been swapped.
-        folder: files of these names are replaced, others stay. All ranks see the same.
+    """Saves the adapters, and nothing else, as peft does, for the plain model: adapter_model.safetensors and
+    adapter_config.json in `folder`, which all ranks see; other files there stay. Collective over the heap's process
+    group; rank 0 has all adapters of experts in host memory for a moment.
 
     Raises:
         ArgumentError: the model has not been swapped.
@@ -90,7 +81,6 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
     """
     heap, folder = heap_of(model), Path(folder).absolute()
     partial = folder.with_name(folder.name + ".partial")
-    layers = {name: layer for name, layer, _ in _adapted(model)}
 
     def make() -> None:
         if heap.rank == 0:
@@ -98,9 +88,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             partial.mkdir(parents=True)
 
     def write_share() -> None:
-        share: dict[str, torch.Tensor] = {}
-        for name, layer in layers.items():
-            share |= {f"{name}.a": layer.lora_a.detach().cpu(), f"{name}.b": layer.lora_b.detach().cpu()}
+        adapters = {name: (layer.lora_a, layer.lora_b) for name, layer, _ in _adapted(model)}
+        share = {f"{name}.{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)}
         save_file(share, partial / f"{heap.rank}.safetensors")
 
     def publish() -> None:
@@ -109,9 +98,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
         shares = [load_file(partial / f"{rank}.safetensors") for rank in range(heap.num_ranks)]
         for name, _, names in _adapted(model):
-            a, b = (torch.cat([share[f"{name}.{which}"] for share in shares]) for which in "ab")
-            path = name.rpartition(".")[0]
-            state |= {f"{path}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
+            a, b = (torch.cat([share[f"{name}.{i}"] for share in shares]) for i in (0, 1))
+            state |= {f"{name.rpartition('.')[0]}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
         config = copy.copy(model.peft_config[model.active_adapter])
@@ -130,12 +118,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
 
 @torch.no_grad()
 def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None:
-    """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts.
-
-    Collective over the heap's process group.
-
-    Args:
-        model: as in save_adapters; wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
+    """Fills the adapters from files of peft's, whoever wrote them, each rank those of its experts. Collective over the
+    heap's process group. The model is wrapped with the files' configuration, e.g. LoraConfig.from_pretrained(folder).
 
     Raises:
         ArgumentError: the model has not been swapped.
@@ -148,11 +132,9 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         there = load_file(path)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
         for name, layer, names in _adapted(model):
-            a, b = (
-                torch.empty((heap.num_ranks * len(each), *each.shape[1:]), device="meta")
-                for each in (layer.lora_a, layer.lora_b)
-            )
-            shapes |= {f"{name.rpartition('.')[0]}.{key}": each.shape for key, each in names.to_peft(a, b).items()}
+            each = [(heap.num_ranks * len(part), *part.shape[1:]) for part in (layer.lora_a, layer.lora_b)]
+            a, b = (torch.empty(shape, device="meta") for shape in each)
+            shapes |= {f"{name.rpartition('.')[0]}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
         for key in sorted(shapes.keys() | there.keys()):
             wanted, found = shapes.get(key), there[key].shape if key in there else None
             if wanted != found:
@@ -199,5 +181,5 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNam
 def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:
     """What peft saves itself: everything but what swapped experts hold, which is by other names there."""
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    paths = [f"{path}." for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts)]
-    return {key: tensor for key, tensor in state.items() if not any(key.startswith(path) for path in paths)}
+    paths = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, ExpertParallelExperts))
+    return {key: tensor for key, tensor in state.items() if not key.startswith(paths)}

@@ -71,7 +71,10 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         num_ranks = self.ep_mesh.size()
         if self.num_experts % num_ranks:
             raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by the {num_ranks} ranks of 'ep'")
-        self.heap = _shared_heap(self.ep_mesh.get_group(), self.heap_bytes(num_ranks))
+        group, num_bytes = self.ep_mesh.get_group(), self.heap_bytes(num_ranks)
+        self.heap = _HEAPS.get((group, num_bytes))
+        if self.heap is None:
+            self.heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
 
     def heap_bytes(self, num_ranks: int) -> int:
         """Bytes of symmetric memory that one layer's trips need at most; layers take turns."""
@@ -93,12 +96,11 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
         dispatched: tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]
+        arguments = (x_TD, topk_scores_TK, topk_expert_ids_TK)
         if self.heap is None:
-            dispatched = LocalTokenDispatcher.dispatch(
-                self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
-            )
+            dispatched = LocalTokenDispatcher.dispatch(self, *arguments, num_local_tokens_per_expert_E)
         else:
-            dispatched = self._dispatch(self.heap, x_TD, topk_scores_TK, topk_expert_ids_TK)
+            dispatched = self._dispatch(self.heap, *arguments)
         return dispatched
 
     def combine(
@@ -120,11 +122,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         self, heap: SymmetricHeap, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata]:
         plan = make_plan(
-            topk_expert_ids_TK,
-            num_experts=self.num_experts,
-            heap=heap,
-            hidden=x_TD.shape[1],
-            dtype=x_TD.dtype,
+            topk_expert_ids_TK, num_experts=self.num_experts, heap=heap, hidden=x_TD.shape[1], dtype=x_TD.dtype
         )
         rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
         metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
@@ -144,13 +142,6 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
 
 # Heaps that dispatchers use now, by group and size: with NVSHMEM a process can have only one.
 _HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = weakref.WeakValueDictionary()
-
-
-def _shared_heap(group: dist.ProcessGroup, num_bytes: int) -> SymmetricHeap:
-    heap = _HEAPS.get((group, num_bytes))
-    if heap is None:
-        heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
-    return heap
 
 
 @override(target=LocalTokenDispatcher.Config, description="dispatch and combine over symmetric memory")

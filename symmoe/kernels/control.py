@@ -258,18 +258,18 @@ class ControlLayout:
         ):
             object.__setattr__(self, name, value)
 
-    @property
+    @functools.cached_property
     def row_words(self) -> int:
         """int32 words of one row of the count table, a multiple of 16 so that rows stay aligned to 64 bytes."""
         words = HEADER_WORDS + MAX_EXPERTS + self.num_rows
         return -(-words // 16) * 16
 
-    @property
+    @functools.cached_property
     def table_stride_bytes(self) -> int:
         """Bytes of one half of the count table."""
         return self.num_rows * self.row_words * 4
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         """Rows of one half of the count table."""
         return self.num_ranks if self.num_sources is None else self.num_sources

@@ -17,28 +17,17 @@ from torch.utils.flop_counter import register_flop_formula
 from symmoe.kernels.contract import Kernels
 from symmoe.torch_internals import without_dispatch_modes
 
-# The argument with the features that a row of a grouped product is multiplied by, of shape [G, features, features].
-_GROUPED = {
-    "grouped_gemm": "weight",
-    "grouped_gemm_dgrad": "weight",
-    "grouped_gemm_wgrad": "out",
-    "grouped_gemm_act": "weight",
-    "grouped_gemm_dact": "weight",
-    "grouped_gemm_fp8": "weight",
-    "grouped_gemm_wgrad_fp8": "out",
-    "grouped_gemm_scaled": "weight",
-    "grouped_gemm_wgrad_scaled": "out",
-}
 _ROUTER = {"router_gemm": ("logits",), "router_gemm_grads": ("dx", "d_weight")}  # a product for each result
 
 
 def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """A hook for kernels: a dispatch mode sees their products as symmoe::product."""
-    if name not in _GROUPED and name not in _ROUTER:
+    is_grouped = name.startswith("grouped_gemm")
+    if not is_grouped and name not in _ROUTER:
         return kernel(*args, **kwargs)
     arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
-    if name in _GROUPED:
-        matrices = arguments[_GROUPED[name]]
+    if is_grouped:  # a row is multiplied by the features of a matrix
+        matrices = arguments["out" if "wgrad" in name else "weight"]
         _, out_features, in_features = matrices.shape
         numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
         _product(arguments["row_range"], 0, out_features * in_features * numbers_per_byte)

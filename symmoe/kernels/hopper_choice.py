@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from symmoe.kernels import architectures
 
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
+Launcher = Callable[..., Any]
+
+
+def launcher(name: str, device: torch.device, dtype: torch.dtype, columns: int, *operands: object) -> Launcher | None:
+    """What launches a kernel for Hopper, if there is one of this name for such a call; None: Triton's has to.
+
+    Args:
+        device, dtype, columns: of the output.
+        operands: what the kernel's own condition looks at, see hopper/launchers.py.
+    """
+    launchers = hopper_kernels(device, dtype, columns)
+    if launchers is None:
+        return None
+    found, takes = launchers.LAUNCHERS[name]
+    return found if takes(*operands) else None
 
 
 @functools.cache

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,13 @@ from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, is_traced
 from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, nonfinite_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
-from symmoe.torch_internals import has_hooks, hooks_of, pytree
+from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoEMetrics:
+class MoEMetrics(NamedTuple):
     """Load, drops and losses of one call of MoELayer. Tensors on the device; only reading them synchronises the host.
 
-    A pytree of its tensors: torch.export and what else flattens a module's output see them.
+    A named tuple: what flattens or rebuilds a module's output (DDP, Fabric, accelerate, torch.export) sees its tensors.
 
     Attributes:
         aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0, or if the
@@ -72,7 +70,7 @@ class MoEMetrics:
         return (self.expert_load == 0).sum()
 
 
-pytree.register_dataclass(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
+register_namedtuple(MoEMetrics, serialized_type_name="symmoe.MoEMetrics")
 
 
 class MoELayer(ExpertParallelModule):

@@ -17,7 +17,7 @@ from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RoutingReport:
     """Where the tokens of one forward call went. Tensors on the device.
 

@@ -29,7 +29,6 @@ from symmoe.kernels import control
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, Parts, start_heap
-from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION
 
@@ -226,7 +225,7 @@ class SymmetricHeap:
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self.waits.some_are_bounded
             or self._is_watched()
-            or capture_id(self.device)
+            or self.streams.capture
             or (self.device.type == "cuda" and torch.cuda.current_device() != self.device.index)
         ):
             return function()
@@ -265,7 +264,7 @@ class SymmetricHeap:
             raise HeapClosed("the symmetric heap has been closed")
         if self.faults.poison is not None:
             raise HeapPoisoned(f"an earlier call failed: {self.faults.poison}")
-        if waits and self.waits.flight.is_in_dispatch and not capture_id(self.device):
+        if waits and self.waits.flight.is_in_dispatch and not self.streams.capture:
             self.streams.synchronize()  # an error of that dispatch may still be on its way
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             with self._access:

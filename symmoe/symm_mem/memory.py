@@ -23,7 +23,7 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.streams import Access, NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.streams import Access, NoStreams, StreamOrder
 from symmoe.tape.recorder import recorded
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
@@ -232,7 +232,7 @@ class Memory:
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
             self._take_back_dropped()
-            arena, capture = self.arena, capture_id(self._device)
+            arena, capture = self.arena, self._streams.capture
             if capture:  # the calls of a captured graph share spans among themselves
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
                 found = arena.take_or_grow(num_bytes, self.arena)
@@ -273,9 +273,9 @@ class Memory:
             for span in () if arena is None else arena.clear():
                 self.give_back(self.arena, span)
 
-    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
+    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], object]) -> None:
         self._live.pop(span[0], None)
-        if arena is not self.arena or not capture_id(self._device):  # a capture begins after all earlier work
+        if arena is not self.arena or not self._streams.capture:  # a capture begins after all earlier work
             note(span)
         if arena is not self.arena and arena not in self._graph_arenas.values():
             arena = self.arena  # the graph has been released meanwhile
@@ -358,7 +358,7 @@ class Lease:
     Attributes:
         name: purpose of the lease, shown in error texts.
         shape, dtype: shape and dtype of the tensor.
-        offset: byte offset in the arena.
+        offset, address: byte offset in the arena, and where this rank's memory begins.
         num_bytes: size of the tensor.
         generation: how many leases the heap had made before this one.
 
@@ -373,7 +373,7 @@ class Lease:
         self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
         self._bytes = slice(self.offset, self.offset + self.num_bytes)
         self._memory: Memory | None = memory
-        self._span = span
+        self._span, self.address = span, span.address
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -387,11 +387,6 @@ class Lease:
             self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
             self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
         return self._tensor
-
-    @property
-    def address(self) -> int:
-        """Where this rank's memory begins."""
-        return self._span.address
 
     def peer(self, rank: int) -> torch.Tensor:
         """The same byte range of rank `rank`'s arena as a tensor.

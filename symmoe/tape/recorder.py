@@ -190,11 +190,7 @@ class Recorder(TorchDispatchMode):
     # -- what the function does ---------------------------------------------------------------------------------------
 
     def call(
-        self,
-        function: Callable[..., R],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        name: str | None = None,
+        self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
     ) -> R:
         """Calls a function, and notes the call. name: of a kernel, which the tape looks up in every call."""
         if self._on_gpu and hasattr(function, "is_seen_through"):

@@ -257,16 +257,22 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    _is_constant: bool = False
+    _places: tuple[list[int], list[str]] = field(init=False)  # of the arguments that are filled in
 
     def __post_init__(self) -> None:
-        self._is_constant = not has_places(self.template)
+        args, kwargs = self.template
+        self._places = (
+            [n for n, arg in enumerate(args) if has_places(arg)],
+            [name for name, arg in kwargs.items() if has_places(arg)],
+        )
 
     def play(self, playing: Playing) -> None:
         """Calls the function."""
-        args, kwargs = self.template
-        if not self._is_constant:
-            args, kwargs = fill_in(args, playing), fill_in(kwargs, playing)
+        args, kwargs = [*self.template[0]], {**self.template[1]}
+        for n in self._places[0]:
+            args[n] = fill_in(args[n], playing)
+        for name in self._places[1]:
+            kwargs[name] = fill_in(kwargs[name], playing)
         function = self.function
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)

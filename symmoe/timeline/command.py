@@ -14,12 +14,9 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import Timeline
-from symmoe.timeline.recording import Recording, record
-from symmoe.timeline.replays import capture_step, record_replays
-from symmoe.timeline.report import table
-from symmoe.tools.bench.command import add_shape_arguments, shapes_of
-from symmoe.tools.bench.layer import config_of
+from symmoe.timeline.events import Timeline, table
+from symmoe.timeline.recording import Recording, capture_step, record, record_replays
+from symmoe.tools.bench.cases import PRESETS, add_shape_arguments, config_of, shape_of
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
 from symmoe.training.memory_plan import plan_memory
@@ -47,7 +44,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_shape_arguments(parser)
+    add_shape_arguments(parser, default=next(iter(PRESETS)))
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)")
     parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
     parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)")
@@ -60,14 +57,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(args: argparse.Namespace) -> int:
-    shapes = shapes_of(args)
-    if len(shapes) != 1:
-        raise ArgumentError(f"preset ({args.preset}) must be one")
+    shape = shape_of(args, next(iter(PRESETS)))
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
     config = config_of(
-        shapes[0],
-        capacity=int(_CAPACITY_FACTOR * args.tokens * shapes[0].top_k),
+        shape,
+        capacity=int(_CAPACITY_FACTOR * args.tokens * shape.top_k),
         overflow="drop",
         schedule=args.schedule,
         precision=None if args.precision is None else PRECISIONS[args.precision],

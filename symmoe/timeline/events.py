@@ -1,18 +1,20 @@
-"""What a timeline is made of, and how long which phase was exposed."""
+"""What a timeline is made of, how long which phase was exposed; a timeline as a table and as a trace for Perfetto."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from symmoe.timeline.phases import COMMUNICATION, GEMMS, PHASES
 
 Span = tuple[float, float]  # microseconds: begin, end
 DIRECTIONS = ("forward", "backward", "")
+EXPOSED_LANE = "exposed communication"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One operator on a host, or one kernel on a GPU.
 
     Attributes:
@@ -31,12 +33,10 @@ class Event:
     end_us: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseTimes:
+class PhaseTimes(NamedTuple):
     """One phase in one direction.
 
     Attributes:
-        phase, direction: their names.
         num_events: number of events on all ranks.
         busy_us: per rank: time during which it runs, on any lane.
         exposed_us: per rank: the part of it during which no GEMM of an expert runs on this rank.
@@ -73,18 +73,11 @@ class Timeline:
         found, gemms = [], [_spans_of(events, GEMMS) for events in self.ranks]
         for direction in DIRECTIONS:
             for phase in PHASES:
-                mine = [[event for event in events if event.direction == direction] for events in self.ranks]
-                spans = [_spans_of(events, {phase}) for events in mine]
-                number = sum(event.phase == phase for events in mine for event in events)
-                if number:
-                    times = PhaseTimes(
-                        phase=phase,
-                        direction=direction,
-                        num_events=number,
-                        busy_us=tuple(map(length, spans)),
-                        exposed_us=tuple(length(_without(*pair)) for pair in zip(spans, gemms, strict=True)),
-                    )
-                    found.append(times)
+                mine = [[e for e in events if (e.direction, e.phase) == (direction, phase)] for events in self.ranks]
+                if number := sum(map(len, mine)):
+                    spans = [_spans_of(events, {phase}) for events in mine]
+                    exposed = tuple(length(_without(*pair)) for pair in zip(spans, gemms, strict=True))
+                    found.append(PhaseTimes(phase, direction, number, tuple(map(length, spans)), exposed))
         return found
 
     def exposed_communication(self, rank: int) -> list[Span]:
@@ -95,6 +88,52 @@ class Timeline:
     def idle_us(self, rank: int) -> float:
         """How long nothing runs on a rank."""
         return self.end_us - length(_spans_of(self.ranks[rank], PHASES))
+
+
+def table(timeline: Timeline) -> str:
+    """Busy and exposed microseconds by direction and phase, and the exposed communication in total."""
+    num_ranks, error_us = len(timeline.ranks), max(timeline.clock_error_us)
+    ranks = range(num_ranks)
+    lines = [
+        f"{timeline.device}, {num_ranks} ranks, {timeline.end_us:.1f} us; rank clocks agree within {error_us:.1f} us",
+        "exposed: of the time that a phase runs on a rank, the part in which no GEMM of its experts runs",
+        "",
+        f"{'':9} {'phase':16} {'launches':>8} {'busy us':>10}" + "".join(f" {f'exposed {r}':>11}" for r in ranks),
+    ]
+    for times in timeline.phases():
+        start = f"{times.direction:9} {times.phase:16} {times.num_events:8} {fmean(times.busy_us):10.1f}"
+        lines.append(start + "".join(f" {exposed:11.1f}" for exposed in times.exposed_us))
+    exposed = [length(timeline.exposed_communication(rank)) for rank in ranks]
+    for text, values in (("communication, exposed", exposed), ("nothing runs", map(timeline.idle_us, ranks))):
+        lines.append(f"{text:45} " + "".join(f" {value:11.1f}" for value in values))
+    lines.append("launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """In the Trace Event Format: a process per rank, a thread per lane, and one that shows exposed communication."""
+    items: list[dict[str, Any]] = []
+    for rank, events in enumerate(timeline.ranks):
+        lanes = [*lanes_of(timeline, rank), EXPOSED_LANE]
+        named = [("process", 0, f"rank {rank}", rank), *(("thread", n, lane, n) for n, lane in enumerate(lanes))]
+        for what, thread, text, order in named:
+            where = {"ph": "M", "pid": rank, "tid": thread}
+            items.append(where | {"name": f"{what}_name", "args": {"name": text}})
+            items.append(where | {"name": f"{what}_sort_index", "args": {"sort_index": order}})
+        exposed = [Event(EXPOSED_LANE, "exposed", "exposed", "", *s) for s in timeline.exposed_communication(rank)]
+        for e in (*events, *exposed):
+            times = {"ts": round(e.begin_us, 3), "dur": round(e.end_us - e.begin_us, 3)}
+            about = {"operator or kernel": e.name, "direction": e.direction} if e.name else {}
+            shown = {"name": e.phase, "cat": e.direction or "step", "args": about}
+            items.append({"ph": "X", "pid": rank, "tid": lanes.index(e.lane), **shown, **times})
+    recorded = {"device": timeline.device, "clock_error_us": list(timeline.clock_error_us)}
+    return {"traceEvents": items, "displayTimeUnit": "ms", "otherData": recorded}
+
+
+def lanes_of(timeline: Timeline, rank: int) -> list[str]:
+    """A rank's lanes: compute first, streams by number."""
+    parts = (lane.partition(" ") for lane in {event.lane for event in timeline.ranks[rank]})
+    return ["".join(p) for p in sorted(parts, key=lambda p: (p[0] != "compute", p[0], int(p[2] or 1)))]
 
 
 def length(spans: Sequence[Span]) -> float:

@@ -1,7 +1,10 @@
-"""Ranges around the operators of `symmoe.kernels` while a step is recorded: a hook (kernels/select.py)."""
+"""Ranges around the operators of `symmoe.kernels` while a step is recorded, and events from what a profiler saw."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,15 +14,19 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.phases import BY_OPERATOR
+from symmoe.timeline.events import Event
+from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, OTHER
 from symmoe.torch_internals import graph_task_id
 
 _PREFIX = "symmoe"
 START = "symmoe/start"  # a range that marks where a recording starts
+_NAME_LENGTH = 120  # names of templates are longer
+
+Trace = dict[str, Any]
 
 
 def _ranged(operator: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """A hook: the kernel runs in a range, if it is an operator of a timeline."""
+    """A hook (kernels/select.py): the kernel runs in a range, if it is an operator of a timeline."""
     if operator not in BY_OPERATOR:
         return kernel(*args, **kwargs)
     # Inside autograd's backward pass there is a graph task.
@@ -46,8 +53,52 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
         yield
 
 
-def parse_range(name: str) -> tuple[str, str] | None:
-    """(direction, operator) of a range's name; None for others."""
-    prefix, _, rest = name.partition("/")
-    direction, _, operator = rest.partition("/")
-    return (direction, operator) if prefix == _PREFIX and operator in BY_OPERATOR else None
+def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
+    """What ran, by begin, on the clock of the trace (Kineto's Chrome format); of a recording, what was launched after
+    its start.
+
+    A kernel has the phase and the direction of the range that it was launched in. Without a range, as in a CUDA graph,
+    only its name says the phase. A host computes an operator while its range lasts.
+    """
+    ran: list[Trace] = []
+    launches: dict[Any, tuple[Any, float]] = {}  # by correlation: the thread, and the time
+    ranges: dict[Any, list[tuple[float, float, str, str]]] = defaultdict(list)  # by thread: span, direction, operator
+    started = -math.inf
+    for item in trace["traceEvents"]:
+        if item.get("ph") != "X":
+            continue
+        category, thread, begin = item.get("cat"), (item["pid"], item["tid"]), float(item["ts"])
+        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            ran.append(item)
+        elif category in ("cuda_runtime", "cuda_driver"):
+            launches[item["args"].get("correlation")] = thread, begin
+        elif category == "user_annotation" and item["name"] == START:
+            started = max(started, begin)
+        elif category == "user_annotation" and item["name"].startswith(f"{_PREFIX}/"):
+            _, direction, operator = item["name"].split("/", 2)
+            if operator in BY_OPERATOR:
+                ranges[thread].append((begin, begin + float(item["dur"]), direction, operator))
+    if not on_gpu:
+        spans = [span for of_thread in ranges.values() for span in of_thread if span[0] >= started]
+        return sorted(
+            (Event("host", BY_OPERATOR[name], direction, name, *span) for *span, direction, name in spans), key=_span
+        )
+    events = []
+    for of_thread in ranges.values():
+        of_thread.sort()
+    for item in ran:
+        begin, name = float(item["ts"]), item["name"]
+        thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
+        if launched >= started:
+            candidates = ranges.get(thread, [])
+            place = bisect_right(candidates, launched, key=lambda found: found[0]) - 1
+            is_in_range = place >= 0 and launched <= candidates[place][1]
+            direction, operator = candidates[place][2:] if is_in_range else ("", "")
+            phase = BY_OPERATOR.get(operator) or BY_KERNEL.get(name, OTHER)
+            lane = f"stream {item['args'].get('stream', item['tid'])}"
+            events.append(Event(lane, phase, direction, name[:_NAME_LENGTH], begin, begin + float(item["dur"])))
+    return sorted(events, key=_span)
+
+
+def _span(event: Event) -> tuple[float, float]:
+    return event.begin_us, event.end_us

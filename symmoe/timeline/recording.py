@@ -1,24 +1,33 @@
-"""Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock."""
+"""Recording: what every rank does in a context, as torch.profiler sees it, brought together on one clock.
+
+Also of a step as a CUDA graph, whose replays show what the GPU does when no host holds it up. A profiler sees the
+kernels of a replay, but not who launched them, and their streams are the graph executor's choice. So the graph has
+marks where the forward and the backward pass begin, and kernels get their direction from the marks before them, their
+lane from their phase.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import Event, Span, Timeline
-from symmoe.timeline.profile import events_of
-from symmoe.timeline.ranges import START, annotate
-from symmoe.timeline.report import chrome_trace, table
-from symmoe.torch_internals import gpu_sleep
+from symmoe.timeline.events import Event, Span, Timeline, chrome_trace, table
+from symmoe.timeline.phases import COMMUNICATION
+from symmoe.timeline.ranges import START, annotate, events_of
+from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
+
+_Outputs = TypeVar("_Outputs")
 
 _ALIGNING_BARRIERS = 16
 _ALIGNING_NAMES = ("barrier", "barrier_kernel")
@@ -26,6 +35,9 @@ _NOT_STARTED = "the recording was not started: call recording.start() in the con
 # About thirty milliseconds, in which the host launches the aligning barriers and, slowed down by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
+_MARK = SLEEP_KERNEL  # of passes in a graph; a step does not launch it
+_AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
+_GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 
 
 class Recording:
@@ -50,13 +62,18 @@ class Recording:
             PeerTimeout, PeerAborted: a rank does not come.
         """
         _meet(self._heap)
-        _mark_start(self._heap.device)
+        with torch.profiler.record_function(START):
+            pass
+        if self._heap.device.type == "cuda":  # otherwise the first kernels would wait for their launches, not for peers
+            gpu_sleep(_HEAD_START_CYCLES)
         self._started = True
         _enter_barriers(self._heap, _ALIGNING_BARRIERS)
 
 
 @contextmanager
-def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
+def record(
+    path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline], Timeline] = lambda timeline: timeline
+) -> Iterator[Recording]:
     """Records what the ranks of a heap do from `recording.start()` to the end of the context. Collective; synchronises
     the host at both ends. No other torch.profiler may run.
 
@@ -70,19 +87,13 @@ def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
 
     Args:
         path: ends with .json; of rank 0.
+        finish: is applied to what was recorded before it is written; a pure function.
 
     Raises:
         ArgumentError: the path does not end with .json or cannot be written, or the recording was not started: on
             every rank. A timeline is being recorded already in this process.
         PeerTimeout, PeerAborted: a rank does not come to either end.
     """
-    with record_as(path, heap, lambda timeline: timeline) as recording:
-        yield recording
-
-
-@contextmanager
-def record_as(path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline], Timeline]) -> Iterator[Recording]:
-    """Same as :func:`record`, but applies `finish`, a pure function, to what was recorded before it is written."""
     path, on_gpu = Path(path), heap.device.type == "cuda"
     heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
     heap.synchronize()
@@ -94,12 +105,20 @@ def record_as(path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline]
         heap.synchronize()
     _meet(heap)  # it has a time limit, unlike what follows: a rank that has failed does not come
     heap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
-    payload = json.dumps([astuple(event) for event in _events(profiler, on_gpu)]).encode()
-    ranks = [[Event(**dict(zip(Event.__slots__, values, strict=True))) for values in json.loads(data)]
-             for data in heap.bootstrap.gather_bytes(payload)]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        payload = json.dumps(events_of(json.loads(file.read_text(encoding="utf-8")), on_gpu=on_gpu)).encode()
+    ranks = [[Event(*values) for values in json.loads(data)] for data in heap.bootstrap.gather_bytes(payload)]
     device = torch.cuda.get_device_name(heap.device) if on_gpu else "cpu"
-    recording.timeline = finish(timeline_of(ranks, device, _ALIGNING_BARRIERS))
-    heap.agree(_write(recording.timeline, path) if heap.rank == 0 else None)
+    recording.timeline, problem = finish(timeline_of(ranks, device, _ALIGNING_BARRIERS)), None
+    if heap.rank == 0:
+        try:
+            path.write_text(json.dumps(chrome_trace(recording.timeline)), encoding="utf-8")
+            path.with_suffix(".txt").write_text(table(recording.timeline) + "\n", encoding="utf-8")
+        except OSError as error:
+            problem = ArgumentError(f"path ({path}) cannot be written: {error}")
+    heap.agree(problem)
 
 
 def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
@@ -113,7 +132,7 @@ def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int
     moved = []
     for events, mine, offset in zip(ranks, barriers, offsets, strict=True):
         after, by_us = [e for e in events if e.begin_us >= mine[-1][1]], offset + start
-        moved.append(tuple(replace(e, begin_us=e.begin_us - by_us, end_us=e.end_us - by_us) for e in after))
+        moved.append(tuple(e._replace(begin_us=e.begin_us - by_us, end_us=e.end_us - by_us) for e in after))
     return Timeline(ranks=tuple(moved), clock_error_us=tuple(errors), device=device)
 
 
@@ -149,25 +168,57 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
             heap.barrier(control.PHASE_START)
 
 
-def _mark_start(device: torch.device) -> None:
-    with torch.profiler.record_function(START):
-        pass
-    if device.type == "cuda":  # otherwise the first kernels would wait for their launches, not for peers
-        gpu_sleep(_HEAD_START_CYCLES)
+# -- replays ----------------------------------------------------------------------------------------------------------
 
 
-def _events(profiler: torch.profiler.profile, on_gpu: bool) -> list[Event]:
-    with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
-        file = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(file))
-        return events_of(json.loads(file.read_text(encoding="utf-8")), on_gpu=on_gpu)
+def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]) -> torch.cuda.CUDAGraph:
+    """`backward(forward())` as a CUDA graph, which marks where each begins. Collective if they are; synchronises.
+
+    Both must have run on this device before. Gradients that accumulate do so in every replay.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu_sleep(1)
+        outputs = forward()
+        gpu_sleep(1)
+        backward(outputs)
+    return graph
 
 
-def _write(timeline: Timeline, path: Path) -> ArgumentError | None:
-    """Writes both files; returns the error, or None."""
-    try:
-        path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
-        path.with_suffix(".txt").write_text(table(timeline) + "\n", encoding="utf-8")
-    except OSError as error:
-        return ArgumentError(f"path ({path}) cannot be written: {error}")
-    return None
+def record_replays(path: str | Path, heap: SymmetricHeap) -> AbstractContextManager[Recording]:
+    """Same as :func:`symmoe.timeline.record`, but only for replays of what :func:`capture_step` returns."""
+    return record(path, heap, directed)
+
+
+def directed(timeline: Timeline) -> Timeline:
+    """The events of replays with directions from the marks, which are removed, and with lanes from their phases.
+
+    Events before the first mark keep their direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them.
+    """
+    return replace(timeline, ranks=tuple(_in_lanes(_directed(events)) for events in timeline.ranks))
+
+
+def _directed(events: Sequence[Event]) -> list[Event]:
+    marks = [event.begin_us for event in events if _MARK in event.name]
+    found = []
+    for event in events:
+        if _MARK not in event.name:
+            passed = bisect_right(marks, event.begin_us)
+            direction = _AFTER_MARKS[passed % 2] if passed else event.direction
+            phase = _GEMMS.get(direction, event.phase) if event.phase == "GEMM" else event.phase
+            found.append(event._replace(direction=direction, phase=phase))
+    return found
+
+
+def _in_lanes(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Puts communication and the rest into separate lanes; two of a kind that run at the same time get two lanes."""
+    ends: dict[str, list[float]] = {"compute": [], "communication": []}
+    found = []
+    for event in events:
+        kind = "communication" if event.phase in COMMUNICATION else "compute"
+        free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
+        number = next(free, len(ends[kind]))
+        ends[kind][number : number + 1] = [event.end_us]
+        found.append(event._replace(lane=f"{kind} {number + 1}" if number else kind))
+    return tuple(found)

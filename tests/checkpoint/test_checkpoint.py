@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import FILE, Bits, bits, draw, fill, names, raw
+from cluster import run_on
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -142,8 +143,10 @@ def stored_in(checkpoint: Path) -> dict[str, Any]:
     return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
-def load_with_torch(rank: int, num_ranks: int, directory: str) -> None:
+@run_on(2)
+def test_torch_loads_it_at_any_layout(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """Saves experts by rows, and loads them as a model on a mesh would: cut along another dimension."""
+    directory = str(tmp_path)
     experts = torch.arange(24.0).view(4, 6)
     own = ExpertShard(tensor=experts[2 * rank : 2 * rank + 2], start=2 * rank, num_experts=4)
     all_or_none = ExpertShard(tensor=experts[: 4 - 4 * rank], start=0, num_experts=4)
@@ -153,10 +156,6 @@ def load_with_torch(rank: int, num_ranks: int, directory: str) -> None:
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)))
     for tensor in (found[0], found[1].full_tensor()):
         assert tensor.flatten().tolist() == list(range(24))
-
-
-def test_torch_loads_it_at_any_layout(cluster, tmp_path: Path):
-    cluster(2).run(load_with_torch, str(tmp_path))
 
 
 def y_of(model: Model) -> torch.Tensor:

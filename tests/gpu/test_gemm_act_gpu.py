@@ -108,13 +108,14 @@ def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
     p = Problem(SPLITS[0], (136, 416), dtype, halves)
     q = Problem(SPLITS[0], (136, 416), dtype, blocks)
     order = torch.cat(gate_columns(p.ffn, blocks, "cuda"))
-    for name in ("packed", "row_index", "scale", "weight2"):
+    for name in ("scale", "weight2"):
         setattr(q, name, getattr(p, name))
     q.weight1[:, order], q.bias[:, order] = p.weight1, p.bias
-    h, a = forward(p, p.packed, p.row_index, bias=p.bias)
-    h_q, a_q = forward(q, q.packed, q.row_index, bias=q.bias)
-    dh, a_again, dscale, dbias = backward(p, p.packed, p.row_index, h)
-    dh_q, a_again_q, dscale_q, dbias_q = backward(q, q.packed, q.row_index, h_q)
+    rows = p.packed, p.row_index
+    h, a = forward(p, rows, bias=p.bias)
+    h_q, a_q = forward(q, rows, bias=q.bias)
+    dh, a_again, dscale, dbias = backward(p, rows, h)
+    dh_q, a_again_q, dscale_q, dbias_q = backward(q, rows, h_q)
     n = p.num_rows
     pairs = ((h, h_q[:, order]), (a, a_q), (dh, dh_q[:, order]), (a_again, a_again_q))
     for left, right in pairs:
@@ -136,22 +137,23 @@ def same_bits(p, left, right):
 def test_tables_of_weights_give_the_bits_of_packed_weights(widths, activation, dtype):
     p = Problem(SPLITS[0], widths, dtype, activation)
     scattered1, scattered2 = Scattered(p.weight1), Scattered(p.weight2)
-    for source, index in ((p.rows, None), (p.packed, p.row_index)):
-        h, a = forward(p, source, index, bias=p.bias)
-        same_bits(p, (h, a), forward(p, source, index, weight=scattered1.table, bias=p.bias))
-        same_bits(p, backward(p, source, index, h), backward(p, source, index, h, weight=scattered2.table))
+    for rows in (p.rows, (p.packed, p.row_index)):
+        h, a = forward(p, rows, bias=p.bias)
+        same_bits(p, (h, a), forward(p, rows, weight=scattered1.table, bias=p.bias))
+        same_bits(p, backward(p, rows, h), backward(p, rows, h, weight=scattered2.table))
 
 
 @dtypes
 @activations
 def test_repeated_runs_and_other_grids_give_the_same_bits(activation, dtype):
     p = Problem(SPLITS[0], WIDTHS[1], dtype, activation)
-    h, a = forward(p, p.packed, p.row_index)
-    gradients = backward(p, p.packed, p.row_index, h)
+    rows = p.packed, p.row_index
+    h, a = forward(p, rows)
+    gradients = backward(p, rows, h)
     assert torch.equal(a, gradients[1])
     for num_sms in (None, 100, 1):
-        same_bits(p, (h, a), forward(p, p.packed, p.row_index, num_sms=num_sms))
-        same_bits(p, gradients, backward(p, p.packed, p.row_index, h, num_sms=num_sms))
+        same_bits(p, (h, a), forward(p, rows, num_sms=num_sms))
+        same_bits(p, gradients, backward(p, rows, h, num_sms=num_sms))
 
 
 @dtypes
@@ -185,7 +187,7 @@ def test_an_experts_bits_do_not_depend_on_the_others(before, dtype):
         getattr(among, name)[span] = getattr(alone, name)[:size]
     for name in ("weight1", "weight2", "bias"):
         getattr(among, name)[1] = getattr(alone, name)[0]
-    results = [(*forward(p, p.rows, None, bias=p.bias), *backward(p, p.rows, None, p.h)) for p in (alone, among)]
+    results = [(*forward(p, p.rows, bias=p.bias), *backward(p, p.rows, p.h)) for p in (alone, among)]
     for left, right in zip(*(r[:-1] for r in results), strict=True):
         assert torch.equal(left[:size], right[span])
     assert torch.equal(results[0][-1][0], results[1][-1][1])
@@ -194,6 +196,6 @@ def test_an_experts_bits_do_not_depend_on_the_others(before, dtype):
 def test_no_rows():
     """Nothing is launched; the gradient of the bias is zero."""
     p = Problem((0, 0), (64, 96), torch.bfloat16, Activation(), capacity=0)
-    forward(p, p.rows, None, bias=p.bias)
-    *_, dbias = backward(p, p.rows, None, p.h)
+    forward(p, p.rows, bias=p.bias)
+    *_, dbias = backward(p, p.rows, p.h)
     assert not dbias.any()

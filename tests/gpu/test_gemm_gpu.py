@@ -93,16 +93,10 @@ def test_stages_that_do_not_fit_and_narrow_tiles_change_no_bit():
     row_range = torch.tensor([[0, 200], [200, 512]], dtype=torch.int32, device="cuda")
     wide, narrow = (gemm.gemm_config(1536, torch.bfloat16, columns) for columns in (256, 128))
     results = []
-    for config in (
-        None,
-        wide,
-        replace(wide, num_stages=6),
-        replace(wide, num_stages=6),
-        replace(wide, num_stages=1),
-        narrow,
-    ):
+    deep, shallow = (replace(wide, num_stages=stages) for stages in (6, 1))
+    for config in (None, wide, deep, deep, shallow, narrow):
         results.append(torch.empty(512, 1536, dtype=torch.bfloat16, device="cuda"))
-        gemm.grouped_gemm(rows, weight, row_range, results[-1], config=config)
+        kernels.grouped_gemm(rows, weight, row_range, results[-1], config=config)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -164,11 +158,11 @@ def all_results(p, num_sms=None, *, table=False):
     weight = Scattered(p.weight) if table else None
     out, dx, dscale = p.blank(p.width), p.blank(p.hidden), p.blank(dtype=torch.float32)
     operand = weight.table if table else p.weight
-    biased = {**p.biases("scaled"), "zero_tail": True}
-    gemm.grouped_gemm(p.packed, operand, p.row_range, out, row_index=p.row_index, **biased, **options)
+    gathered, biased = (p.packed, p.row_index), {"bias": (p.bias, p.scale), "zero_tail": True}
+    gemm.grouped_gemm(gathered, operand, p.row_range, out, **biased, **options)
     gemm.grouped_gemm_dgrad(p.dout, operand, p.row_range, dx, **options)
     dw = torch.full_like(p.weight, 0.5)
-    gemm.grouped_gemm_wgrad(p.dout, p.packed, p.row_range, dw, rows_index=p.row_index, accumulate=True, **options)
+    gemm.grouped_gemm_wgrad(p.dout, gathered, p.row_range, dw, accumulate=True, **options)
     dw_fp32 = torch.empty_like(p.weight, dtype=torch.float32)
     gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_range, dw_fp32, **options)
     dbias = torch.empty_like(p.bias)
@@ -263,7 +257,7 @@ def test_offsets_beyond_32_bits():
     index = torch.arange(num_rows + tail, dtype=torch.int32, device="cuda")
     narrow = torch.empty(num_rows + tail, inner, dtype=torch.bfloat16, device="cuda")
     weight_t = weight.transpose(1, 2).contiguous()
-    gemm.grouped_gemm(out, weight_t, row_range, narrow, row_index=index)
+    gemm.grouped_gemm((out, index), weight_t, row_range, narrow)
     again = torch.empty_like(narrow)
     gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_range, again)
     expected = out[last].double() @ weight[1].double()
@@ -274,7 +268,7 @@ def test_offsets_beyond_32_bits():
     expected = group.t() @ rows[69_000:num_rows].double()
     for dout_index in (index, None):
         dw = torch.empty_like(weight)
-        gemm.grouped_gemm_wgrad(out, rows, row_range, dw, dout_index=dout_index)
+        gemm.grouped_gemm_wgrad((out, dout_index), rows, row_range, dw)
         assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
     dbias, dscale = torch.empty(2, width, device="cuda"), torch.empty(num_rows + tail, device="cuda")
     bias.grouped_bias_grad(out, row_range, dbias)

@@ -63,13 +63,7 @@ def test_results_are_added(in_width: int, dtype: torch.dtype):
             want[group] += source[group].double() @ weight[g].double().T
         out = before.to(DEVICE)
         call, matrix = (ops.grouped_gemm_dgrad, weight.mT.contiguous()) if is_dgrad else (ops.grouped_gemm, weight)
-        call(
-            rows.to(DEVICE),
-            matrix.to(DEVICE),
-            row_range.to(DEVICE),
-            out,
-            row_index=None if row_index is None else row_index.to(DEVICE),
-            accumulate=True,
-        )
+        given = rows.to(DEVICE), None if row_index is None else row_index.to(DEVICE)
+        call(given, matrix.to(DEVICE), row_range.to(DEVICE), out, accumulate=True)
         assert is_near(out.cpu(), want, torch.bfloat16 if dtype == torch.float16 else dtype)
         assert torch.equal(out.cpu()[end_row:], before[end_row:])

@@ -28,10 +28,10 @@ from layers import WAYS
 from low_precision_cases import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
 from low_precision_checks import NAMES, check_layer, check_second_bias, check_ways, run_cut
 from low_precision_oracle import relative_error
+from suites.figures import trace_step
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU
 from symmoe.precision import MXFP8, NVFP4, Float8Block
-from symmoe.tools.bench.steps import trace_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from layers import WAYS
+from suites.figures import StepTrace, trace_step
 from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.combine import trip
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
-from symmoe.tools.bench.steps import StepTrace, trace_step
 
 pytestmark = pytest.mark.gpu
 

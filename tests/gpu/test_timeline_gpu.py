@@ -15,7 +15,7 @@ from worker import open_heap
 
 from symmoe import timeline
 from symmoe.timeline.events import Timeline
-from symmoe.timeline.replays import capture_step, record_replays
+from symmoe.timeline.recording import capture_step, record_replays
 
 pytestmark = pytest.mark.gpu
 

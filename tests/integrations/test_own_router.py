@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from small_model import open_mesh
 from torch import nn
 from worker import without_semaphores
@@ -76,7 +77,9 @@ def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, to
     return results, {"keys": keys.grad, "w1": w1.grad, "w2": w2.grad, "x": [x.grad for x in inputs]}
 
 
-def against_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@run_on(2)
+def test_results_and_gradients_are_those_of_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
     without_semaphores()
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = own_model(heap)
@@ -99,11 +102,6 @@ def against_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
         loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(minlength=EXPERTS)
         assert metrics.expert_load.tolist() == loads.tolist()
         assert metrics.aux_loss == 0
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_results_and_gradients_are_those_of_a_loop(cluster, compiled: bool):
-    cluster(2).run(against_a_loop, compiled)
 
 
 OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"capacity": 64}]
@@ -179,7 +177,8 @@ WRONG = {
 }
 
 
-def wrong_on_one_rank(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_wrong_arguments_raise_on_every_rank(rank: int, num_ranks: int) -> None:
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
         good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
@@ -193,11 +192,8 @@ def wrong_on_one_rank(rank: int, num_ranks: int) -> None:
                 layer(x, topk_idx=good[0], probs=good[1])[0].sum().backward()
 
 
-def test_wrong_arguments_raise_on_every_rank(cluster):
-    cluster(2).run(wrong_on_one_rank)
-
-
-def wrapped(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_models_without_a_router_on_a_mesh(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(1, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         x = tokens(rank)
@@ -206,10 +202,6 @@ def wrapped(rank: int, num_ranks: int) -> None:
             y, _ = wrap(own_model(heap), mesh)(x)
             y.sum().backward()
             torch.testing.assert_close(y, want)
-
-
-def test_models_without_a_router_on_a_mesh(cluster):
-    cluster(2).run(wrapped)
 
 
 def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):

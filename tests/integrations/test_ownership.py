@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from small_model import CONFIG, TOKENS, Model, curve_of, equal_shares, model_of, open_heap, set_weights
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import symmoe
@@ -71,7 +71,9 @@ def train(model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessG
     return [loss for loss, _ in curve_of(model, rank, shares, reduce_and_clip, group=group)]
 
 
-def trained(rank: int, num_ranks: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@run_on(2)
+def test_training_is_that_of_one_process(rank: int, num_ranks: int, way: str) -> None:
     """Losses on all ranks together are those of one process with all experts."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     with open_heap(None) as heap:
@@ -82,11 +84,6 @@ def trained(rank: int, num_ranks: int, way: str) -> None:
         losses = train(model, rank, equal_shares(num_ranks), dist.group.WORLD)
     assert losses == pytest.approx(expected, rel=2e-6)
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_training_is_that_of_one_process(cluster, way: str):
-    cluster(2).run(trained, way)
 
 
 def experts_of(model: nn.Module) -> set[str]:
@@ -148,8 +145,11 @@ def test_a_module_of_ones_own_says_that_it_holds_experts():
     assert experts_of(model) == {"1.inner.weight"}
 
 
-def saved(rank: int, num_ranks: int, folder: str, way: str) -> None:
+@pytest.mark.parametrize("way", ["copied", "assigned"])
+@run_on(2)
+def test_replaced_parameters_are_saved_and_loaded(rank: int, num_ranks: int, tmp_path: Path, way: str) -> None:
     """A model whose parameters have been replaced saves, and loads into one whose have not."""
+    folder = str(tmp_path / "checkpoint")
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = WAYS[way](Model(heap))
         set_weights(model, heap)
@@ -160,12 +160,10 @@ def saved(rank: int, num_ranks: int, folder: str, way: str) -> None:
             assert torch.equal(other.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("way", ["copied", "assigned"])
-def test_replaced_parameters_are_saved_and_loaded(cluster, tmp_path: Path, way: str):
-    cluster(2).run(saved, str(tmp_path / "checkpoint"), way)
+@run_on(2)
+def test_a_difference_may_be_that_of_experts(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
 
-
-def saved_wrongly(rank: int, num_ranks: int, folder: str) -> None:
     class Own(nn.Module):
         """Experts of a user's own, who has not said so."""
 
@@ -180,19 +178,3 @@ def saved_wrongly(rank: int, num_ranks: int, folder: str) -> None:
             save_checkpoint(folder, 1, model=model)
         model.holds_experts = True
         save_checkpoint(folder, 1, model=model)
-
-
-def test_a_difference_may_be_that_of_experts(cluster, tmp_path: Path):
-    cluster(2).run(saved_wrongly, str(tmp_path / "checkpoint"))
-
-
-def wrapped(rank: int, num_ranks: int) -> None:
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = Model(heap)
-        names = [name for name, _, is_expert in named_parameters(model) if is_expert]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        assert experts_of(DistributedDataParallel(model)) == {f"module.{name}" for name in names}
-
-
-def test_ddp_changes_names_alone(cluster):
-    cluster(2).run(wrapped)

@@ -7,12 +7,15 @@ import math
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cluster import run_on
 from small_model import (
     CONFIG,
     EXPERTS,
@@ -32,6 +35,7 @@ from small_model import (
     whole_gradients,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -210,7 +214,8 @@ def test_more_shards_than_experts(cluster, num_experts: int):
         assert_same_training(result, expected)
 
 
-def described(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_what_becomes_of_the_parameters(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(2, 1)
     with open_heap(mesh) as heap:
         model = on_mesh(mesh, heap, "fsdp")
@@ -240,11 +245,9 @@ def described(rank: int, num_ranks: int) -> None:
         assert odd_weight.to_local().shape == (3, FFN, HIDDEN)
 
 
-def test_what_becomes_of_the_parameters(cluster):
-    cluster(2).run(described)
-
-
-def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@run_on(2)
+def test_gradient_accumulation(rank: int, num_ranks: int, wrap: str) -> None:
     """Two micro-batches, reduced once, have the gradients of one batch of both; also with the sum over all tokens."""
     mesh, halves = open_mesh(1, 2), (TOKENS // 4,) * 4
     with open_heap(mesh) as heap:
@@ -264,11 +267,8 @@ def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_gradient_accumulation(cluster, wrap: str):
-    cluster(2).run(accumulated, wrap)
-
-
-def optimised(rank: int, num_ranks: int, wrap: str) -> None:
+@run_on(2)
+def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wrap: str) -> None:
     """One step of every implementation of AdamW moves every parameter, and all agree."""
     mesh = open_mesh(1, 2)
     with open_heap(mesh) as heap:
@@ -283,11 +283,6 @@ def optimised(rank: int, num_ranks: int, wrap: str) -> None:
             results.append(after)
         for found in results[1:]:
             torch.testing.assert_close(found, results[0])
-
-
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_every_kind_of_optimizer_takes_the_groups(cluster, wrap: str):
-    cluster(2).run(optimised, wrap)
 
 
 def in_bf16(rank: int, num_ranks: int) -> float:
@@ -318,7 +313,9 @@ def test_bf16_parameters_and_an_fp32_router(cluster, alone):
         assert loss == pytest.approx(alone[0][0][0], rel=0.02)
 
 
-def with_more(rank: int, num_ranks: int, more: str, wrap: str) -> None:
+@pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
+@run_on(2)
+def test_biases_and_adapters(rank: int, num_ranks: int, more: str, wrap: str) -> None:
     """Experts with biases, or with LoRA: outputs and gradients are those of this rank's layer without a wrapper."""
     mesh = open_mesh(1, 2)
     with open_heap(mesh) as heap:
@@ -347,12 +344,8 @@ def with_more(rank: int, num_ranks: int, more: str, wrap: str) -> None:
         assert more == "adapters" or layer.experts.fc2.bias.shape == (EXPERTS, HIDDEN)
 
 
-@pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
-def test_biases_and_adapters(cluster, more: str, wrap: str):
-    cluster(2).run(with_more, more, wrap)
-
-
-def refused(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(1, 2)
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     other = open_mesh(2, 1)
@@ -385,11 +378,9 @@ def refused(rank: int, num_ranks: int) -> None:
             symmoe.clip_grad_norm(model, 1.0)
 
 
-def test_errors_name_both_values(cluster):
-    cluster(2).run(refused)
-
-
-def looked_on(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@run_on(2)
+def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
     """FSDP with compiled blocks and with recomputed ones: the gradients of neither."""
     without_semaphores()
     mesh = open_mesh(2, 1)
@@ -413,17 +404,19 @@ def looked_on(rank: int, num_ranks: int) -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.slow
-def test_with_compile_and_checkpointing(cluster):
-    cluster(2).run(looked_on)
-
-
 # -- constant_weights -------------------------------------------------------------------------------------------------
 
 QUANTIZED = dataclasses.replace(CONFIG, ffn=16, precision=Float8Block(), quantized_wire="both")
 
 
-def quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
+def counted(kernel: str) -> Any:
+    return patch.object(twin, kernel, wraps=getattr(twin, kernel))
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["FSDP2", "EP2"])
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@run_on(2)
+def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str) -> None:
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
     mesh, shares = open_mesh(*layout), equal_shares(num_ranks)
     with open_heap(mesh) as heap:
@@ -454,11 +447,96 @@ def quantised_once(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str
         assert torch.equal(before, after)
 
 
-def counted(kernel: str) -> Any:
-    return patch.object(twin, kernel, wraps=getattr(twin, kernel))
+# -- torch.distributed.checkpoint: saved at one EP x FSDP layout, loaded at another ----------------------------------
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["FSDP2", "EP2"])
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_constant_weights_are_quantised_once(cluster, layout: tuple[int, int], wrap: str):
-    cluster(2).run(quantised_once, layout, wrap)
+BIASED = dataclasses.replace(CONFIG, expert_bias=True)
+State = dict[str, torch.Tensor]
+
+# (replicas, ep) of who saves and who loads, what wraps the model that saves, and its number of experts
+ROUTES = {
+    "EP2 to FSDP2": ((1, 2), (2, 1), "fsdp", 4),
+    "FSDP2 to EP2": ((2, 1), (1, 2), "fsdp", 4),
+    "EP2 x FSDP2 to EP4": ((2, 2), (1, 4), "fsdp", 4),
+    "EP4 to one process": ((1, 4), (1, 1), "fsdp", 4),
+    "one process to EP2 x FSDP2": ((1, 1), (2, 2), "fsdp", 4),
+    "more shards than experts, to EP2": ((2, 2), (1, 2), "fsdp", 2),
+    "EP2 to more shards than experts": ((1, 2), (2, 2), "fsdp", 2),
+    "DDP with EP2 to FSDP2": ((1, 2), (2, 1), "ddp", 4),
+}
+
+
+def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, experts: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = on_mesh(mesh, heap, wrap, dataclasses.replace(BIASED, num_experts=experts))
+    return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2)
+
+
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int, steps: range) -> float:
+    """The last loss of this rank."""
+    for step in steps:
+        loss = rank_loss(model, step, rank, equal_shares(num_ranks))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Every parameter, buffer and moment, unsharded. Collective."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {name: whole(tensor).clone() for name, tensor in of_model.items()}
+    for name, moments in of_optimizer["state"].items():
+        state |= {f"{name}/{kind}": whole(tensor).clone() for kind, tensor in moments.items()}
+    return state
+
+
+def save(rank: int, num_ranks: int, layout: tuple[int, int], wrap: str, experts: int, folder: str) -> State:
+    mesh = open_mesh(*layout)
+    with open_heap(mesh) as heap:
+        model, optimizer = build(mesh, heap, wrap, experts)
+        train_steps(model, optimizer, rank, num_ranks, range(3))
+        for number, moe in enumerate(module for module in model.modules() if isinstance(module, symmoe.MoELayer)):
+            moe.router.expert_bias.copy_(torch.arange(experts) * 0.01 + number)
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+        return whole_state(model, optimizer)
+
+
+def load(rank: int, num_ranks: int, layout: tuple[int, int], experts: int, folder: str) -> tuple[State, State, tuple]:
+    """State before and after loading, and the local shape of the first expert weight."""
+    mesh = open_mesh(*layout)
+    with open_heap(mesh) as heap:
+        model, optimizer = build(mesh, heap, "fsdp", experts)
+        for parameter in model.parameters():
+            parameter.data.mul_(-1)
+        # A new optimizer has no moments to load into until get_state_dict has made them.
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        before = whole_state(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        after = whole_state(model, optimizer)
+        weight = model.blocks[0].moe.experts.fc1.weight
+        assert weight.shape == (experts, 2 * FFN, HIDDEN)
+        train_steps(model, optimizer, rank, num_ranks, range(3, 4))  # it goes on
+        return before, after, tuple(weight.to_local().shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_value_survives_the_change_of_layout(cluster, tmp_path: Path, route: str):
+    source, target, wrap, experts = ROUTES[route]
+    saved = cluster(source[0] * source[1]).run(save, source, wrap, experts, str(tmp_path))[0]
+    for before, after, shape in cluster(target[0] * target[1]).run(load, target, experts, str(tmp_path)):
+        assert after.keys() == saved.keys()
+        assert {name for name in saved if "experts" in name} >= {
+            f"blocks.0.moe.experts.fc{n}.weight{suffix}" for n in (1, 2) for suffix in ("", "/exp_avg", "/exp_avg_sq")
+        }
+        for name, tensor in saved.items():
+            assert bits(after[name]) == bits(tensor), name
+        changed = [name for name in saved if bits(before[name]) != bits(saved[name])]
+        assert len(changed) > 0.9 * len(saved)  # loading had something to do
+        assert math.prod(shape) == experts * 2 * FFN * HIDDEN // (target[0] * target[1])

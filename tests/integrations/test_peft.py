@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 pytest.importorskip("peft", minversion="0.21")
@@ -159,7 +160,9 @@ def test_adapters_in_a_trainer_train_and_resume_as_on_the_plain_model(cluster, t
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, num_ranks: int, folder: str) -> None:
+@run_on(2)
+def test_adapters_that_experts_cannot_have_are_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         ids = eval_data()[rank]["input_ids"][None]
         model = peft.get_peft_model(swap_moe(small_model(), heap), config_of("all-linear"))
@@ -202,10 +205,6 @@ def refused(rank: int, num_ranks: int, folder: str) -> None:
         attention(ids).logits.sum().backward()
 
 
-def test_adapters_that_experts_cannot_have_are_refused(cluster, tmp_path: Path):
-    cluster(2).run(refused, str(tmp_path))
-
-
 class Parts(torch.nn.Module):
     """Modules of symmoe in a model of the user's, which peft wraps."""
 
@@ -221,7 +220,8 @@ class Parts(torch.nn.Module):
         )
 
 
-def target_parameters(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_target_parameters_of_modules_of_symmoe(rank: int, num_ranks: int) -> None:
     """peft's own get_peft_model, of modules whose call is their own, and of some whose call kernels replace."""
     with symmoe.SymmetricHeap(num_bytes=1 << 20) as heap:
         x = torch.ones(5, 16)
@@ -244,7 +244,3 @@ def target_parameters(rank: int, num_ranks: int) -> None:
         linear = model.merge_and_unload().linear  # W + B A, made by peft
         bounds = zip(linear.weight, linear.bias, ((0, 2), (2, 5)), strict=True)
         torch.testing.assert_close(y, torch.cat([torch.nn.functional.linear(x[a:b], w, c) for w, c, (a, b) in bounds]))
-
-
-def test_target_parameters_of_modules_of_symmoe(cluster):
-    cluster(2).run(target_parameters)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
 import torch
-from hf_cases import FAMILIES, batch_of, random_model
+import torch.distributed as dist
+from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
 from small_model import assert_same, check_metrics, counted_barriers, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from worker import open_heap, without_semaphores
 
 import symmoe
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
 from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
 from symmoe.integrations.transformers.families import experts_modules
 
@@ -64,7 +67,9 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
         assert_same(step(compiled, tokens()), expected)
 
 
-def compiled_model(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@run_on(2)
+def test_whole_model_on_two_ranks(rank: int, num_ranks: int) -> None:
     """Loss and gradients of a compiled model are those of the unmodified one."""
     without_semaphores()
     torch._dynamo.reset()
@@ -83,24 +88,6 @@ def compiled_model(rank: int, num_ranks: int) -> None:
                 torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_whole_model_on_two_ranks(cluster):
-    cluster(2).run(compiled_model)
-
-
-def test_experts_of_another_kind_are_refused_by_the_compiled_block(heap):
-    """The operator is made for experts of one kind; others are refused, not computed wrongly."""
-    block = swap_moe(random_model("olmoe"), heap).model.layers[-1].mlp
-    block.experts.mlp = symmoe.GroupedMLP(8, H, 24, bias=True)
-    block(tokens())
-    with pytest.raises(ArgumentError, match="the layer was made with"):
-        torch.compile(block, backend="aot_eager")(tokens())
-    torch._dynamo.reset()
-    block.experts.set_experts(block.experts.mlp)
-    expected = step(block, tokens())
-    assert_same(step(torch.compile(block, fullgraph=True, backend="aot_eager"), tokens()), expected)
 
 
 def test_compiled_block_with_adapters(heap):
@@ -139,10 +126,32 @@ def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
     assert barriers["full"] - barriers["saved"] == 5  # plan 1, dispatch 2, combine 2
 
 
+# -- generation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@run_on(2)
+def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(rank: int, num_ranks: int, closes: bool) -> None:
+    """Rank 0 ends first and leaves: the other's error says what would have kept it."""
+    options = {"do_sample": False, "max_new_tokens": 2 + 4 * rank, "pad_token_id": VOCABULARY, "use_cache": True}
+    with open_heap("cpu", timeout_s=4.0) as heap:
+        model = swap_moe(random_model("qwen3_moe"), heap).eval()
+        tokens = model.generate(batch_of(rank), synced_gpus=True, **options)
+        assert tokens.shape == (2, 9 + 2 * rank + options["max_new_tokens"])
+        kinds = ConfigMismatch if closes else PeerTimeout
+        with pytest.raises(kinds, match="pass synced_gpus=True to generate") if rank else contextlib.nullcontext():
+            model.generate(batch_of(rank), **options)
+        closes or dist.barrier()
+        with contextlib.suppress(SymmoeError):
+            heap.close()
+
+
 # -- metrics and recorded routing ---------------------------------------------------------------------------------
 
 
-def watch(rank: int, num_ranks: int, family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@run_on(2)
+def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(rank: int, num_ranks: int, family: str) -> None:
     """Records of a swapped model beside what the unmodified one's experts were asked for."""
     reference = random_model(family)
     chosen: dict[str, torch.Tensor] = {}
@@ -160,11 +169,6 @@ def watch(rank: int, num_ranks: int, family: str) -> None:
         routing = check_metrics(model, expected, lambda: model(batch, labels=batch).loss)
         assert all(torch.equal(routing[path], ids.int()) for path, ids in chosen.items())
         assert {ids.dtype for ids in routing.values()} == {torch.int32}
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(cluster, family: str):
-    cluster(2).run(watch, family)
 
 
 def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):

@@ -505,3 +505,5 @@ def test_unswapped_models_are_refused(tmp_path: Path):
             call(random_model("olmoe"), tmp_path)
     with open_heap("cpu") as heap, pytest.raises(CheckpointError, match=r"has no file model\.safetensors"):
         load_checkpoint(swap_moe(random_model("olmoe"), heap), tmp_path)
+    with open_heap("cpu") as heap, pytest.raises(CheckpointError, match=r"folder \(.*/Qwen/none\) is not there"):
+        from_pretrained(tmp_path / "Qwen/none", heap)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -18,7 +19,7 @@ from small_model import open_mesh
 from trainer_cases import EVERY, KEPT, MAX_NORM, STEPS, arguments, eval_data, resumed, small_model, trained
 
 import symmoe
-from symmoe.errors import ArgumentError, CheckpointError
+from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers import Trainer, swap_moe
 
 # Sums over ranks in another order than over one batch. The worst of a curve, relative.
@@ -102,25 +103,6 @@ def test_a_run_resumes_with_the_same_bits_and_on_one_rank(cluster, tmp_path: Pat
     assert state["global_step"] == STEPS
 
 
-def without_optimizer(rank: int, num_ranks: int, folder: str) -> None:
-    """What resuming says where the optimizer's state is damaged."""
-    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        trained(Trainer, swap_moe(small_model(), heap), folder, num_ranks, save_strategy="steps", save_steps=10)
-        (file,) = Path(folder, "checkpoint-10", "optimizer").glob("step-*/rank-00001-*")
-        heap.agree(None)
-        if rank == 0:
-            file.write_bytes(file.read_bytes()[:-1])
-        heap.agree(None)
-        text = r"rank-00001-0000.safetensors has \d+ bytes .*; manifest.json says \d+"
-        with pytest.raises(CheckpointError, match=text):
-            resumed(swap_moe(small_model(), heap), folder, num_ranks)
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_refused_on_every_rank(cluster, tmp_path: Path):
-    cluster(2).run(without_optimizer, str(tmp_path))
-
-
 # -- several EP groups, and what is refused ---------------------------------------------------------------------------
 
 
@@ -146,8 +128,10 @@ def test_replicas_of_the_ep_group(cluster, tmp_path: Path):
     assert after == losses[2 * EVERY :]
 
 
-def refused(rank: int, num_ranks: int, folder: str) -> None:
+@run_on(2)
+def test_wrong_arguments_and_transformers_own_trainer_are_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """transformers' own Trainer clips by default."""
+    folder = str(tmp_path)
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = swap_moe(small_model(), heap)
         with pytest.raises(ArgumentError, match=r"args.fp16 \(True\) must not be set"):
@@ -157,7 +141,3 @@ def refused(rank: int, num_ranks: int, folder: str) -> None:
         text = "dense parameters differ.*symmoe.integrations.transformers.Trainer"
         with pytest.raises(ArgumentError, match=text):
             trained(transformers.Trainer, model, folder, num_ranks)
-
-
-def test_wrong_arguments_and_transformers_own_trainer_are_refused(cluster, tmp_path: Path):
-    cluster(2).run(refused, str(tmp_path))

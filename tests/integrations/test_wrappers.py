@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from launchers import launched
 from small_model import (
     CONFIG,
@@ -43,6 +44,16 @@ def accelerated(model: nn.Module) -> nn.Module:
     from accelerate import Accelerator
 
     return Accelerator(cpu=True).prepare(model)
+
+
+def in_fabric(model: nn.Module) -> nn.Module:
+    from lightning.fabric import Fabric
+
+    from symmoe.integrations.lightning import FabricStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricStrategy())
+    fabric.launch()
+    return fabric.setup(model)
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -94,8 +105,10 @@ def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
         assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
 
 
-def trained(
-    rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module] = model_of
+@pytest.mark.parametrize(("wrap", "build"), [*((wrap, model_of) for wrap in WRAPS), ("DDP", with_adapters)])
+@run_on(2)
+def test_prepared_models_train_as_with_reduce_gradients(
+    rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module]
 ) -> None:
     """Losses in a wrapper are those with reduce_gradients."""
     without_semaphores()
@@ -109,16 +122,11 @@ def trained(
     assert build is with_adapters or losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_prepared_models_train_as_with_reduce_gradients(cluster, wrap: str):
-    cluster(2).run(trained, wrap)
-
-
-def test_adapters_train_in_ddp(cluster):
-    cluster(2).run(trained, "DDP", with_adapters)
-
-
-def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["DDP", "accelerate", "Fabric", pytest.param("DDP of compiled", marks=pytest.mark.slow)]
+)
+@run_on(2)
+def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None:
     """A bare MoELayer, whose experts DDP leaves alone without a word."""
     without_semaphores()
     curves = []
@@ -132,6 +140,7 @@ def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
                 "none": lambda layer: layer,
                 "DDP": DistributedDataParallel,
                 "accelerate": accelerated,
+                "Fabric": in_fabric,
                 "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
             }[wrap](layer)
             assert torch.equal(layer.experts.fc1.weight, before)
@@ -155,12 +164,10 @@ def alone_in_ddp(rank: int, num_ranks: int, how: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("how", ["DDP", "accelerate", pytest.param("DDP of compiled", marks=pytest.mark.slow)])
-def test_a_bare_layer_needs_nothing(cluster, how: str):
-    cluster(2).run(alone_in_ddp, how)
-
-
-def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
+@run_on(4)
+def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
     mesh = open_mesh(2, 2)
     shares = equal_shares(num_ranks)
@@ -186,13 +193,8 @@ def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
             symmoe.reduce_gradients(ddp)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
-def test_replicas_are_averaged(cluster, accumulate: bool):
-    cluster(4).run(replicated, accumulate)
-
-
-def one_rank_groups(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_groups_of_one_rank_are_plain_data_parallel(rank: int, num_ranks: int) -> None:
     """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
     groups = [dist.new_group([r]) for r in range(num_ranks)]
     shares = equal_shares(num_ranks)
@@ -208,10 +210,6 @@ def one_rank_groups(rank: int, num_ranks: int) -> None:
         for clipped in (plain, ddp):
             assert symmoe.clip_grad_norm(clipped, norm / 2).item() == pytest.approx(norm, rel=BOUND)
         assert_same_gradients(model, plain)
-
-
-def test_groups_of_one_rank_are_plain_data_parallel(cluster):
-    cluster(2).run(one_rank_groups)
 
 
 def unfreeze(model: nn.Module, may_train: bool = True) -> None:
@@ -248,7 +246,18 @@ LATE = {
 NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": ".experts.", "add_lora": "lora"}
 
 
-def changed_late(rank: int, num_ranks: int, change: str, has_run: bool, wrap: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "wrap", "has_run", "change"),
+    [
+        *((2, prepared, has_run, change) for change in LATE for has_run in (True, False)),
+        *(pytest.param(4, prepared, True, change, marks=pytest.mark.slow) for change in LATE),
+        *(pytest.param(2, compiled, True, change, marks=pytest.mark.slow) for change in ("unfrozen", "add_lora")),
+    ],
+)
+@run_on()
+def test_experts_that_change_late_get_the_right_gradients(
+    rank: int, num_ranks: int, wrap: Callable[[nn.Module], nn.Module], has_run: bool, change: str
+) -> None:
     """Gradients are those of one process that has all experts, and replicas are equal."""
     without_semaphores()
     mesh, shares = open_mesh(num_ranks // 2, 2), equal_shares(num_ranks)
@@ -281,25 +290,8 @@ def changed_late(rank: int, num_ranks: int, change: str, has_run: bool, wrap: Ca
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("has_run", [True, False], ids=["after a step", "after wrapping"])
-@pytest.mark.parametrize("change", LATE)
-def test_experts_that_change_late_get_the_right_gradients(cluster, change: str, has_run: bool):
-    cluster(2).run(changed_late, change, has_run, prepared)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", LATE)
-def test_experts_of_replicas_that_change_late(cluster, change: str):
-    cluster(4).run(changed_late, change, True, prepared)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["unfrozen", "one layer of experts unfrozen", "add_lora"])
-def test_experts_of_compiled_models_that_change_late(cluster, change: str):
-    cluster(2).run(changed_late, change, True, compiled)
-
-
-def unwrapped_again(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_a_model_leaves_its_ddp(rank: int, num_ranks: int) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model, shares = model_of(heap), equal_shares(num_ranks)
@@ -318,11 +310,8 @@ def unwrapped_again(rank: int, num_ranks: int) -> None:
             symmoe.reduce_gradients(again)
 
 
-def test_a_model_leaves_its_ddp(cluster):
-    cluster(2).run(unwrapped_again)
-
-
-def clipped(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank: int, num_ranks: int) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = equal_shares(num_ranks)
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -340,10 +329,6 @@ def clipped(rank: int, num_ranks: int) -> None:
         with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
             losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
         rank_loss(plain, 0, rank, shares).backward()
-
-
-def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(cluster):
-    cluster(2).run(clipped)
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
@@ -377,7 +362,18 @@ WRONG = {
 }
 
 
-def refused(rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "text", "in_transformers"),
+    [
+        *((wrap, text, False) for wrap, (_, text) in WRONG.items()),
+        ("DDP", "overwritten experts", True),
+        ("fully_shard", "transformers.register", True),
+    ],
+)
+@run_on(2)
+def test_wrong_wrappers_are_refused_in_the_first_forward(
+    rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool
+) -> None:
     """In the first forward pass and every other; the next correct call works."""
     without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
@@ -396,17 +392,8 @@ def refused(rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bo
         model_of(heap)(torch.randn(5, FEATURES))[0].sum().backward()
 
 
-@pytest.mark.parametrize("wrap", WRONG)
-def test_wrong_wrappers_are_refused_in_the_first_forward(cluster, wrap: str):
-    cluster(2).run(refused, wrap, WRONG[wrap][1], False)
-
-
-@pytest.mark.parametrize(("wrap", "text"), [("DDP", "overwritten experts"), ("fully_shard", "transformers.register")])
-def test_swapped_models_refuse_them_too(cluster, wrap: str, text: str):
-    cluster(2).run(refused, wrap, text, True)
-
-
-def unknown_replicas(rank: int, num_ranks: int) -> None:
+@run_on(4)
+def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(2, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         wrapped = DistributedDataParallel(prepared(model_of(heap)))
@@ -416,11 +403,8 @@ def unknown_replicas(rank: int, num_ranks: int) -> None:
         wrapped(torch.randn(5, FEATURES))[0].sum().backward()
 
 
-def test_replicas_that_nobody_has_named_are_refused(cluster):
-    cluster(4).run(unknown_replicas)
-
-
-def options_refused(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int) -> None:
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         for option in ("delay_wgrad", "accumulate_into_main_grad"):
             experts = symmoe.GroupedMLP(CONFIG.num_experts // 2, HIDDEN, CONFIG.ffn, **{option: True})
@@ -431,18 +415,11 @@ def options_refused(rank: int, num_ranks: int) -> None:
         symmoe.prepare_for_ddp(nn.Linear(2, 2))
 
 
-def test_gradients_that_ddp_would_not_see(cluster):
-    cluster(2).run(options_refused)
-
-
-def copied_with_its_group(rank: int, num_ranks: int) -> None:
+@run_on(2)
+def test_a_copied_layer_keeps_its_expert_group(rank: int, num_ranks: int) -> None:
     """A copy of a layer shares its group."""
     mesh = open_mesh(1, 2)
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         layer = symmoe.MoELayer(CONFIG, heap, expert_group=mesh["efsdp"].get_group())
         copied = copy.deepcopy(layer)
         assert copied.replicas.group is layer.replicas.group
-
-
-def test_a_copied_layer_keeps_its_expert_group(cluster):
-    cluster(2).run(copied_with_its_group)

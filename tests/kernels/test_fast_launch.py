@@ -412,9 +412,9 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
         h, b1 = empty(num_rows, 2 * ffn, dtype=dtype), empty(G, 2 * ffn, dtype=dtype)
         workspace = empty(gpu.dact_workspace_numel(num_rows, G, ffn, act))
         gpu.splits_to_row_range(empty(G, dtype=torch.int64), row_range, num_rows)
-        gpu.grouped_gemm_act(x, w1, row_range, scale, h, a, act, num_sms=8)
+        gpu.grouped_gemm_act(x, w1, row_range, scale, (h, a), act, num_sms=8)
         gpu.grouped_gemm(a, w2, row_range, y, zero_tail=True, num_sms=8)
-        gpu.grouped_gemm_dact(y, w2, row_range, h, scale, h, a, dscale, workspace, act, dbias=b1, num_sms=8)
+        gpu.grouped_gemm_dact(y, w2, row_range, (h, scale), (h, a, dscale, b1), workspace, act, num_sms=8)
         gpu.grouped_gemm_dgrad(h, w1, row_range, x, num_sms=8)
         gpu.grouped_gemm_wgrad(h, x, row_range, w1, num_sms=8)
         gpu.grouped_bias_grad(h, row_range, b1)
@@ -422,7 +422,8 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
         gpu.scaled_activation(h, scale, a, act)
         gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
         gpu.grouped_gemm_wgrad(h[:0], x[:0], row_range, table(w1), num_sms=8)
-        partials = gpu.grouped_gemm_dact(y, w2, row_range, h, scale, h, a, None, workspace, act, num_sms=8)
+        gradients = h, a, None, None
+        partials = gpu.grouped_gemm_dact(y, w2, row_range, (h, scale), gradients, workspace, act, num_sms=8)
         gpu.sum_dact_partials(workspace, row_range, dscale, partials)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
@@ -441,9 +442,9 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_cuda, mo
         index, sums = empty(num_rows, dtype=torch.int32), empty(4 * num_rows)
         for k_first, source, out in ((False, a, x), (True, x, a)):
             hopper_gemm.launch_gemm(source, w2, row_range, out, weight_k_first=k_first, zero_tail=True, num_sms=8)
-        act.launch_act(x, w1, row_range, scale, h, a, swiglu, num_sms=8)
-        act.launch_dact(x, w2, row_range, h, scale, h, a, sums, swiglu, row_index=index, num_sms=8)
-        act.launch_dact(x, w2, row_range, h, scale, h, a, sums, swiglu, num_sms=8)
+        act.launch_act(x, w1, row_range, scale, (h, a), swiglu, num_sms=8)
+        for dout in ((x, index), x):
+            act.launch_dact(dout, w2, row_range, (h, scale), (h, a, sums), swiglu, num_sms=8)
         hopper_gemm.launch_gemm(x, w1, row_range, h, weight_k_first=False, num_sms=8)
         wgrad.launch_wgrad(h, x, row_range, w1, num_sms=8)
         wide, table = empty(num_rows, 256, dtype=dtype), empty(num_rows, 2, dtype=torch.int32)

@@ -98,7 +98,7 @@ def test_the_result_is_rounded_once():
     ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
     weight = torch.tensor([256.0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.bfloat16).expand(1, 8, 8).contiguous()
     out = torch.empty(1, 8, dtype=torch.bfloat16)
-    twin.grouped_gemm(ones, weight, row_range, out, bias=ones, bias_scale=torch.ones(1))
+    twin.grouped_gemm(ones, weight, row_range, out, bias=(ones, torch.ones(1)))
     assert torch.equal(out, torch.full_like(out, 258.0))
 
 
@@ -150,7 +150,7 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
         x, d, s = placed(p.rows), placed(p.dout), placed(p.scale)
         out, dx = torch.empty(n, 2 * width, dtype=dtype), torch.empty(n, width, dtype=dtype)
         dw, db, ds = torch.empty_like(both), torch.empty_like(both_bias), torch.empty(n)
-        twin.grouped_gemm(x, both, row_range, out, bias=both_bias, bias_scale=s)
+        twin.grouped_gemm(x, both, row_range, out, bias=(both_bias, s))
         twin.grouped_gemm_dgrad(d, both, row_range, dx)
         twin.grouped_gemm_wgrad(d, x, row_range, dw)
         twin.grouped_bias_grad(d, row_range, db)

@@ -77,13 +77,6 @@ def test_wgrad_multiplies_tiles_of_256_features_and_moves_boxes_of_tma(launches,
     assert ptx.count("cp.async.bulk.tensor.3d.global") == 8
 
 
-def test_wgrad_of_no_rows_needs_no_kernel(launches):
-    empty, out = torch.empty(0, 64), torch.full((2, 64, 64), torch.nan)
-    wgrad.launch_wgrad(empty, empty, torch.zeros(2, 2, dtype=torch.int32), out)
-    assert not launches
-    assert not out.any()
-
-
 def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
     """From the public functions, as on a Hopper GPU."""
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda device, dtype, columns: launchers)
@@ -105,15 +98,15 @@ def test_the_limit_of_sms_reaches_the_kernels(launches, monkeypatch):
         launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a),
     ]
     assert [(pipe.num_n_tiles, pipe.weight_k_first) for pipe, _ in calls] == [(H // 256, False), (I // 256, True)]
-    launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, h, a, SWIGLU)
+    launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, (h, a), SWIGLU)
     for i, dscale in itertools.product((None, index), (None, scale)):
-        arguments = (rows, w2, row_range, h, scale, h, a, dscale, sums, SWIGLU)
-        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
+        arguments = (rows, i), w2, row_range, (h, scale), (h, a, dscale, None), sums, SWIGLU
+        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments)
         assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
     pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
     assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
-    for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
-        gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1, num_sms=5, **others)
+    for left, right, accumulate in (((h, index), rows, False), (h, (rows, index), False), (h, rows, True)):
+        gpu_gemm.grouped_gemm_wgrad(left, right, row_range, w1, accumulate=accumulate, num_sms=5)
     gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1.float(), num_sms=5)
     assert [launch.name for launch in launches] == ["grouped_gemm_wgrad_kernel"] * 4
 

@@ -95,10 +95,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         bf16(N, I), bf16(G, H, I), RANGES, bf16(N, H), weight_k_first=False, zero_tail=True, num_sms=132
     ),
     "hopper_act_kernel": lambda: act.launch_act(
-        bf16(N, H), bf16(G, 2 * I, H), RANGES, f32(N), bf16(N, 2 * I), bf16(N, I), Activation(), num_sms=132
+        bf16(N, H), bf16(G, 2 * I, H), RANGES, f32(N), (bf16(N, 2 * I), bf16(N, I)), Activation(), num_sms=132
     ),
     "hopper_dact_kernel": lambda: act.launch_dact(
-        *(bf16(N, H), bf16(G, H, I), RANGES, bf16(N, 2 * I), f32(N), bf16(N, 2 * I), bf16(N, I), f32(N)),
+        *(bf16(N, H), bf16(G, H, I), RANGES, (bf16(N, 2 * I), f32(N)), (bf16(N, 2 * I), bf16(N, I), f32(N))),
         Activation(),
         num_sms=132,
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,4 +79,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     main()

@@ -6,6 +6,8 @@ A `Cluster` is started once per size and reused, because importing torch costs s
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing as mp
 import os
 import tempfile
@@ -31,6 +33,30 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
     """Cases (num_ranks, device) of a test; those on GPUs have the mark."""
     on_gpus = [pytest.param(num_ranks, "cuda", marks=pytest.mark.gpu) for num_ranks in cuda]
     return pytest.mark.parametrize(("num_ranks", "device"), [*((num_ranks, "cpu") for num_ranks in cpu), *on_gpus])
+
+
+def run_on(
+    num_ranks: int | None = None, *, fixture: str = "cluster"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
+    of the test. None: on as many as the test's parameter `num_ranks` says; `fixture`: what gives clusters by size."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(*on_a_rank: Any, **given: Any) -> None:
+            if on_a_rank:
+                body(*on_a_rank, **given)
+            else:
+                given.pop(fixture)(given.pop("num_ranks", num_ranks)).run(test, **given)
+
+        inner = {"rank"} | ({"num_ranks"} if num_ranks else set())
+        others = [parameter for name, parameter in inspect.signature(body).parameters.items() if name not in inner]
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
+        )
+        return test
+
+    return decorate
 
 
 class Cluster:

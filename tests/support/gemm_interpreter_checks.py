@@ -168,12 +168,7 @@ def main():
         timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
     options = {"num_sms": NUM_SMS, "config": CONFIG}
     timed("check_parts of one group", check_parts, (37,), torch.float16, options)
-    for check_it in (
-        check_many_groups,
-        check_biases_of_several_tiles,
-        check_no_rows,
-        check_ragged_descriptor,
-    ):
+    for check_it in (check_many_groups, check_biases_of_several_tiles, check_no_rows, check_ragged_descriptor):
         timed(check_it.__name__, check_it)
     check_splits(kernels)
     for check_it, cases in ((check_both_passes, ACT_CASES), (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5)))):

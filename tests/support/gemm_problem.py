@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from row_ranges import rows_of, spans_of, whole_groups
 
@@ -24,10 +26,36 @@ BIASES = ("none", "bias", "scaled")
 
 
 def triton_kernels() -> SimpleNamespace:
-    """Triton's kernels: those of symmoe.kernels.gpu, and what only tests call."""
+    """Triton's kernels: those of symmoe.kernels.gpu, and what only tests call. GEMMs take `config` as well."""
     from symmoe.kernels.triton import activation, bias, gemm, gemm_act, splits
 
-    return SimpleNamespace(**{k: v for m in (activation, bias, gemm, gemm_act, splits) for k, v in vars(m).items()})
+    found = {k: v for m in (activation, bias, gemm, gemm_act, splits) for k, v in vars(m).items()}
+    tiled = {name: partial(_in_tiles, function) for name, function in found.items() if name.startswith("grouped_gemm")}
+    return SimpleNamespace(**found | tiled)
+
+
+def _in_tiles(function, *args, config=None, **options):
+    """By Triton and not by a kernel for Hopper, in tiles of this config; None: by what the function chooses."""
+    if config is None:
+        return function(*args, **options)
+    with tiles(config):
+        return function(*args, **options)
+
+
+@contextmanager
+def tiles(config):
+    """GEMMs are Triton's, and have these tiles."""
+    from symmoe.kernels import hopper_choice
+    from symmoe.kernels.triton import gemm, gemm_act
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_choice, "hopper_kernels", lambda *args: None)
+        for module, name in ((gemm, "gemm_config"), (gemm_act, "act_config"), (gemm_act, "dact_config")):
+            patch.setattr(module, name, lambda *args: config)
+        plans = gemm._gemm_plan, gemm._wgrad_plan, gemm_act._plan
+        for module, plan in zip((gemm, gemm, gemm_act), plans, strict=True):
+            patch.setattr(module, plan.__name__, plan.__wrapped__)
+        yield
 
 
 class Problem:
@@ -72,7 +100,7 @@ class Problem:
         return torch.full((self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device=self.device)
 
     def source(self, gather):
-        """(rows, index, the rows themselves in float64), contiguous or gathered."""
+        """(rows, or rows and their index; the rows themselves in float64)."""
         return self._choose(self.rows, self.packed, gather)
 
     def dout_source(self, gather):
@@ -80,13 +108,13 @@ class Problem:
 
     def _choose(self, rows, packed, gather):
         if not gather:
-            return rows, None, rows.double()
+            return rows, rows.double()
         gathered = torch.full((self.capacity, packed.shape[1]), torch.nan, dtype=torch.float64, device=self.device)
         gathered[: self.num_rows] = packed[self.row_index[: self.num_rows].long()].double()
-        return packed, self.row_index, gathered
+        return (packed, self.row_index), gathered
 
     def biases(self, kind):
-        return {"none": {}, "bias": {"bias": self.bias}, "scaled": {"bias": self.bias, "bias_scale": self.scale}}[kind]
+        return {"none": None, "bias": self.bias, "scaled": (self.bias, self.scale)}[kind]
 
     def before(self, width, accumulate):
         """What an output holds before a call; numbers of groups where these are added to."""
@@ -135,8 +163,8 @@ class Scattered:
 
 
 def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, **options):
-    source, index, rows = p.source(gather)
-    options |= {"row_index": index, "zero_tail": zero_tail, "accumulate": accumulate, **p.biases(biased)}
+    source, rows = p.source(gather)
+    options |= {"zero_tail": zero_tail, "accumulate": accumulate, "bias": p.biases(biased)}
 
     def expected(g, span):
         addend = p.bias[g].double() * (p.scale[span].double()[:, None] if biased == "scaled" else 1.0)
@@ -146,8 +174,8 @@ def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, *
 
 
 def check_dgrad(kernels, p, gather, table, zero_tail, accumulate=False, **options):
-    source, index, rows = p.dout_source(gather)
-    options |= {"row_index": index, "zero_tail": zero_tail, "accumulate": accumulate}
+    source, rows = p.dout_source(gather)
+    options |= {"zero_tail": zero_tail, "accumulate": accumulate}
     product = lambda g, span: rows[span] @ p.weight[g].double()  # noqa: E731
     _check_product(p, kernels.grouped_gemm_dgrad, source, product, p.hidden, table, options)
 
@@ -169,14 +197,13 @@ def _check_product(p, function, source, expected, width, table, options):
 
 
 def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dtype, **options):
-    dout, dout_index, dout_rows = p.dout_source(gather_dout)
-    source, index, rows = p.source(gather_rows)
+    (dout, dout_rows), (source, rows) = p.dout_source(gather_dout), p.source(gather_rows)
     before = p.normal(p.num_groups, p.width, p.hidden, dtype=out_dtype)
     if accumulate:
         before[p.row_range[0] == p.row_range[1]] = torch.nan  # not touched
     else:
         before.fill_(torch.nan)
-    options |= {"dout_index": dout_index, "rows_index": index, "accumulate": accumulate}
+    options |= {"accumulate": accumulate}
     out, scattered = before.clone(), Scattered(before)
     kernels.grouped_gemm_wgrad(dout, source, p.row_range, out, **options)
     if table:
@@ -191,20 +218,20 @@ def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dty
 
 
 def check_biases(kernels, p, gather, scaled, accumulate):
-    dout, index, rows = p.dout_source(gather)
+    dout, rows = p.dout_source(gather)
     for out_dtype in {p.dtype, torch.float32}:
         dbias = torch.full((p.num_groups, p.width), torch.nan, dtype=out_dtype, device=p.device)
         scale = p.scale if scaled else None
-        kernels.grouped_bias_grad(dout, p.row_range, dbias, dout_index=index, scale=scale)
+        kernels.grouped_bias_grad(dout, p.row_range, dbias, scale=scale)
         for g, span in enumerate(p.spans):
             addends = rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
             assert_near(dbias[g], addends.sum(dim=0))
         if out_dtype == torch.float32:  # the order of a sum is the twin's
             expected = torch.full_like(dbias, torch.nan)
-            twin.grouped_bias_grad(dout, p.row_range, expected, dout_index=index, scale=scale)
+            twin.grouped_bias_grad(dout, p.row_range, expected, scale=scale)
             assert torch.equal(dbias, expected)
     dscale = p.blank(dtype=torch.float32)
-    kernels.grouped_bias_dot(dout, p.bias, p.row_range, dscale, dout_index=index, accumulate=accumulate)
+    kernels.grouped_bias_dot(dout, p.bias, p.row_range, dscale, accumulate=accumulate)
     start = SENTINEL if accumulate else 0.0
     p.check(dscale, p.per_group(lambda g, span: rows[span] @ p.bias[g].double() + start))
 
@@ -223,12 +250,12 @@ def part_calls(kernels, p, **fixed):
         kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **fixed, **options)
 
     def biased(row_range, out, come, **options):
-        options |= {**fixed, **p.biases("scaled")}
+        options |= {**fixed, "bias": (p.bias, p.scale)}
         kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **options)
 
     def gathered(row_range, out, come, **options):
-        options |= {**fixed, **p.biases("bias"), "row_index": p.row_index}
-        kernels.grouped_gemm(p.packed, scattered.table, row_range, out, **options)
+        options |= {**fixed, "bias": p.bias}
+        kernels.grouped_gemm((p.packed, p.row_index), scattered.table, row_range, out, **options)
 
     def dgrad(row_range, out, come, **options):
         kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, out, **fixed, **options)
@@ -300,24 +327,22 @@ class ActProblem(Problem):
         return torch.full((numel,), torch.nan, device=self.device)
 
 
-def forward(kernels, p, source, index, *, weight=None, bias=None, **options):
+def forward(kernels, p, source, *, weight=None, **options):
     """(h, a) of grouped_gemm_act."""
-    h, a = p.blank(p.width), p.blank(p.ffn)
+    results = p.blank(p.width), p.blank(p.ffn)
     weight = p.weight1 if weight is None else weight
-    options |= {"row_index": index, "bias": bias}
-    kernels.grouped_gemm_act(source, weight, p.row_range, p.scale, h, a, p.activation, **options)
-    return h, a
+    kernels.grouped_gemm_act(source, weight, p.row_range, p.scale, results, p.activation, **options)
+    return results
 
 
-def backward(kernels, p, source, index, h, *, weight=None, with_dbias=True, **options):
+def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
     """(dh, a, dscale, dbias) of grouped_gemm_dact."""
     dh, a, dscale = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
     dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
-    weight = p.weight2 if weight is None else weight
-    outputs = dh, a, dscale, p.workspace(kernels, options.get("config"))
-    options |= {"row_index": index, "dbias": dbias}
-    kernels.grouped_gemm_dact(source, weight, p.row_range, h, p.scale, *outputs, p.activation, **options)
-    return dh, a, dscale, dbias
+    weight, gradients = p.weight2 if weight is None else weight, (dh, a, dscale, dbias)
+    workspace = p.workspace(kernels, options.get("config"))
+    kernels.grouped_gemm_dact(source, weight, p.row_range, (h, p.scale), gradients, workspace, p.activation, **options)
+    return gradients
 
 
 def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, cases=((False, True), (True, False))):
@@ -326,16 +351,16 @@ def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, c
     weights = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else None
     of_table = [{"weight": each.table} for each in weights] if table else [{}, {}]
     for gather, with_bias in cases:
-        source, index, rows = p.source(gather)
+        source, rows = p.source(gather)
         bias = p.bias if with_bias else None
-        h, a = forward(kernels, p, source, index, bias=bias, **of_table[0], **(act_options or {}))
+        h, a = forward(kernels, p, source, bias=bias, **of_table[0], **(act_options or {}))
         addend = p.bias.double() if with_bias else torch.zeros_like(p.bias, dtype=torch.float64)
         p.check(h, p.per_group(lambda g, s, rows=rows, b=addend: rows[s] @ p.weight1[g].double().t() + b[g]))
         # From the rounded h, so only the rounding of a itself is left.
         p.check(a, formula(h[:n].double(), p.activation) * p.scale[:n, None].double())
 
         options = {"with_dbias": with_bias, **of_table[1], **(dact_options or {})}
-        dh, a, dscale, dbias = backward(kernels, p, source, index, p.h, **options)
+        dh, a, dscale, dbias = backward(kernels, p, source, p.h, **options)
         kept, scale = p.h[:n].double().requires_grad_(), p.scale[:n].double().requires_grad_()
         value = formula(kept, p.activation) * scale[:, None]
         value.backward(p.per_group(lambda g, s, rows=rows: rows[s] @ p.weight2[g].double()))
@@ -376,8 +401,8 @@ def check_nan_goes_through(kernels, activation, device="cpu"):
 def check_fused(kernels, p):
     """GEMM, activation, GEMM by themselves give the same h, a, dh and dscale."""
     n = p.num_rows
-    h, a = forward(kernels, p, p.rows, None, bias=p.bias)
-    dh, a_again, dscale, dbias = backward(kernels, p, p.rows, None, h)
+    h, a = forward(kernels, p, p.rows, bias=p.bias)
+    dh, a_again, dscale, dbias = backward(kernels, p, p.rows, h)
     h3, a3, da3, dh3 = p.blank(p.width), p.blank(p.ffn), p.blank(p.ffn), p.blank(p.width)
     dscale3 = p.blank(dtype=torch.float32)
     kernels.grouped_gemm(p.rows, p.weight1, p.row_range, h3, bias=p.bias)
@@ -392,7 +417,7 @@ def check_fused(kernels, p):
 
 def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=None, dact_options=None, **options):
     """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
-    source, index, _ = p.source(gather)
+    source, _ = p.source(gather)
     act_options, dact_options = act_options or {}, dact_options or {}
 
     def run(row_range, come, outputs, dscale, workspace, **more):
@@ -400,10 +425,10 @@ def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=
         h, a, dh, a_again = outputs
         rows = source if gather else torch.where(come[:, None], source, torch.nan)
         hidden = torch.where(come[:, None], p.h, torch.nan)
-        given = {"row_index": index, "bias": bias, **act_options, **more}
-        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, h, a, p.activation, **given)
-        arguments = (row_range, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
-        return kernels.grouped_gemm_dact(rows, p.weight2, *arguments, row_index=index, **dact_options, **more)
+        given = {"bias": bias, **act_options, **more}
+        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, (h, a), p.activation, **given)
+        arguments = row_range, (hidden, p.scale), (dh, a_again, dscale, None), workspace, p.activation
+        return kernels.grouped_gemm_dact(rows, p.weight2, *arguments, **dact_options, **more)
 
     def blanks():
         return [p.blank(width) for width in (p.width, p.ffn, p.width, p.ffn)]
@@ -430,7 +455,7 @@ def check_a_forgotten_range(kernels, p, group, num_forgotten):
     ranges = p.row_range.clone()
     ranges[1, group] -= num_forgotten
     workspace, dh, a, dscale = p.workspace(kernels), p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
-    arguments = (ranges, p.h, p.scale, dh, a, None, workspace, p.activation)
+    arguments = ranges, (p.h, p.scale), (dh, a, None, None), workspace, p.activation
     num_partials = kernels.grouped_gemm_dact(p.rows, p.weight2, *arguments)
     kernels.sum_dact_partials(workspace, p.row_range, dscale, num_partials)
     forgotten = slice(p.spans[group].stop - num_forgotten, p.spans[group].stop)

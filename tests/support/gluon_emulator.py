@@ -494,11 +494,7 @@ def install() -> None:
 
     barriers = {"init": barrier_init, "expect": barrier_expect, "arrive": barrier_arrive, "wait": barrier_wait}
     copies = {"tma_load": tma_load, "tma_store": tma_store, "tma_add": tma_add, "copy_async": async_copy}
-    async_copies = {
-        "mbarrier_arrive": async_arrive,
-        "commit_group": async_commit,
-        "wait_group": async_wait,
-    }
+    async_copies = {"mbarrier_arrive": async_arrive, "commit_group": async_commit, "wait_group": async_wait}
     hopper = {
         "mbarrier": module("mbarrier", {**barriers, "MBarrierLayout": lambda: "barriers"}),
         "tma": module("tma", {"store_wait": tma_store_wait}),

@@ -86,16 +86,16 @@ def launch_gemm(function, shape, dtype, *, gather=False, table=False, biased=Fal
     x, h = meta(rows_N, H, dtype=dtype), meta(N, W, dtype=dtype)
     options = {"accumulate": accumulate, "num_sms": NUM_SMS}
     if function == "gemm":
-        biases = {"bias": meta(G, W, dtype=dtype), "bias_scale": meta(N, dtype=FP32), "zero_tail": True}
-        options |= {**(biases if biased else {}), "row_index": index}
-        gemm.grouped_gemm(x, matrices(G, W, H, dtype=dtype, table=table), row_range, h, **options)
+        biases = {"bias": (meta(G, W, dtype=dtype), meta(N, dtype=FP32)), "zero_tail": True}
+        options |= biases if biased else {}
+        gemm.grouped_gemm((x, index), matrices(G, W, H, dtype=dtype, table=table), row_range, h, **options)
     elif function == "dgrad":
         dout, out = (meta(rows_N, W, dtype=dtype), meta(N, H, dtype=dtype)) if gather else (h, x)
-        options |= {"row_index": index, "zero_tail": True}
-        gemm.grouped_gemm_dgrad(dout, matrices(G, W, H, dtype=dtype, table=table), row_range, out, **options)
+        weight = matrices(G, W, H, dtype=dtype, table=table)
+        gemm.grouped_gemm_dgrad((dout, index), weight, row_range, out, zero_tail=True, **options)
     else:
         out = matrices(G, W, H, dtype=out_dtype or dtype, table=table)
-        gemm.grouped_gemm_wgrad(h, x, row_range, out, rows_index=index, **options)
+        gemm.grouped_gemm_wgrad(h, (x, index), row_range, out, **options)
 
 
 def launch_activations(shape, activation, dtype=BF16, layout="gather"):
@@ -108,11 +108,10 @@ def launch_activations(shape, activation, dtype=BF16, layout="gather"):
     row_range, scale = meta(2, G), meta(N, dtype=FP32)
     bias = meta(G, W, dtype=dtype) if layout == "biased" else None
     w1, w2 = matrices(G, W, H, dtype=dtype, table=table), matrices(G, H, I, dtype=dtype, table=table)
-    options = {"row_index": index, "num_sms": NUM_SMS}
-    gemm_act.grouped_gemm_act(x, w1, row_range, scale, h, a, activation, bias=bias, **options)
+    gemm_act.grouped_gemm_act((x, index), w1, row_range, scale, (h, a), activation, bias=bias, num_sms=NUM_SMS)
     workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=FP32)
-    results = h, a, scale, workspace
-    gemm_act.grouped_gemm_dact(x, w2, row_range, h, scale, *results, activation, dbias=bias, **options)
+    arguments = row_range, (h, scale), (h, a, scale, bias), workspace, activation
+    gemm_act.grouped_gemm_dact((x, index), w2, *arguments, num_sms=NUM_SMS)
     gpu_activation.scaled_activation(h, scale, a, activation)
     gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
 
@@ -130,15 +129,15 @@ def launch_hopper_act(shape, activation, dtype, variant):
     G, H, I, N = SHAPES[shape]
     h, a, scale = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype), meta(N, dtype=FP32)
     operands = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype), meta(2, G), scale
-    hopper_act.launch_act(*operands, h, a, activation, variant=variant, num_sms=NUM_SMS)
+    hopper_act.launch_act(*operands, (h, a), activation, variant=variant, num_sms=NUM_SMS)
 
 
 def launch_hopper_dact(shape, activation, dtype, variant, gather=False):
     G, H, I, N = SHAPES[shape]
     h, a, scale = meta(N, activation.hidden_width(I), dtype=dtype), meta(N, I, dtype=dtype), meta(N, dtype=FP32)
-    operands = meta(N // 2 if gather else N, H, dtype=dtype), meta(G, H, I, dtype=dtype), meta(2, G)
-    options = {"row_index": meta(N) if gather else None, "num_sms": NUM_SMS, "variant": variant}
-    hopper_act.launch_dact(*operands, h, scale, h, a, scale, activation, **options)
+    rows = meta(N // 2 if gather else N, H, dtype=dtype), meta(N) if gather else None
+    operands = rows, meta(G, H, I, dtype=dtype), meta(2, G), (h, scale), (h, a, scale)
+    hopper_act.launch_dact(*operands, activation, num_sms=NUM_SMS, variant=variant)
 
 
 def launch_hopper_wgrad(shape, dtype, fc):
@@ -152,8 +151,8 @@ def launch_bias_gradients(dtype, gather, shape="qwen3-30b"):
     G, _, I, N = SHAPES[shape]
     dout, biases, row_range = meta(N, 2 * I, dtype=dtype), meta(G, 2 * I, dtype=dtype), meta(2, G)
     index, scale = meta(N) if gather else None, meta(N, dtype=FP32)
-    bias.grouped_bias_grad(dout, row_range, biases, dout_index=index, scale=scale)
-    bias.grouped_bias_dot(dout, biases, row_range, scale, dout_index=index, accumulate=True)
+    bias.grouped_bias_grad((dout, index), row_range, biases, scale=scale)
+    bias.grouped_bias_dot((dout, index), biases, row_range, scale, accumulate=True)
 
 
 def launch_zeros(dtype):

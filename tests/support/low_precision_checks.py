@@ -192,8 +192,8 @@ def check_second_bias(rank: int, num_ranks: int, device: str, recipe, wire: str)
         def __init__(self, x, weights, hidden, d_out, **options) -> None:
             super().__init__(x, weights, hidden, d_out, **options)
             x, want = self._x, torch.empty_like(self.db2)
-            gathered = {"scale": x.bias_scale, "dout_index": x.row_index}
-            self._ops.grouped_bias_grad(self._output_gradients(), x.row_range, want, **gathered)
+            d_out = self._output_gradients(), x.row_index
+            self._ops.grouped_bias_grad(d_out, x.row_range, want, scale=x.bias_scale)
             findings.check(torch.equal(self.db2, want) and want.any(), "db2 has other bits")
             steps.append(x)
 

@@ -119,7 +119,7 @@ def check_bias_sums(
     for row_index, row_scale, ranges in product((index, None), (scale, None), parts):
         lines = rows if row_index is not None else rows[index]
         dbias = torch.full((len(splits), width), torch.nan, dtype=dtype)
-        twin.grouped_bias_grad(lines, row_range, dbias, dout_index=row_index, scale=row_scale)
+        twin.grouped_bias_grad((lines, row_index), row_range, dbias, scale=row_scale)
         sums = filled((bias_slots(len(rows), len(splits), SLOT_ROWS), width), torch.float32, device)
         found = []
         for extra in ({}, {"bias_sums": sums, "bias_scale": None if row_scale is None else row_scale.to(device)}):

@@ -10,6 +10,7 @@ import compare
 import numpy as np
 import pytest
 import torch
+from suites.rows import Places, packed_rows_of
 
 from symmoe import cli
 from symmoe.errors import WrongResult
@@ -20,6 +21,7 @@ from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
 from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant, measure
+from symmoe.tools.facts import output_of
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000
@@ -70,12 +72,13 @@ def test_routing_of_a_hand_made_case():
     # Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Rows are ordered expert, source rank, token, k.
     routing = Routing([torch.tensor([[1, 0], [2, 3]]), torch.tensor([[1, 2], [1, 3]])], num_experts=4)
     assert routing.splits.tolist() == [[1, 3], [2, 2]]
-    assert (routing.num_rows, routing.num_packed) == ([4, 4], [3, 3])
-    assert routing.slot_to_row.tolist() == [[[1, 0], [0, 2]], [[2, 1], [3, 3]]]
-    assert routing.slot_to_rank.tolist() == [[[0, 0], [1, 1]], [[0, 1], [0, 1]]]
+    assert routing.num_rows == [4, 4]
+    places = Places.of(routing)
+    assert places.slot_to_row.tolist() == [[[1, 0], [0, 2]], [[2, 1], [3, 3]]]
+    assert places.slot_to_rank.tolist() == [[[0, 0], [1, 1]], [[0, 1], [0, 1]]]
     tokens, slots = routing.rows_of(0)
     assert (tokens.tolist(), slots.tolist()) == ([0, 0, 2, 3], [1, 0, 4, 6])
-    packed, row_to_packed = routing.packed_rows_of(0)
+    packed, row_to_packed = packed_rows_of(routing, 0)
     assert (packed.tolist(), row_to_packed.tolist()) == ([0, 2, 3], [0, 0, 1, 2])
 
 
@@ -221,10 +224,10 @@ def test_records_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_commit_is_that_of_the_tree(tmp_path: Path):
     assert records.commit(tmp_path) == "unknown"
-    head = records._output_of("git", "-C", str(Path(cli.__file__).parent), "rev-parse", "HEAD")
+    head = output_of("git", "-C", str(Path(cli.__file__).parent), "rev-parse", "HEAD")
     if head:
         assert records.commit(Path(cli.__file__).parent).removesuffix("-dirty") == head
-    assert records._output_of("no-such-command") == ""
+    assert output_of("no-such-command") == ""
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

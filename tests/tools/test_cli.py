@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import budgets
 import pytest
+from limits import HANG_S
 
 from symmoe.cli import main
+from symmoe.tools.bench.cases import PRESETS
 
 FILES = {
     "nested.json": b"[" * 100_000 + b"\n",
@@ -53,6 +59,9 @@ WRONG = [
     ("trace CUSTOM --top-k 5", "top_k (5)"),
     ("trace --tokens 0", "tokens (0) must be at least 1"),
     ("trace --preset all", "preset (all) must be one"),
+    ("plan --ranks 2 --tokens 8", "name a --preset, or sizes"),
+    ("plan --preset olmoe --hidden 8 --ranks 2 --tokens 8", "preset (olmoe) and sizes (hidden) exclude each other"),
+    ("plan --preset olmoe,qwen3-30b --ranks 2 --tokens 8", "preset (olmoe,qwen3-30b) must be one"),
     ("plan CUSTOM --ranks 2 --tokens 8 --capacity-factor 1e300", "would need a heap of more than"),
     ("plan CUSTOM --ranks 2 --tokens 8 --hidden 99999999999999999999", "would need a heap of more than"),
     ("plan CUSTOM --ranks 2 --tokens 99999999999999999999", "would need a heap of more than"),
@@ -65,3 +74,47 @@ WRONG = [
 @pytest.mark.parametrize(("command", "text"), WRONG, ids=[command for command, _ in WRONG])
 def test_wrong_arguments_are_named(command: str, text: str, capsys: pytest.CaptureFixture):
     assert text in complaint(command.replace("CUSTOM", " ".join(CUSTOM)).split(), capsys)
+
+
+SIZES = ["--ranks=8", "--tokens=8192"]
+
+
+def test_a_plan_of_a_preset_is_that_of_its_sizes(capsys: pytest.CaptureFixture):
+    shape = PRESETS["qwen3-30b"]
+    sizes = [f"--hidden={shape.hidden}", f"--ffn={shape.ffn}", f"--experts={shape.num_experts}", "--top-k=8"]
+    shown = []
+    for layer in (["--preset=qwen3-30b"], sizes):
+        for layout in ([], ["--layout=packed"], ["--layout=expert-major"]):
+            assert main(["plan", *layer, *layout, *SIZES]) == 0
+            shown.append(capsys.readouterr().out)
+    assert shown[:3] == shown[3:]
+    assert len(set(shown)) == 2  # "auto" is one of the two
+
+
+def test_help_says_what_a_command_takes_and_shows_it(capsys: pytest.CaptureFixture):
+    shown = {}
+    for command in ("plan", "trace", "bench", "doctor"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        shown[command] = capsys.readouterr().out
+    assert "before anything is allocated" in shown["plan"]
+    assert "symmoe plan --preset qwen3-30b --layout packed" in shown["plan"]
+    for command in ("plan", "trace"):  # which take one layer
+        assert "--preset PRESET" in shown[command]
+        assert "comma-separated" not in shown[command]
+        assert "or all" not in shown[command]
+    assert "comma-separated names, or all" in shown["bench"]
+
+
+@pytest.mark.parametrize(
+    "words", ["doctor --no-self-test", f"plan --preset olmoe {' '.join(SIZES)}", "plan --help", ""]
+)
+def test_output_that_nobody_reads_ends_without_a_traceback(words: str):
+    """As `symmoe doctor | head -1` does once head has ended; "" is what `make lint` calls."""
+    program = ["-m", "symmoe", *words.split()] if words else [budgets.__file__]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, *program], stdout=writes, stderr=-1, timeout=HANG_S, text=True, check=False)
+    os.close(writes)
+    assert done.stderr == ""

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from symmoe.tools.doctor import self_test
 from symmoe.tools.doctor.findings import Finding, render, worst_level
 from symmoe.tools.doctor.gpus import (
     Device,
-    Gpu,
     Gpus,
     Links,
     Pair,
@@ -40,7 +40,7 @@ from symmoe.tools.doctor.gpus import (
     read_gpus,
 )
 from symmoe.tools.doctor.machine import System, check_environment, check_limits, check_system, read_system
-from symmoe.tools.doctor.trial import Trial, check_trial, run_trial
+from symmoe.tools.doctor.self_test import Trial, check_trial, run_trial
 from symmoe.tools.doctor.versions import Versions, check_versions, read_versions
 
 GIB = 1 << 30
@@ -82,22 +82,25 @@ def versions(torch_cuda: str | None = "13.0", without: str = "", pin: str = "3.6
     return Versions(installed=found, torch_cuda=torch_cuda, torch_pins=PINS | {"triton": pin})
 
 
-def device(index: int, **other: Any) -> Device:
-    known = {"uuid": f"GPU-{index}", "name": "NVIDIA H200", "driver": "580.159.03"}
-    known |= {"used_bytes": 0, "compute_mode": "Default", "has_mig": False}
-    return Device(index=index, **(known | other))
+def device(index: int, **other: str) -> Device:
+    """As nvidia-smi has it."""
+    names = {"driver": "driver_version", "used": "memory.used", "mig": "mig.mode.current"}
+    known = {"index": f"{index}", "uuid": f"GPU-{index}", "name": "NVIDIA H200", "driver_version": "580.159.03"}
+    known |= {"memory.used": "0", "compute_mode": "Default", "mig.mode.current": "Disabled"}
+    return known | {names.get(name, name): value for name, value in other.items()}
 
 
-def gpu(index: int, **other: Any) -> Gpu:
-    known = {"name": "NVIDIA H200", "capability": (9, 0), "memory_bytes": 140 * GIB, "smi_index": index}
-    return Gpu(index=index, **(known | other))
+def gpu(index: int, **other: Any) -> SimpleNamespace:
+    """As torch has it."""
+    known = {"name": "NVIDIA H200", "major": 9, "minor": 0, "total_memory": 140 * GIB, "uuid": index}
+    return SimpleNamespace(**(known | other))
 
 
 def pair(first: int, second: int, connection: str | None = "NV18", can_access: bool = True) -> Pair:
     return Pair(first=first, second=second, connection=connection, can_access=can_access)
 
 
-SMI = Report(devices=(device(0), device(1)))
+SMI = Report(devices={0: device(0), 1: device(1)})
 GPUS = Gpus(gpus=(gpu(0), gpu(1)), pairs=(pair(0, 1),))
 
 
@@ -176,10 +179,10 @@ def of_failed_trial(error: str, text: str = "") -> list[Finding]:
 
 
 def smi(*devices: Device) -> Report:
-    return Report(devices=devices)
+    return Report(devices={int(each["index"]): each for each in devices})
 
 
-def gpus(*seen: Gpu, error: str = "") -> Gpus:
+def gpus(*seen: SimpleNamespace, error: str = "") -> Gpus:
     return Gpus(gpus=seen, error=error)
 
 
@@ -262,15 +265,15 @@ WRONG = [  # findings of which one is not ok, its level, words of its text, and 
     (of_gpus(gpus(error="Error 802: system not yet initialized")), "problem", "802", "nvidia-fabricmanager"),
     (of_gpus(gpus(), smi(device(0, driver="550.54.15"))), "problem", "driver 550.54.15", "install driver 580"),
     (of_gpus(gpus(gpu(0)), smi(device(0, driver="510.1")), "12.8"), "problem", "driver 510.1", "install driver 525"),
-    (of_gpus(gpus(gpu(0, capability=(7, 5)))), "problem", "7.5: refused", "CUDA_VISIBLE_DEVICES"),
-    (of_gpus(gpus(gpu(0, capability=(8, 0)))), "note", "8.0: compiled only; FP8, MXFP8 and NVFP4 are refused", ""),
-    (of_gpus(gpus(gpu(0, capability=(10, 0)))), "note", "10.0: compiled only (", ""),
-    (of_gpus(gpus(gpu(0, capability=(8, 7)))), "note", "8.7: not compiled; FP8", ""),
+    (of_gpus(gpus(gpu(0, major=7, minor=5))), "problem", "7.5: refused", "CUDA_VISIBLE_DEVICES"),
+    (of_gpus(gpus(gpu(0, major=8))), "note", "8.0: compiled only; FP8, MXFP8 and NVFP4 are refused", ""),
+    (of_gpus(gpus(gpu(0, major=10))), "note", "10.0: compiled only (", ""),
+    (of_gpus(gpus(gpu(0, major=8, minor=7))), "note", "8.7: not compiled; FP8", ""),
     (of_gpus(gpus(gpu(0), gpu(1, name="NVIDIA H100"))), "note", "not alike", "CUDA_VISIBLE_DEVICES"),
     (of_gpus(cuda=None), "problem", "not built for CUDA", "--index-url"),
     (of_gpus(smi=smi(device(0), device(1, compute_mode="Prohibited"))), "problem", "GPU 1", "-i 1 -c DEFAULT"),
-    (of_gpus(smi=smi(device(0, has_mig=True), device(1))), "note", "MIG", "-i 0 -mig 0"),
-    (of_gpus(smi=smi(device(0, used_bytes=60 * GIB), device(1))), "note", "60 GiB", "nvidia-smi"),
+    (of_gpus(smi=smi(device(0, mig="Enabled"), device(1))), "note", "MIG", "-i 0 -mig 0"),
+    (of_gpus(smi=smi(device(0, used="61440"), device(1))), "note", "60 GiB", "nvidia-smi"),
     (of_links(*PCIE), "note", "0-2 (PHB), 1-2 (SYS) reach each other over PCIe, not NVLink", "VISIBLE_DEVICES=0,1"),
     (of_links(*PCIE, visible="4, 6,7"), "note", "0-2", "VISIBLE_DEVICES=4,6"),  # as the user numbers them
     (of_links(pair(0, 1, "PHB")), "note", "not NVLink", ""),
@@ -335,9 +338,7 @@ def test_what_is_fine(tmp_path: Path):
             Versions(installed=INSTALLED | newer, torch_cuda="13.0", torch_pins=newer), has_gpu=True
         ),
         "CPU": check_versions(cpu, has_gpu=False),
-        "others' GPU": of_gpus(
-            smi=smi(device(0), device(1), device(2, used_bytes=60 * GIB, compute_mode="Prohibited"))
-        ),
+        "others' GPU": of_gpus(smi=smi(device(0), device(1), device(2, used="61440", compute_mode="Prohibited"))),
         "no nvidia-smi": of_gpus(smi=smi()),
         "unknown links": of_links(pair(0, 1, None)),
         "variables": of_environment(num_cores=2, **variables),
@@ -388,13 +389,13 @@ def test_what_torch_asks_for_is_read(monkeypatch):
 
 
 def test_what_nvidia_smi_prints():
-    first, second = parse_devices(QUERY)
-    assert (first.index, first.uuid) == (0, "GPU-11111111-aaaa")
-    assert (second.compute_mode, second.used_bytes, second.has_mig) == ("Exclusive_Process", 60000 << 20, False)
-    [unusual] = parse_devices("3, GPU-3, NVIDIA GB10, 590.1, [N/A], Prohibited, Enabled\n")
-    assert (unusual.used_bytes, unusual.has_mig) == (None, True)
-    assert parse_devices("No devices were found\n") == ()
-    assert parse_devices("Failed to initialize NVML: Driver/library version mismatch\n") == ()
+    found = parse_devices(QUERY)
+    assert {index: each["uuid"] for index, each in found.items()} == {0: "GPU-11111111-aaaa", 1: "GPU-22222222-bbbb"}
+    assert (found[1]["compute_mode"], found[1]["memory.used"]) == ("Exclusive_Process", "60000")
+    unusual = "3, GPU-3, NVIDIA GB10, 590.1, [N/A], Default, [N/A]\n"
+    assert wrong(of_gpus(gpus(gpu(3)), Report(parse_devices(unusual)))) == []
+    assert parse_devices("No devices were found\n") == {}
+    assert parse_devices("Failed to initialize NVML: Driver/library version mismatch\n") == {}
 
     assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
     assert parse_topology("") == {}
@@ -412,7 +413,7 @@ def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: p
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     report = ask()
-    assert [each.index for each in report.devices] == [0, 1]
+    assert [*report.devices] == [0, 1]
     assert report.topology[0, 1] == "NV18"
     assert sorted(report.links) == [0, 1]
     program.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -435,12 +436,12 @@ def test_gpus_of_torch_and_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
     torch_says(monkeypatch, **TORCH)
     smi = Report(devices=parse_devices(QUERY), topology=parse_topology(TOPOLOGY), links=parse_links(NVLINK))
     found = read_gpus(smi)
-    assert [(each.index, each.smi_index, each.capability) for each in found.gpus] == [(0, 1, (9, 0)), (1, 0, (9, 0))]
+    assert [smi.index_of(each) for each in found.gpus] == [1, 0]
     assert found.pairs == (pair(0, 1, "NV18", can_access=False),)
     torch_says(monkeypatch, can_device_access_peer=lambda device, peer: True)
     assert read_gpus(smi).pairs == (pair(0, 1, "NV18"),)
     without = read_gpus(Report())
-    assert [each.smi_index for each in without.gpus] == [None, None]
+    assert [Report().index_of(each) for each in without.gpus] == [None, None]
     assert without.pairs == (pair(0, 1, None),)
 
 
@@ -465,7 +466,7 @@ def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, 
     started, judged = [], []
     gpus = tuple(gpu(index) for index in range(num_gpus))
     links = {index: Links(gbs=400.0 + index, num_up=18, num_down=0) for index in range(num_gpus)}
-    report = Report(devices=tuple(device(index) for index in range(num_gpus)), links=links)
+    report = Report(devices={index: device(index) for index in range(num_gpus)}, links=links)
     monkeypatch.setattr(doctor, "ask", lambda: report)
     monkeypatch.setattr(doctor, "read_gpus", lambda smi: Gpus(gpus=gpus))
     monkeypatch.setattr(doctor, "run_trial", lambda ranks, environment: started.append(ranks))

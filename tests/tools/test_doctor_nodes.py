@@ -297,8 +297,7 @@ def look(
     trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else as_it_is
     worker, start = Worker(rank, num_ranks, rank), time.monotonic()
     with trouble():
-        board = Board(store, rank, num_ranks, PROMPT_S)
-        found = examine_nodes(worker, store, board, {}, ranks_per_node=ranks_per_node)
+        found = examine_nodes(worker, Board(store, rank, num_ranks, PROMPT_S), {}, ranks_per_node)
     return found, time.monotonic() - start
 
 

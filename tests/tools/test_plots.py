@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -70,6 +71,46 @@ def test_lines_are_the_records(tmp_path: Path, figures: dict[str, Figure]):
             of = {r["tokens"]: r["ms_median"] for r in found if (r["variant"], r["direction"]) == (variant, direction)}
             assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == of
             assert len(of) == 5
+
+
+def own(
+    presets: str = "tiny", tokens: tuple[int, ...] = (8,), skews: str = "uniform", times: float = 0.25
+) -> list[dict]:
+    """Records as of CPUs, where there are no graphs, and TFLOP/s are small."""
+    known = {"suite": "layer", "ep": 2, "driver": None, "gpu": "A processor with a name that is long " * 4}
+    return [
+        {**known, "preset": preset, "tokens": count, "skew": skew, "direction": direction, "variant": variant}
+        | {"tflops": 0.004 * (place + 1), "ms_median": 0.25, "ms_p10": 0.125, "ms_p90": 0.5}
+        for preset, count, skew in itertools.product(presets.split(), tokens, skews.split())
+        for direction in ("forward", "backward")
+        for place, variant in enumerate(("gemms alone", "static", "exact", "stock torch"))
+    ]
+
+
+OWN = {"presets": own("16x16x4x2 olmoe"), "tokens": own(tokens=(8, 64, 512)), "skews": own(skews="uniform zipf")}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_records_of_cpus_are_drawn_with_their_numbers_and_nothing_is_covered_or_cut(
+    name: str, tmp_path: Path, figures: dict[str, Figure]
+):
+    (tmp_path / "now.json").write_text(json.dumps([*OWN[name], {"suite": "steps"}]), encoding="utf-8")
+    plots.draw_own(str(tmp_path / "x.png"), [str(tmp_path / "now.json")])
+    figure = figures["x.png"]
+    (legend,) = figure.legends
+    boxes = [text.get_window_extent() for axis in figure.axes for text in (axis.title, axis._left_title)]
+    boxes += [figure._suptitle.get_window_extent(), legend.get_window_extent()]
+    width, height = figure.get_size_inches() * figure.dpi
+    assert all(box.x0 >= 0 <= box.y0 and box.x1 <= width and box.y1 <= height for box in boxes)
+    for axis in figure.axes:
+        assert not axis.get_window_extent().overlaps(legend.get_window_extent())
+        assert axis.get_title(loc="left").endswith("2 ranks")
+        numbers = [text.get_text() for text in axis.texts]
+        assert numbers == {"tokens": [], "presets": [*["0.004"] * 2, *["0.008"] * 2, *["0.016"] * 2]}.get(
+            name, ["0.25"] * 6
+        )
+    assert [text.get_text() for text in legend.get_texts()] == ["the GEMMs alone", "symmoe", "stock torch"]
+    assert "per GPU" not in "".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
 
 
 # -- expert load ------------------------------------------------------------------------------------------------------

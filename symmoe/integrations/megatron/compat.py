@@ -16,11 +16,8 @@ from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 
 MEGATRON_VERSION = megatron.core.__version__
-_OLDEST = (0, 16)
-
-if tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) < _OLDEST:
+if tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) < (0, 16):
     raise ImportError(f"megatron-core {MEGATRON_VERSION} is too old; install megatron-core>=0.16.1")
-
 
 _Limit = tuple[str, tuple[object, ...], str]  # a field of TransformerConfig, the values that are supported, and why
 
@@ -56,13 +53,16 @@ def slots_per_token(config: TransformerConfig) -> int:
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:
     """What in the configuration the layer and its dispatcher do not support, or None."""
     if slots_per_token(config) > MAX_TOP_K:
+        field = f"moe_router_topk ({config.moe_router_topk})"
         if config.moe_pad_expert_input_to_capacity:
-            return ArgumentError(
-                "moe_pad_expert_input_to_capacity (True) may send a token to all experts: num_moe_experts "
-                f"({config.num_moe_experts}) must be at most {MAX_TOP_K}"
-            )
-        return ArgumentError(f"moe_router_topk ({config.moe_router_topk}) must be at most {MAX_TOP_K}")
-    captured = {getattr(scope, "name", str(scope)) for scope in _graph_scopes(config)}
+            field = "moe_pad_expert_input_to_capacity (True) may send a token to all experts: num_moe_experts "
+            field += f"({config.num_moe_experts})"
+        return ArgumentError(f"{field} must be at most {MAX_TOP_K}")
+    # Parts of a layer that CUDA graphs capture; the field was renamed in 0.19.
+    if (scopes := getattr(config, "cuda_graph_modules", None)) is None:
+        scopes = config.cuda_graph_scope
+    scopes = scopes if isinstance(scopes, list) else [scopes] if scopes else []
+    captured = {getattr(scope, "name", str(scope)) for scope in scopes}
     if config.cuda_graph_impl != "none" and (not captured or any(name != "attn" for name in captured)):
         shown = sorted(captured) or "whole layers"
         return ArgumentError(f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not {shown}")
@@ -104,11 +104,3 @@ def _first_problem(config: TransformerConfig, limits: tuple[_Limit, ...]) -> Arg
         if value not in supported:
             return ArgumentError(f"{field} ({value!r}) must be {' or '.join(map(repr, supported))}: {reason}")
     return None
-
-
-def _graph_scopes(config: TransformerConfig) -> list[object]:
-    """Parts of a layer that CUDA graphs capture; the field was renamed in 0.19."""
-    scopes = getattr(config, "cuda_graph_modules", None)
-    if scopes is None:
-        scopes = config.cuda_graph_scope
-    return scopes if isinstance(scopes, list) else [scopes] if scopes else []

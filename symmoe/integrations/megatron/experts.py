@@ -53,14 +53,9 @@ class SymmExperts(MegatronModule):
     Megatron's own experts. FC1's output is kept for backward, the activation is computed again: the experts always
     recompute "moe_act".
 
-    Args:
-        num_local_experts: e.
-        config: Megatron's; gradient_accumulation_fusion and delay_wgrad_compute are honoured.
-        pg_collection: process groups; None: Megatron's default ones.
-        name: ignored; newer versions pass it.
-
-    Raises:
-        ArgumentError: the experts do not support the configuration; the text names the field.
+    `config` is Megatron's; gradient_accumulation_fusion and delay_wgrad_compute are honoured. `pg_collection=None`:
+    Megatron's default groups. `name`, which newer versions pass, is ignored. ArgumentError: the experts do not support
+    the configuration; the text names the field.
     """
 
     def __init__(
@@ -100,7 +95,9 @@ class SymmExperts(MegatronModule):
                 weights="packed",
                 accumulate_into_main_grad=config.gradient_accumulation_fusion,
                 delay_wgrad=config.delay_wgrad_compute,
-                init_method=init_method if config.perform_initialization else _leave_as_it_is,
+                init_method=init_method
+                if config.perform_initialization
+                else (lambda weight: None),  # a checkpoint will
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
             )
@@ -121,10 +118,7 @@ class SymmExperts(MegatronModule):
 
     @torch.compiler.disable
     def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Applies every expert to its rows, for Megatron's own dispatchers; SymmMoELayer calls the kernels itself. Not
         collective; device counts do not synchronise the host.
@@ -154,12 +148,13 @@ class SymmExperts(MegatronModule):
         first, num_global = self._ep_group.rank() * num_local, num_local * self._ep_group.size()
         replica_id = (0, 0, self._expt_dp_group.rank())
         per_expert_keys = (metadata or {}).get("singleton_local_shards", False)
-        places = []  # of the local experts' matrices: (what comes after "experts" in the key, offsets)
-        for expert in range(first, first + num_local):
-            if per_expert_keys:
-                places.append((f".{expert}", sharded_offsets))
-            else:
-                places.append(("", (*sharded_offsets, (len(sharded_offsets), expert, num_global))))
+        # Of the local experts' matrices: what comes after "experts" in the key, and offsets.
+        places = [
+            (f".{expert}", sharded_offsets)
+            if per_expert_keys
+            else ("", (*sharded_offsets, (len(sharded_offsets), expert, num_global)))
+            for expert in range(first, first + num_local)
+        ]
         sharded: ShardedStateDict = {}
         for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             is_gated = name == "linear_fc1" and self.config.gated_linear_unit
@@ -250,7 +245,3 @@ def routed_config(config: TransformerConfig, **how: Any) -> MoEConfig:
         router="none",
         **how,
     )
-
-
-def _leave_as_it_is(weight: torch.Tensor) -> None:
-    """perform_initialization=False: a checkpoint will fill the weight."""

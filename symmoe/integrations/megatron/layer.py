@@ -33,13 +33,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchOptions:
-    """How rows travel; the same on all ranks.
+    """How rows travel, as in make_plan; the same on all ranks.
 
     Attributes:
-        order: order of the sums in combine, forward and backward. "rank": least traffic. "slot": a token's experts in
-            ascending order, as Megatron's alltoall sums them, the same bits for any number of ranks.
+        order: of the sums in combine. "rank": least traffic. "slot": a token's experts in ascending order, as
+            Megatron's alltoall sums them, the same bits for any number of ranks.
         capacity: rows a rank can take, without a host synchronisation per layer; None: exact, one small read.
-        overflow: with a capacity, "raise" or "drop", see make_plan.
+        overflow: with a capacity, "raise" or "drop".
     """
 
     order: Order = "rank"
@@ -52,13 +52,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
 
     Probs travel through arguments and results. Everything else that one call leaves to the next is on self, as in
     Megatron's own dispatchers, until :meth:`combine_postprocess`. Results and gradients of the experts are copied to
-    the heap.
-
-    Args:
-        config: a configuration that `compat.layer_problem` accepts.
-        pg_collection: process groups; `ep` is the heap's group.
-        heap: of the expert-parallel group.
-        options: the same on all ranks.
+    the heap, whose group is `pg_collection.ep`. `config` is one that `compat.layer_problem` accepts.
     """
 
     def __init__(
@@ -93,19 +87,18 @@ class SymmTokenDispatcher(MoETokenDispatcher):
 
         With static capacity, [capacity, H] and [capacity] with an undefined tail.
         """
-        heap, options = self._heap, self._options
+        heap, options, hidden, dtype = self._heap, self._options, hidden_states.shape[1], hidden_states.dtype
         self.plan = make_plan(
             begun(self.topk_idx),
             num_experts=self.config.num_moe_experts,
             heap=heap,
             capacity=options.capacity,
             overflow=options.overflow,
-            hidden=hidden_states.shape[1],
-            dtype=hidden_states.dtype,
+            hidden=hidden,
+            dtype=dtype,
         )
-        shape = (self.plan.row_capacity, hidden_states.shape[1])
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
-        lease = heap.lease(shape, hidden_states.dtype, name="dispatched rows", phase=SEND)
+        lease = heap.lease((self.plan.row_capacity, hidden), dtype, name="dispatched rows", phase=SEND)
         return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)
 
     def dispatch_postprocess(
@@ -164,18 +157,10 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
 class SymmMoELayer(MoELayer):
     """An MoELayer whose tokens travel over the symmetric heap. Router, shared experts and recomputation are Megatron's.
 
-    Use it through :func:`use_symmoe`. Forward and backward are collective over the EP group.
-
-    Args:
-        config, submodules, layer_number: as in MoELayer. `submodules.experts` may be SymmExperts or Megatron's own.
-        pg_collection: process groups; None: Megatron's default ones.
-        heap: of the EP group.
-        options: how rows travel.
-        others: further arguments that the version of Megatron passes to an MoELayer.
-
-    Raises:
-        ArgumentError: the layer does not support the configuration, or the heap is not the EP group's; the text names
-            the field.
+    Use it through :func:`use_symmoe`. Forward and backward are collective over the EP group. Arguments are those of the
+    version's MoELayer, the EP group's heap, and how rows travel; `submodules.experts` may be SymmExperts or Megatron's
+    own. ArgumentError: the layer does not support the configuration, or the heap is not the EP group's; the text names
+    the field.
     """
 
     def __init__(
@@ -195,14 +180,13 @@ class SymmMoELayer(MoELayer):
         self._routed: RoutedExperts | None = None
         if isinstance(self.experts, SymmExperts):
             self._routed = RoutedExperts.of(routed_config(config, **asdict(options)), heap, self.experts)
-            self.token_dispatcher = FusedTokenDispatcher(config, pg_collection, heap=heap, options=options)
         elif options.capacity is not None:
             raise ArgumentError(
                 f"capacity ({options.capacity}) needs SymmExperts, which skip rows that are not there; "
                 f"the experts are {type(self.experts).__name__}"
             )
-        else:
-            self.token_dispatcher = SymmTokenDispatcher(config, pg_collection, heap=heap, options=options)
+        dispatcher = SymmTokenDispatcher if self._routed is None else FusedTokenDispatcher
+        self.token_dispatcher = dispatcher(config, pg_collection, heap=heap, options=options)
         self.listeners = Listeners(heap, num_experts=config.num_moe_experts, order=options.order)
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
@@ -225,26 +209,13 @@ class SymmMoELayer(MoELayer):
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor, expert_load: torch.Tensor, num_dropped: torch.Tensor) -> None:
-        topk_idx = begun(self.token_dispatcher.topk_idx)
-        row_bytes = rows.shape[1] * rows.element_size()
-        report = RoutingReport(
-            topk_idx=topk_idx,
-            chosen_idx=topk_idx,
-            expert_load=expert_load,
-            num_dropped=num_dropped,
-            row_bytes=row_bytes,
-            sent_row_bytes=row_bytes,
-            is_training=self.training,
-        )
+        ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
+        report = RoutingReport(ids, ids, expert_load, num_dropped, size, size, is_training=self.training)
         self.listeners.tell(report)
 
 
 def begun(value: _Value | None) -> _Value:
-    """A value that an earlier of the six calls has left.
-
-    Raises:
-        StalePlan: there is none.
-    """
+    """A value that an earlier of the six calls has left. StalePlan: there is none."""
     if value is None:
         raise StalePlan("the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first")
     return value

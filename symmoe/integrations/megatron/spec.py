@@ -31,9 +31,8 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     Args:
         config: Megatron's, with expert_model_parallel_size.
         num_tokens: the most tokens that a rank has in a micro-batch.
-        num_layers: MoE layers whose rows are kept for backward at one time: those of a pipeline stage, or of one of its
-            chunks, times the micro-batches in flight (docs/megatron.md, Memory), or 1 if MoE layers or whole layers
-            are recomputed.
+        num_layers: MoE layers whose rows are kept for backward at one time (docs/megatron.md, Memory); 1 if they are
+            recomputed.
         load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk (with padded capacity:
             num_moe_experts). None: all that any routing can send to one rank; trained routers stay below 2.
 
@@ -63,17 +62,8 @@ def open_heap(
     timeout_s: float = 30.0,
     ranks_per_node: int | None = None,
 ) -> SymmetricHeap:
-    """A symmetric heap over this rank's expert-parallel group. Collective over that group.
-
-    Args:
-        num_bytes: size of each rank's arena; docs/megatron.md says how much is needed.
-        pg_collection: process groups; None: those of initialize_model_parallel.
-        timeout_s: bound of every wait for a peer.
-        ranks_per_node: see SymmetricHeap.
-
-    Raises:
-        ArgumentError, BackendUnavailable, ConfigMismatch: see SymmetricHeap.
-    """
+    """A symmetric heap over this rank's expert-parallel group (`pg_collection=None`: of initialize_model_parallel).
+    Collective over that group. `num_bytes`: :func:`heap_bytes`; other arguments and errors are SymmetricHeap's."""
     group = process_groups(pg_collection).ep
     return SymmetricHeap(group, num_bytes=num_bytes, timeout_s=timeout_s, ranks_per_node=ranks_per_node)
 

@@ -58,20 +58,9 @@ def unwrapped(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 @torch.no_grad()
 def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, first: int, transposed: bool) -> dict[str, PeftNames]:
-    """Gives this rank's experts the adapters of `wrappers`, in place. Their weights are frozen.
-
-    Args:
-        mlp: experts `first` to `first` + e - 1.
-        wrappers: as unwrapped has them; of all experts.
-        transposed: whether the wrapped weights are [E, C, O].
-
-    Returns:
-        for "fc1" and "fc2", how peft names them.
-
-    Raises:
-        ArgumentError: not exactly one adapter, not merged, for gate_up_proj and down_proj each; or with options that
-            grouped layers do not have.
-    """
+    """Gives experts `first` to `first` + e - 1 the adapters of `wrappers` (of all experts; `transposed`: around weights
+    [E, C, O]), in place. Their weights are frozen. Returns for "fc1" and "fc2" how peft names them. ArgumentError: not
+    exactly one adapter, not merged, for gate_up_proj and down_proj each; or options that grouped layers do not have."""
     names: dict[str, PeftNames] = {}
     for depth, wrapper in enumerate(wrappers):
         peft: Any = wrapper  # torch gives all attributes of a module one type
@@ -86,13 +75,8 @@ def adapt(mlp: GroupedMLP, wrappers: list[nn.Module], *, first: int, transposed:
         weights = peft.lora_A[adapter].weight, peft.lora_B[adapter].weight
         a, b = keys.from_peft(*weights, peft.num_experts)
         rank = peft.r[adapter]
-        adapted = LoRAGroupedLinear.from_linear(
-            getattr(mlp, linear),
-            rank=rank,
-            alpha=peft.scaling[adapter] * rank,
-            rank_dropout=0.0,
-            dtype=weights[0].dtype,
-        )
+        options = {"rank": rank, "alpha": peft.scaling[adapter] * rank, "dtype": weights[0].dtype}
+        adapted = LoRAGroupedLinear.from_linear(getattr(mlp, linear), rank_dropout=0.0, **options)
         here = slice(first, first + mlp.num_groups)
         adapted.lora_a.copy_(a[here])
         adapted.lora_b.copy_(b[here])

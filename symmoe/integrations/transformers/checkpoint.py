@@ -26,7 +26,6 @@ from symmoe.integrations.transformers.layout import (
     WEIGHTS,
     Layout,
     Piece,
-    keys_not_in_model,
     layout_problem,
     new_layout,
     pieces_of,
@@ -82,21 +81,19 @@ def save_checkpoint(
 ) -> None:
     """Saves a swapped model as a checkpoint of transformers.
 
-    Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time: no rank ever
-    holds another's. Collective over the heap's process group; where several EP groups train together, one of them
-    calls it.
+    Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time. Collective over
+    the heap's process group; where several EP groups train together, one of them calls it.
 
-    The files go into `folder` + ".partial"; when they are complete and on disk, it is renamed. If `folder` has files
-    already, those of a checkpoint are replaced as a whole, its config included, and others stay, as with
-    `save_pretrained`. A kill at any moment leaves the old weights or the new, and never a mixture; if both are shards
-    of the same names, perhaps none that transformers finds.
+    The files go into `folder` + ".partial", renamed when they are on disk. A checkpoint in `folder` is replaced whole,
+    other files stay. A kill at any moment leaves the old weights or the new, and never a mixture; if both are
+    shards of the same names, perhaps none that transformers finds.
 
     Args:
         model: swapped; every rank the same, after the same number of steps.
         folder: new, or with anything in it.
-        like: a checkpoint of the same model, e.g. the one it was loaded from. The new one has its files, keys, dtypes
-            and index, byte for byte except for the weights' values; keys that are not in the model, and files other
-            than weights (config, tokenizer), are copied. None: the keys of the hub, the model's dtypes, and its config.
+        like: a checkpoint of the same model, whose files, keys, dtypes and index the new one has, byte for byte except
+            for the weights' values; keys that are not in the model, and other files (config, tokenizer), are copied.
+            None: the keys of the hub, the model's dtypes, and its config.
         max_shard_bytes: largest size of one file, without `like`.
 
     Raises:
@@ -128,15 +125,9 @@ def save_checkpoint(
     def write() -> None:
         _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank])
 
-    def finish() -> None:
-        if heap.rank == 0:
-            _publish(partial, folder)
-
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)
-        compare(
-            peers, {piece.key: piece.tensor for piece in pieces if piece.is_everywhere and piece.tensor is not None}
-        )
+        compare(peers, {each.key: each.tensor for each in pieces if each.is_everywhere and each.tensor is not None})
         try:
             for step in (lay_out, write):
                 peers.together(step)
@@ -145,7 +136,7 @@ def save_checkpoint(
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         # What fails here leaves the files that have no name in `folder` yet.
-        peers.together(finish, is_last=True)
+        peers.together(lambda: None if heap.rank else _publish(partial, folder), is_last=True)
 
 
 def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -204,8 +195,8 @@ def _copy_rest(
     for path in like.iterdir():
         if path.is_file() and path.name not in (*layout.headers, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
-    for key in keys_not_in_model({piece.key for piece in pieces}, layout):
-        stored = layout.tensors[key]
+    own = {piece.key for piece in pieces}
+    for stored in (stored for key, stored in layout.tensors.items() if key not in own):
         with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
             source.seek(stored.start)
             target.seek(stored.start)

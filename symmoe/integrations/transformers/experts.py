@@ -24,17 +24,9 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
-    """How every call of the experts runs. Equal on every rank; each field as in MoEConfig.
+    """How every call of the experts runs. Equal on every rank; each field as in MoEConfig, `capacity=None` is exact.
 
-    Attributes:
-        capacity: rows a rank can receive in one call; None is exact.
-        overflow: with a static capacity, "raise" or "drop".
-        max_tokens: with a static capacity, the most tokens one rank brings to a call.
-        order: the order of the sums in combine, "rank" or "slot".
-        stash: what forward keeps for backward.
-
-    Raises:
-        ArgumentError: a field has a value that is not allowed.
+    ArgumentError: a field has a value that is not allowed.
     """
 
     capacity: int | None = None
@@ -48,20 +40,15 @@ class StepConfig:
 
 
 class Place:
-    """The model whose experts have been swapped, and whether peft has wrapped it with knowledge of that.
+    """The model whose experts have been swapped, and whether peft has wrapped it knowing that."""
 
-    Attributes:
-        is_known_to_peft: set by symmoe.integrations.peft, and by swap_moe of a model that peft has wrapped.
-    """
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = None if model is None else weakref.ref(model)
-        self.is_known_to_peft = False
+    def __init__(self, model: nn.Module | None, *, is_known_to_peft: bool = False) -> None:
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+        self.is_known_to_peft = is_known_to_peft
 
     def peft_problem(self) -> ArgumentError | None:
         """What peft has done to the model without seeing the experts, or None."""
-        model = None if self._model is None else self._model()
-        if self.is_known_to_peft or model is None or "peft_config" not in vars(model):
+        if self.is_known_to_peft or (model := self._model()) is None or "peft_config" not in vars(model):
             return None
         return ArgumentError(
             "peft has wrapped a model whose experts are swapped: it does not see them, and would train fewer adapters "
@@ -69,17 +56,13 @@ class Place:
         )
 
     def __deepcopy__(self, memo: dict[int, nn.Module]) -> Place:
-        model = None if self._model is None else self._model()
-        copied = Place(None if model is None else memo.get(id(model), model))
-        copied.is_known_to_peft = self.is_known_to_peft
-        return copied
+        return Place(memo.get(id(model := self._model()), model), is_known_to_peft=self.is_known_to_peft)
 
 
 class ExpertParallelExperts(ExpertParallelModule):
     """Experts of one MoE block, spread over the ranks of a heap; called like transformers' own.
 
-    Rank r holds experts r * e to (r + 1) * e - 1. The block's router does not change: its choice and its weights are
-    arguments.
+    Rank r holds experts r * e to (r + 1) * e - 1. The choice and the weights of the block's router are arguments.
 
     Args:
         mlp: this rank's e experts.
@@ -87,7 +70,6 @@ class ExpertParallelExperts(ExpertParallelModule):
         step: how a call runs.
 
     Attributes:
-        place: the model that they are in.
         peft_names: how peft's files name the adapters of `mlp.fc1` and `mlp.fc2`, if they come from peft.
     """
 
@@ -140,25 +122,16 @@ class ExpertParallelExperts(ExpertParallelModule):
         """
         if not torch.compiler.is_compiling():
             self.heap.check(control.PHASE_PLAN)
-            problem = (
-                self.wrapper_problem()
-                or self.place.peft_problem()
-                or self._problem(hidden_states, top_k_index, top_k_weights)
-            )
+            problem = self.wrapper_problem() or self.place.peft_problem()
+            problem = problem or self._problem(hidden_states, top_k_index, top_k_weights)
             self.heap.fail_for(problem, control.PHASE_PLAN)
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, expert_load, num_dropped = self._routed_experts(tokens, probs, top_k_index, self.mlp)
         if self.listeners.callbacks:
-            report = RoutingReport(
-                topk_idx=top_k_index,
-                chosen_idx=top_k_index,
-                expert_load=expert_load,
-                num_dropped=num_dropped,
-                row_bytes=self.config.hidden * dtype.itemsize,
-                sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-                is_training=self.training,
-            )
+            ids, config = top_k_index, self.config
+            size, sent = config.hidden * dtype.itemsize, config.sent_row_bytes("forward", dtype.itemsize)
+            report = RoutingReport(ids, ids, expert_load, num_dropped, size, sent, is_training=self.training)
             self.listeners.tell(report)
         return y.to(hidden_states.dtype)
 
@@ -185,10 +158,7 @@ def empty_experts(
     family: Family, experts: StockExperts, num_local: int, heap: SymmetricHeap, *, step: StepConfig
 ) -> ExpertParallelExperts:
     """A module for `num_local` experts shaped like those of a transformers module, its parameters on the meta device.
-
-    Raises:
-        ArgumentError: an activation that symmoe does not have.
-    """
+    ArgumentError: an activation that symmoe does not have."""
     dim = 2 if family.clamped else 1  # of the 2I features
     hidden, width = experts.gate_up_proj.shape[3 - dim], experts.gate_up_proj.shape[dim]
     mlp = GroupedMLP(

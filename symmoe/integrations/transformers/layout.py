@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +24,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # In the order in which safetensors puts tensors into a file: it begins with the last of these.
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I64": torch.int64,
+_PAIRS = "BOOL:bool U8:uint8 I8:int8 I16:int16 F16:float16 BF16:bfloat16 I32:int32 F32:float32 F64:float64 I64:int64"
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -95,12 +87,8 @@ def read_layout(folder: Path) -> Layout:
 
 
 def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int) -> Layout:
-    """A layout as transformers and safetensors make it.
-
-    Args:
-        tensors: key to dtype and shape, in the order in which files are filled.
-        max_shard_bytes: a file gets no more than this, unless it holds a single tensor.
-    """
+    """A layout as transformers and safetensors make it, of keys in the order in which files are filled. A file gets no
+    more than `max_shard_bytes`, unless it holds a single tensor."""
     from huggingface_hub import split_torch_state_dict_into_shards  # which transformers has brought
 
     split = split_torch_state_dict_into_shards(
@@ -132,8 +120,7 @@ class Piece:
     shape: tuple[int, ...]  # shape of the whole tensor on disk
     dtype: torch.dtype  # dtype in the model
     index: int | None  # the piece's index in the first dimension; None: the piece is the whole tensor
-    # the model's memory, viewed in the layout on disk; None on ranks that do not hold this expert
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor | None  # the model's memory in the layout on disk; None: this rank does not hold the expert
     writer: int  # the rank that saves it
     is_everywhere: bool = False  # whether every rank has it
 
@@ -174,11 +161,7 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
 
 
 def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[str]) -> CheckpointError | None:
-    """Why a checkpoint cannot be that of a model, or None.
-
-    Args:
-        ignored: patterns of keys that the checkpoint may have in addition to the model's.
-    """
+    """Why a checkpoint cannot be that of a model, or None; `ignored`: patterns of keys that it may have in addition."""
     problems = {}  # by key: pieces of one key have one problem
     wanted = {piece.key: piece for piece in pieces}
     for key, piece in wanted.items():
@@ -189,19 +172,14 @@ def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[st
             problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
         elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
             problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
-    for key in keys_not_in_model(wanted, layout):
-        if not any(re.search(pattern, key) for pattern in ignored):
+    for key in layout.tensors:
+        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored):
             problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
     if not problems:
         return None
     named = "; ".join(list(problems.values())[:_MAX_NAMED])
     more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
     return CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
-
-
-def keys_not_in_model(wanted: Container[str], layout: Layout) -> list[str]:
-    """Keys of the checkpoint that are not among the model's."""
-    return [key for key in layout.tensors if key not in wanted]
 
 
 def _read_header(path: Path) -> bytes:
@@ -232,10 +210,10 @@ def _tensors_of(path: Path, header: bytes) -> dict[str, StoredTensor]:
 
 
 def _new_header(shard: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    order = list(_DTYPES)
+    order = list(_DTYPES.values())
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key in sorted(shard, key=lambda key: (-order.index(_NAMES[shard[key][0]]), key)):
+    for key in sorted(shard, key=lambda key: (-order.index(shard[key][0]), key)):
         dtype, shape = shard[key]
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from symmoe.checkpoint.peers import Peers
+from symmoe.errors import CheckpointError
 from symmoe.integrations.transformers.checkpoint import load_checkpoint
 from symmoe.integrations.transformers.experts import StepConfig
 from symmoe.integrations.transformers.swap import swap_moe
@@ -31,9 +33,9 @@ def from_pretrained(
 
     Args:
         folder: config.json, and weights as load_checkpoint reads them; huggingface_hub.snapshot_download makes one.
-        heap: the EP group's symmetric heap. The model is built on its device.
+        heap: the EP group's; the model is built on its device.
         config: in place of the folder's, e.g. with another attn_implementation.
-        dtype: the dtype of the parameters; None is the config's. What the model keeps in fp32 stays fp32.
+        dtype: of the parameters; None is the config's. What the model keeps in fp32 stays fp32.
         model_class: an auto class or a model class.
         step: see swap_moe.
 
@@ -41,10 +43,19 @@ def from_pretrained(
         the model in evaluation mode, as transformers' from_pretrained does.
 
     Raises:
-        ArgumentError, CheckpointError: see swap_moe and load_checkpoint.
+        ArgumentError, CheckpointError: see swap_moe and load_checkpoint; on every rank.
     """
     folder = Path(folder)
-    config = AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)  # building changes it
+
+    def read_config() -> PretrainedConfig:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"folder ({folder}) is not there: it must be local (huggingface_hub.snapshot_download)"
+            )
+        return AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)  # building changes it
+
+    with Peers(heap.bootstrap) as peers:
+        config = peers.together(read_config, is_last=True)
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
         model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())

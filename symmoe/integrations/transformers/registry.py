@@ -30,24 +30,15 @@ def register(heap: SymmetricHeap, *, step: StepConfig | None = None) -> None:
         step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
     """
 
-    class SymmoeEPOverHeap(SymmoeEP):
-        pass
-
-    SymmoeEPOverHeap.heap, SymmoeEPOverHeap.step = heap, step or StepConfig()
-    EPImplementationInterface.register(NAME, SymmoeEPOverHeap)
+    own = {"heap": heap, "step": step or StepConfig()}
+    EPImplementationInterface.register(NAME, type("SymmoeEPOverHeap", (SymmoeEP,), own))
 
 
 class SymmoeEP(EPImplementation):
-    """Dispatch, fused experts and combine of symmoe, with the local weights of a transformers experts module.
+    """The step of ExpertParallelExperts, with the local weights of a transformers experts module.
 
-    The same step as ExpertParallelExperts. gpt-oss' transposed weights are copied into symmoe's layout in every call;
-    swap_moe does that once.
-
-    Attributes:
-        heap, step: the arguments of `register`.
-
-    Raises:
-        ArgumentError: the mesh is not the heap's group, tp_size is not 1, or the model type is not known.
+    gpt-oss' transposed weights are copied into symmoe's layout in every call; swap_moe does that once. ArgumentError:
+    the mesh is not the heap's group, tp_size is not 1, or the model type is not known.
     """
 
     heap: SymmetricHeap

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn, TypeVar, cast
+from types import MethodType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout
 from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import adapt, unwrapped
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
@@ -30,8 +31,6 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     Routers, shared experts and everything else stay transformers' own modules, so router logits, auxiliary losses and
     gradient checkpointing work as before. From here on forward and backward are collective over the heap's group: each
     rank brings its own tokens. Not collective itself; copies this rank's weights and releases the others.
-
-    `model.save_pretrained` raises afterwards, as it would write only this rank's experts: see save_checkpoint.
 
     Args:
         model: of a known family (families.py), on any device; move it to the heap's before the first call. On the
@@ -57,22 +56,19 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         raise ArgumentError(f"model ({type(model).__name__}) has adapters of peft, and is no PeftModel: pass that one")
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
-        _, wrappers = unwrapped(model.get_submodule(path))
-        if wrappers:
+        if wrappers := unwrapped(model.get_submodule(path))[1]:
             adopt_adapters(share, wrappers)
-    place = Place(model)
-    place.is_known_to_peft = is_wrapped
+    place = Place(model, is_known_to_peft=is_wrapped)
     for path, share in swapped.items():
         share.place = place
         model.set_submodule(path, share)
     if is_wrapped:
         refuse_methods_of_peft(model)
     else:
-        vars(model)["save_pretrained"] = partial(
-            _refuse,
-            "save_pretrained would write this rank's experts alone; "
-            "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks",
-        )
+        why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
+        vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
+    if hasattr(model, "generate"):
+        vars(model)["generate"] = MethodType(_generate, model)
     prepare_for_ddp(model)
     return model
 
@@ -87,14 +83,11 @@ def adopt_adapters(share: ExpertParallelExperts, wrappers: list[nn.Module]) -> N
 
 def refuse_methods_of_peft(model: nn.Module) -> None:
     """Makes methods of a PeftModel raise that would do something to its adapters but not to those of experts."""
+    why = "of peft knows nothing of adapters of experts that are on several ranks; save them with "
+    why += "symmoe.integrations.peft.save_adapters, and do this with the plain model"
     for owner in (model, cast(nn.Module, model.base_model)):
-        for name in _REFUSED_OF_PEFT:
-            if hasattr(owner, name):
-                vars(owner)[name] = partial(
-                    _refuse,
-                    f"{name} of peft knows nothing of adapters of experts that are on several ranks; save them with "
-                    "symmoe.integrations.peft.save_adapters, and do this with the plain model",
-                )
+        own = [name for name in _REFUSED_OF_PEFT if hasattr(owner, name)]
+        vars(owner).update((name, partial(_refuse, f"{name} {why}")) for name in own)
 
 
 def heap_of(model: nn.Module) -> SymmetricHeap:
@@ -107,8 +100,7 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
 
 def local_weights(family: Family, experts: StockExperts) -> dict[str, torch.Tensor]:
     """All weights of a transformers experts module, by the names and in the layout of GroupedMLP."""
-    w1: torch.Tensor = experts.gate_up_proj
-    w2: torch.Tensor = experts.down_proj
+    w1, w2 = experts.gate_up_proj, experts.down_proj
     if not family.clamped:
         return {"fc1.weight": w1, "fc2.weight": w2}
     biases = {"fc1.bias": experts.gate_up_proj_bias, "fc2.bias": experts.down_proj_bias}
@@ -129,6 +121,16 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Same as the model's `generate`, with errors that say what keeps ranks together."""
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    except (ConfigMismatch, PeerTimeout) as error:
+        hint = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
+        error.args = (f"{error} ({hint})",)
+        raise
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:

@@ -89,16 +89,23 @@ class Trainer(transformers.Trainer):
         _save_or_load_by(self.model)[1](self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        _save_or_load_by(self.model)[1](self.model, str(self.state.best_model_checkpoint))
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    def _trained(self) -> dict[str, Any]:
+        """The parameters that are trained, by name, and their optimizer, as `symmoe.checkpoint` takes them."""
+        heap = heap_of(self.model)
+
+        def shard(experts: torch.Tensor) -> ExpertShard:
+            num_local = len(experts)
+            return ExpertShard(tensor=experts, start=heap.rank * num_local, num_experts=heap.num_ranks * num_local)
+
+        named = [each for each in named_parameters(self.model) if each[1].requires_grad]
+        model = {name: shard(parameter) if is_expert else parameter for name, parameter, is_expert in named}
+        return {"model": model, "optimizer": self.optimizer.optimizer}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        training_checkpoint.save_checkpoint(
-            Path(output_dir, OPTIMIZER_FOLDER),
-            self.state.global_step,
-            model=_trained(self.model),
-            optimizer=self.optimizer.optimizer,
-            keep_last=1,
-        )
+        folder = Path(output_dir, OPTIMIZER_FOLDER)
+        training_checkpoint.save_checkpoint(folder, self.state.global_step, keep_last=1, **self._trained())
         if self.args.should_save:
             with warnings.catch_warnings(record=True):  # that the optimizer is to be saved as well
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
@@ -106,9 +113,7 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, OPTIMIZER_FOLDER).is_dir():
             return  # as with save_only_model
-        training_checkpoint.load_checkpoint(
-            Path(checkpoint, OPTIMIZER_FOLDER), model=_trained(self.model), optimizer=self.optimizer.optimizer
-        )
+        training_checkpoint.load_checkpoint(Path(checkpoint, OPTIMIZER_FOLDER), **self._trained())
         with warnings.catch_warnings(record=True):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
 
@@ -120,15 +125,3 @@ def _save_or_load_by(model: nn.Module) -> tuple[Callable[[Any, str], None], Call
     from symmoe.integrations.peft import load_adapters, save_adapters  # of a package that need not be installed
 
     return save_adapters, load_adapters
-
-
-def _trained(model: nn.Module) -> dict[str, torch.Tensor | ExpertShard]:
-    """The parameters that are trained, by name, as `symmoe.checkpoint` takes them."""
-    heap = heap_of(model)
-
-    def shard(experts: torch.Tensor) -> ExpertShard:
-        num_local = len(experts)
-        return ExpertShard(tensor=experts, start=heap.rank * num_local, num_experts=heap.num_ranks * num_local)
-
-    named = [(name, each, is_expert) for name, each, is_expert in named_parameters(model) if each.requires_grad]
-    return {name: shard(parameter) if is_expert else parameter for name, parameter, is_expert in named}

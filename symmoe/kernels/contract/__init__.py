@@ -16,15 +16,17 @@ of results do not depend on the grid of a launch.
   multiple of PART_ROWS costs no additional tile (kernels/gemm_parts.py).
 * Whole groups: where the text says so, row_range must have all rows of every group, which lie one after the other from
   row 0 on. Rows at or past the end of the last group are the tail. No function checks it: the host does not know.
-* row_index, rows_index, dout_index: int32[N], which row of the tensor stands for row r; None: row r. With an index the
-  tensor has any number P of rows.
+* Rows (operands.py): a tensor [N, .]; or (tensor [P, .], row_index): row r is the tensor's row row_index[r], int32[N].
+  P is any number, and None as an index means no index.
+* Bias: a tensor [G, O], or (tensor, bias_scale): row r gets bias[g] * bias_scale[r], fp32[N]. None for either: 0, or 1.
 * num_sms, num_ctas: most SMs that the kernel uses, or most programs that it has, so that other kernels get the rest;
   None: all. Results do not depend on it, and the twins ignore it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from symmoe.kernels.contract.activation import ActivationKernels
 from symmoe.kernels.contract.gemm import GemmKernels
@@ -37,7 +39,7 @@ from symmoe.kernels.contract.rows import RowKernels
 from symmoe.kernels.contract.sync import SyncKernels
 from symmoe.kernels.contract.wire import WireKernels
 
-__all__ = ["Kernels"]
+__all__ = ["Kernels", "kernels_in"]
 
 
 class Kernels(
@@ -54,3 +56,10 @@ class Kernels(
     Protocol,
 ):
     """All kernels of one kind of device, by subject."""
+
+
+def kernels_in(*modules: ModuleType) -> dict[str, Any]:
+    """The functions that these modules define of those that the contract has, by name."""
+    names = {name for subject in Kernels.__mro__ for name in vars(subject) if not name.startswith("_")}
+    found = {(module.__name__, name): each for module in modules for name, each in vars(module).items()}
+    return {name: each for (where, name), each in found.items() if name in names and each.__module__ == where}

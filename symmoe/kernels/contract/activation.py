@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.contract.operands import Matrices, MaybeTensor, Rows
 
 
 class ActivationKernels(Protocol):
@@ -33,47 +33,40 @@ class ActivationKernels(Protocol):
 
     def grouped_gemm_act(
         self,
-        rows: Tensor,
-        weight: Tensor | TensorTable,
+        rows: Rows,
+        weight: Matrices,
         row_range: Tensor,
         row_scale: Tensor,
-        h: Tensor,
-        a: Tensor,
+        results: tuple[Tensor, Tensor],
         activation: Activation,
         *,
-        row_index: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: MaybeTensor = None,
         num_sms: int | None = None,
     ) -> None:
-        """h[r] = rows[row_index[r]] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
+        """results h, a: h[r] = rows[r] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
 
-        rows [N, C], or [P, C] with row_index; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I];
-        bias [G, W].
+        rows of C features; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I]; bias [G, W].
         """
 
     def grouped_gemm_dact(
         self,
-        dout: Tensor,
-        weight: Tensor | TensorTable,
+        dout: Rows,
+        weight: Matrices,
         row_range: Tensor,
-        h: Tensor,
-        row_scale: Tensor,
-        dh: Tensor,
-        a: Tensor,
-        dscale: Tensor | None,
+        hidden: tuple[Tensor, Tensor],
+        gradients: tuple[Tensor, Tensor, MaybeTensor, MaybeTensor],
         workspace: Tensor,
         activation: Activation,
         *,
-        row_index: Tensor | None = None,
-        dbias: Tensor | None = None,
         num_sms: int | None = None,
     ) -> int:
-        """Gradient through the second GEMM and the activation: dh, dscale, a of forward again, the first GEMM's dbias.
+        """Gradient through the second GEMM and the activation of hidden (h, row_scale): gradients dh, a of forward
+        again, dscale, and the first GEMM's dbias.
 
-        dout [N, O], or [P, O] with row_index; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
-        dbias [G, W]; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups; dscale
-        is 0 in the tail. dscale None: the partial sums of dscale stay in the workspace. When calls that differ only in
-        row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh).
+        dout of O features; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N]; dbias [G, W] or None;
+        workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups; dscale is 0 in the
+        tail. dscale None: its partial sums stay in the workspace. When calls that differ only in row_range have
+        computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh).
 
         Returns:
             How many partial sums of dscale the workspace has for a row.

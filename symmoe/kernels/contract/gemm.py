@@ -19,91 +19,67 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, Rows
 
 
 class GemmKernels(Protocol):
     def grouped_gemm(
         self,
-        rows: Tensor,
-        weight: Tensor | TensorTable,
+        rows: Rows,
+        weight: Matrices,
         row_range: Tensor,
         out: Tensor,
         *,
-        row_index: Tensor | None = None,
-        bias: Tensor | None = None,
-        bias_scale: Tensor | None = None,
+        bias: Bias = None,
         accumulate: bool = False,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:
-        """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
+        """out[r] = rows[r] @ weight[g]^T + bias for every row r of every group g.
 
-        rows [N, C], or [P, C] with row_index; weight [G, O, C]; out [N, O]; bias [G, O];
-        bias_scale fp32[N], None: 1.
+        rows of C features; weight [G, O, C]; out [N, O]; bias of O features.
         """
 
     def grouped_gemm_dgrad(
         self,
-        dout: Tensor,
-        weight: Tensor | TensorTable,
+        dout: Rows,
+        weight: Matrices,
         row_range: Tensor,
         out: Tensor,
         *,
-        row_index: Tensor | None = None,
         accumulate: bool = False,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:
-        """out[r] = dout[row_index[r]] @ weight[g] for every row r of every group g.
-
-        dout [N, O], or [P, O] with row_index; weight [G, O, C]; out [N, C].
-        """
+        """out[r] = dout[r] @ weight[g] for every row r of every group g: dout of O features; weight [G, O, C];
+        out [N, C]."""
 
     def grouped_gemm_wgrad(
         self,
-        dout: Tensor,
-        rows: Tensor,
+        dout: Rows,
+        rows: Rows,
         row_range: Tensor,
-        out: Tensor | TensorTable,
+        out: Matrices,
         *,
-        dout_index: Tensor | None = None,
-        rows_index: Tensor | None = None,
         accumulate: bool = False,
         num_sms: int | None = None,
     ) -> None:
-        """out[g] = sum over the rows r of group g of dout[dout_index[r]]^T rows[rows_index[r]]; no rows give zeros.
+        """out[g] = sum over the rows r of group g of dout[r]^T rows[r]; no rows give zeros.
 
-        dout [N, O], or [P, O] with dout_index; rows [N, C], or [P, C] with rows_index; out [G, O, C] in the dtype of
-        dout or fp32.
+        dout of O features, rows of C; out [G, O, C] in the dtype of dout or fp32.
         """
 
-    def grouped_bias_grad(
-        self,
-        dout: Tensor,
-        row_range: Tensor,
-        dbias: Tensor,
-        *,
-        dout_index: Tensor | None = None,
-        scale: Tensor | None = None,
-    ) -> None:
-        """dbias[g] = sum over the rows r of group g of dout[dout_index[r]] * scale[r]; no rows give zeros.
+    def grouped_bias_grad(self, dout: Rows, row_range: Tensor, dbias: Tensor, *, scale: MaybeTensor = None) -> None:
+        """dbias[g] = sum over the rows r of group g of dout[r] * scale[r]; no rows give zeros.
 
-        dout [N, O], or [P, O] with dout_index; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the
-        sum is that of kernels/bias_sums.py.
+        dout of O features; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the sum is that of
+        kernels/bias_sums.py.
         """
 
     def grouped_bias_dot(
-        self,
-        dout: Tensor,
-        bias: Tensor,
-        row_range: Tensor,
-        dscale: Tensor,
-        *,
-        dout_index: Tensor | None = None,
-        accumulate: bool = False,
+        self, dout: Rows, bias: Tensor, row_range: Tensor, dscale: Tensor, *, accumulate: bool = False
     ) -> None:
-        """dscale[r] = dout[dout_index[r]] . bias[g] for every row r of every group g: the gradient of bias_scale.
+        """dscale[r] = dout[r] . bias[g] for every row r of every group g: the gradient of bias_scale.
 
-        dout [N, O], or [P, O] with dout_index; bias [G, O]; dscale fp32[N].
+        dout of O features; bias [G, O]; dscale fp32[N].
         """

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, describe_rows, describe_weight, grid
 from symmoe.kernels.hopper.gluon_names import reinterpret
 from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, MAX_ROWS, Pipeline, run, store_chunk, write_dump
@@ -277,8 +278,7 @@ def hopper_act_kernel(
 
 @fast_launch
 @gluon.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_index", "row_range", "row_scale", "scale_sums"],
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_index", "row_range", "row_scale", "scale_sums"]
 )
 def hopper_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
@@ -300,21 +300,19 @@ def hopper_dact_kernel(
     run(source, weight_desc, row_range, EPILOGUE, args, dout.dtype.element_ty, PIPE)
 
 
-def launch_dact(
-    dout, weight, row_range, h, row_scale, dh, a, scale_sums, activation, *, row_index=None, num_sms=None, variant=None
-):
-    """Computes dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N] in scale_sums.
+def launch_dact(dout, weight, row_range, hidden, results, activation, *, num_sms=None, variant=None):
+    """Computes dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N].
 
-    variant: options of the Pipeline, for comparisons.
+    results: dh, a and these sums. variant: options of the Pipeline, for comparisons.
     """
-    num_rows, ffn = a.shape
+    dout, row_index = as_pair(dout)
+    num_rows, ffn = results[1].shape
     num_groups, dout_width, _ = weight.shape
     gathered = row_index is not None
     variant = variant or dact_variant(dout_width, gathered)
-    pipe, constants = _dact_plan(num_groups, ffn, dout_width, a.dtype, activation, gathered, tuple(variant.items()))
-    operands = None if gathered else dout, dout, row_index, weight
-    results = row_range, h, row_scale, dh, a, scale_sums, num_rows
-    launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, a.device), constants, *operands, *results)
+    pipe, constants = _dact_plan(num_groups, ffn, dout_width, dout.dtype, activation, gathered, tuple(variant.items()))
+    arguments = None if gathered else dout, dout, row_index, weight, row_range, *hidden, *results, num_rows
+    launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, dout.device), constants, *arguments)
 
 
 def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
@@ -338,18 +336,17 @@ def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
     return activation.is_gated and activation.interleave is None and fills
 
 
-def launch_act(rows, weight, row_range, row_scale, h, a, activation, *, num_sms=None, variant=None):
+def launch_act(rows, weight, row_range, row_scale, results, activation, *, num_sms=None, variant=None):
     """grouped_gemm_act of contiguous rows, for gated activations with two halves and widths that whole tiles fill.
 
     variant: options of the Pipeline, for comparisons.
     """
-    num_rows, ffn = a.shape
+    num_rows, ffn = results[1].shape
     num_groups, _, in_width = weight.shape
     variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
-    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, tuple(variant.items()))
-    launch(
-        hopper_act_kernel, grid(pipe, num_rows, num_sms, a.device), constants, rows, weight, row_range, row_scale, h, a
-    )
+    pipe, constants = _act_plan(num_groups, ffn, in_width, rows.dtype, activation, tuple(variant.items()))
+    arguments = rows, weight, row_range, row_scale, *results
+    launch(hopper_act_kernel, grid(pipe, num_rows, num_sms, rows.device), constants, *arguments)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The functions of this room that the launchers in `triton` and `low_precision` call."""
+"""The kernels for Hopper by name: what launches each, and whether it can take the operands of a call."""
 
 # ruff: noqa: F401
 from symmoe.kernels.hopper.act import launch_act, launch_dact, takes_act
@@ -15,3 +15,10 @@ from symmoe.kernels.low_precision.hopper_dact_quantize import launch_dact_quanti
 from symmoe.kernels.low_precision.hopper_fp8 import launch_fp8_gemm
 from symmoe.kernels.low_precision.hopper_fp8_wgrad import launch_fp8_wgrad
 from symmoe.kernels.low_precision.hopper_weights import launch_quantize_weight_pairs, takes_weight_pairs
+
+LAUNCHERS = {
+    "push_rows": (launch_push, takes_rows),
+    "fan_out": (launch_fan_out, takes_rows),
+    "push_sums": (launch_push_sums, takes_rows),
+    "sum_home": (launch_sum_home, takes_rows),
+}

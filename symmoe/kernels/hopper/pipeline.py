@@ -321,14 +321,7 @@ def stage_before(stage, PIPE: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    EPILOGUE: gl.constexpr,
-    args,
-    row_range,
-    ring,
-    turn_barriers,
-    dump,
-    WARPGROUP: gl.constexpr,
-    PIPE: gl.constexpr,
+    EPILOGUE: gl.constexpr, args, row_range, ring, turn_barriers, dump, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
 ):
     """The role. EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE) does the rest of a tile.
 

@@ -180,11 +180,8 @@ def hopper_wgrad_kernel(
 def launch_wgrad(dout, rows, row_range, out, *, num_sms=None, group_m=4):
     """grouped_gemm_wgrad of dout [N, O] and rows [N, C] into out [G, O, C] of their dtype, without indices.
 
-    O and C are multiples of 8, N is at most MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
+    O and C are multiples of 8, N is from 1 to MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
     """
-    if dout.shape[0] == 0:  # no descriptor can describe an empty tensor
-        out.zero_()
-        return
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
     grid = launch_grid(pipe.num_tiles, num_sms, out.device)
     launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_range)

@@ -6,13 +6,15 @@ makes the first launch, which compiles, and player.py the others, if it knows ho
 """
 
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton import JITFunction, OutOfResources
 
@@ -22,7 +24,7 @@ from symmoe.kernels.launch.triton_internals import ALIGNED_VALUE, CONSTANT, NUMB
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_device, current_stream
 
-__all__ = ["Constants", "Describe", "FastLaunch", "fast_launch", "launch", "num_compiled", "one_stage_less"]
+__all__ = ["Constants", "Describe", "FastLaunch", "fast_jit", "fast_launch", "launch", "num_compiled", "one_stage_less"]
 
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
@@ -68,6 +70,20 @@ def fast_launch(kernel: Any) -> Any:
     of the interpreter) is returned unchanged.
     """
     return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
+
+
+def fast_jit(aligned: Collection[str] | None = None) -> Callable[[Any], Any]:
+    """Decorator of an entry kernel: `fast_launch` of a function whose numbers are the parameters with a type. No value
+    of these is compiled in, and whether a tensor is 16-byte aligned only for those that are named; None: for all."""
+
+    def decorate(function: Any) -> Any:
+        parameters = inspect.signature(function).parameters.values()
+        kinds = {each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr}
+        numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty]
+        anywhere = [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
+        return fast_launch(triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere))
+
+    return decorate
 
 
 def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.bias_sums import SLOT_ROWS
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -175,7 +176,8 @@ def grouped_bias_dot_kernel(
         tl.store(dscale + row, dot, mask=row < end)
 
 
-def grouped_bias_grad(dout, row_range, dbias, *, dout_index=None, scale=None):
+def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
+    dout, dout_index = as_pair(dout)
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
     grid, constants = (ceil_div(width, block), num_groups), _grad_constants(num_groups, width, block)
@@ -210,14 +212,12 @@ def _sum_constants(num_groups: int, width: int, tile_rows: int, neighbours: int)
     return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})
 
 
-def grouped_bias_dot(dout, bias, row_range, dscale, *, dout_index=None, accumulate=False):
-    num_rows, num_groups = dscale.shape[0], bias.shape[0]
+def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
+    (dout, dout_index), num_rows = as_pair(dout), dscale.shape[0]
     if num_rows == 0:
         return
-    grid, constants = (
-        (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
-        _dot_constants(accumulate, *bias.shape, dout.dtype),
-    )
+    grid = (max_row_tiles(num_rows, bias.shape[0], DOT_ROWS),)
+    constants = _dot_constants(accumulate, *bias.shape, dout.dtype)
     launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)
 
 

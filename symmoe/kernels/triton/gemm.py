@@ -11,7 +11,7 @@ Tiles begin where a group's row_range begins.
 A packed weight is read by TMA. A table's matrices have no common base, and the host, which would have to make a
 descriptor for each, does not know their addresses. They are read by pointers, with cp.async, same as gathered rows.
 
-Hopper has other kernels for the common cases (hopper/), with the same bits; with a given config, these run.
+Hopper has other kernels for the common cases (hopper/), with the same bits.
 """
 
 import functools
@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
@@ -254,16 +255,7 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 
 
 @triton.jit
-def add_tile(
-    acc,
-    out,
-    row,
-    end,
-    first_column,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out [., WIDTH] += acc [ROWS, COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
     parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
@@ -382,47 +374,28 @@ def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
     tl.store(pointers, tl.zeros((BLOCK,), DTYPE), mask=offset < SIZE)
 
 
-def grouped_gemm(
-    rows,
-    weight,
-    row_range,
-    out,
-    *,
-    row_index=None,
-    bias=None,
-    bias_scale=None,
-    accumulate=False,
-    zero_tail=False,
-    num_sms=None,
-    config=None,
-):
-    _launch_gemm(
-        rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, False
-    )
+def grouped_gemm(rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None):
+    _launch_gemm((rows, weight), row_range, out, bias, accumulate, zero_tail, num_sms, False)
 
 
-def grouped_gemm_dgrad(
-    dout, weight, row_range, out, *, row_index=None, accumulate=False, zero_tail=False, num_sms=None, config=None
-):
-    _launch_gemm(dout, weight, row_range, out, row_index, None, None, accumulate, zero_tail, num_sms, config, True)
+def grouped_gemm_dgrad(dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None):
+    _launch_gemm((dout, weight), row_range, out, None, accumulate, zero_tail, num_sms, True)
 
 
-def _launch_gemm(
-    rows, weight, row_range, out, row_index, bias, bias_scale, accumulate, zero_tail, num_sms, config, weight_k_first
-):
+def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms, weight_k_first):
+    (rows, row_index), (bias, bias_scale), weight = as_pair(operands[0]), as_pair(bias), operands[1]
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     if num_rows == 0:
         return
-    is_table = isinstance(weight, TensorTable)
-    if config is None and row_index is None and bias is None and not (is_table or accumulate):
+    if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
         on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
             on_hopper.launch_gemm(
                 rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
             )
             return
-    kind = config, out.dtype, most_columns(out.device)
+    kind = out.dtype, most_columns(out.device)
     plan = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
     grid = plan.grid(num_rows, num_groups, num_sms, out.device)
     results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
@@ -430,15 +403,14 @@ def _launch_gemm(
 
 
 @functools.cache
-def _gemm_plan(config, dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate) -> Plan:
-    config = config or gemm_config(columns, dtype, most_columns)
+def _gemm_plan(dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate) -> Plan:
     sizes = {"num_groups": num_groups, "columns": columns, "in_width": in_width}
+    config = gemm_config(columns, dtype, most_columns)
     return Gemm(config=config, **sizes, weight_k_first=weight_k_first, accumulate=accumulate).plan()
 
 
-def grouped_gemm_wgrad(
-    dout, rows, row_range, out, *, dout_index=None, rows_index=None, accumulate=False, num_sms=None, config=None
-):
+def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=None):
+    (dout, dout_index), (rows, rows_index) = as_pair(dout), as_pair(rows)
     _, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:
@@ -447,12 +419,12 @@ def grouped_gemm_wgrad(
         return
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
-    if config is None and not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
+    if not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
         on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
             on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
             return
-    plan = _wgrad_plan(config, dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
+    plan = _wgrad_plan(dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
     left = dout if dout_index is None else None, dout, dout_index
     right = rows if rows_index is None else None, rows, rows_index
     grid = launch_grid(plan.num_n_tiles, num_sms, dout.device)
@@ -460,8 +432,8 @@ def grouped_gemm_wgrad(
 
 
 @functools.cache
-def _wgrad_plan(config, dtype, most_columns, out_dtype, accumulate, shape) -> Plan:
-    config = config or gemm_config(shape[2], dtype, most_columns)
+def _wgrad_plan(dtype, most_columns, out_dtype, accumulate, shape) -> Plan:
+    config = gemm_config(shape[2], dtype, most_columns)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
         3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),

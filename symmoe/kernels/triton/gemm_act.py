@@ -20,6 +20,7 @@ import triton.language as tl
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable
@@ -183,15 +184,7 @@ def grouped_gemm_act_kernel(
 
 @triton.jit
 def store_column_sums(
-    sums,
-    gate,
-    up,
-    row,
-    end,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    sums, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Sums of rounded dh over the rows before `end`, into `sums` [W], a row tile's slot."""
     inside = (row < end)[:, None]
@@ -278,13 +271,7 @@ def grouped_gemm_dact_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale_sums", "row_range", "dscale"])
 def sum_dscale_kernel(
-    scale_sums,
-    row_range,
-    dscale,
-    num_rows,
-    NUM_GROUPS: tl.constexpr,
-    NUM_SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scale_sums, row_range, dscale, num_rows, NUM_GROUPS: tl.constexpr, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dscale from the sums per block of columns, in order; 0 in the tail."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -295,53 +282,28 @@ def sum_dscale_kernel(
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
-def grouped_gemm_act(
-    rows, weight, row_range, row_scale, h, a, activation, *, row_index=None, bias=None, num_sms=None, config=None
-):
+def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None):
+    (rows, row_index), a = as_pair(rows), results[1]
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _act_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
+    plan = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
-    is_table = isinstance(weight, TensorTable)
-    is_plain = config is None and bias is None and row_index is None and not is_table
+    is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
     on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn) if is_plain else None
     if on_hopper is not None and on_hopper.takes_act(num_rows, ffn, activation):
-        on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
+        on_hopper.launch_act(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
-    grid = plan.grid(num_rows, num_groups, num_sms, a.device)
-    results = row_range, row_scale, h, a, bias
-    launch(grouped_gemm_act_kernel, grid, plan.constants, *operands_of(rows, row_index, weight), *results)
+    grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(rows, row_index, weight)
+    launch(grouped_gemm_act_kernel, grid, plan.constants, *operands, row_range, row_scale, *results, bias)
 
 
-@functools.cache
-def _act_plan(config, dtype, most_columns, activation, num_groups, ffn, in_width) -> Plan:
-    activation_fields(activation, ffn)  # rejects what the kernels cannot address
-    config = config or act_config(ffn, dtype, activation, most_columns)
-    return Gemm(config=config, num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation).plan()
-
-
-def grouped_gemm_dact(
-    dout,
-    weight,
-    row_range,
-    h,
-    row_scale,
-    dh,
-    a,
-    dscale,
-    workspace,
-    activation,
-    *,
-    row_index=None,
-    dbias=None,
-    num_sms=None,
-    config=None,
-):
+def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None):
+    (dout, row_index), (dh, a, dscale, dbias) = as_pair(dout), gradients
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
-    plan = _dact_plan(config, a.dtype, most_columns(a.device), activation, num_groups, ffn, dout_width)
+    plan = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, dout_width, is_gradient=True)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
@@ -351,23 +313,32 @@ def grouped_gemm_dact(
         bias_sums = workspace[num_partials * num_rows :]
         num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
-    is_table = isinstance(weight, TensorTable)
     on_hopper = None
-    if config is None and dbias is None and not is_table and activation.interleave is None:
+    if dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None:
         on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn)
     if on_hopper is not None:
-        on_hopper.launch_dact(
-            dout, weight, row_range, h, row_scale, dh, a, workspace, activation, row_index=row_index, num_sms=num_sms
-        )
+        results = dh, a, workspace
+        on_hopper.launch_dact((dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms)
     else:
-        grid = plan.grid(num_rows, num_groups, num_sms, a.device)
-        results = row_range, h, row_scale, dh, a, workspace, bias_sums, num_rows
-        launch(grouped_gemm_dact_kernel, grid, plan.constants, *operands_of(dout, row_index, weight), *results)
+        grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(dout, row_index, weight)
+        results = dh, a, workspace, bias_sums, num_rows
+        launch(grouped_gemm_dact_kernel, grid, plan.constants, *operands, row_range, *hidden, *results)
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
     if dbias is not None and bias_sums is not None:
         sum_row_tiles(bias_sums, row_range, dbias, plan.config.block_m)
     return num_partials
+
+
+@functools.cache
+def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False) -> Plan:
+    activation_fields(activation, ffn)  # rejects what the kernels cannot address
+    if is_gradient:
+        config = dact_config(ffn, dtype, most_columns)
+    else:
+        config = act_config(ffn, dtype, activation, most_columns)
+    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": in_width}
+    return Gemm(config=config, **sizes, activation=activation, weight_k_first=is_gradient).plan()
 
 
 def sum_dact_partials(workspace, row_range, dscale, num_partials):
@@ -376,14 +347,6 @@ def sum_dact_partials(workspace, row_range, dscale, num_partials):
         return
     constants = _sum_dscale_constants(row_range.shape[1], num_partials)
     launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_range, dscale, num_rows)
-
-
-@functools.cache
-def _dact_plan(config, dtype, most_columns, activation, num_groups, ffn, dout_width) -> Plan:
-    activation_fields(activation, ffn)
-    config = config or dact_config(ffn, dtype, most_columns)
-    sizes = {"num_groups": num_groups, "columns": ffn, "in_width": dout_width}
-    return Gemm(config=config, **sizes, activation=activation, weight_k_first=True).plan()
 
 
 @functools.cache

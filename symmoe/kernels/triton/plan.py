@@ -13,8 +13,8 @@ import triton.language as tl
 from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
 NO_SLOT = tl.constexpr(2**31 - 1)
@@ -22,38 +22,7 @@ INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
 TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
 HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
-HEAD_NUM_TOKENS = tl.constexpr(control.HEAD_NUM_TOKENS)
-HEAD_CAPACITY = tl.constexpr(control.HEAD_CAPACITY)
-HEAD_MAX_TOKENS = tl.constexpr(control.HEAD_MAX_TOKENS)
-HEAD_PACKED_CAPACITY = tl.constexpr(control.HEAD_PACKED_CAPACITY)
-HEAD_OVERFLOW = tl.constexpr(control.HEAD_OVERFLOW)
-HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
-HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
-HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
-HEAD_RAIL_CAPACITY = tl.constexpr(control.HEAD_RAIL_CAPACITY)
-HEAD_RAIL_DROPPED = tl.constexpr(control.HEAD_RAIL_DROPPED)
 AGREED_WORDS = tl.constexpr(sum(1 << word for word in control.AGREED_FIELDS))  # bit w: ranks must agree on word w
-SUMMARY_WORDS = tl.constexpr(control.SUMMARY_WORDS)
-SUM_ERROR = tl.constexpr(control.SUM_ERROR)
-SUM_ERROR_RANK = tl.constexpr(control.SUM_ERROR_RANK)
-SUM_LIMIT = tl.constexpr(control.SUM_LIMIT)
-SUM_VALUE = tl.constexpr(control.SUM_VALUE)
-SUM_WHERE = tl.constexpr(control.SUM_WHERE)
-SUM_NUM_ROWS = tl.constexpr(control.SUM_NUM_ROWS)
-SUM_MAX_ROWS = tl.constexpr(control.SUM_MAX_ROWS)
-SUM_NUM_PACKED = tl.constexpr(control.SUM_NUM_PACKED)
-SUM_MAX_PACKED = tl.constexpr(control.SUM_MAX_PACKED)
-SUM_NUM_DROPPED = tl.constexpr(control.SUM_NUM_DROPPED)
-OVERFLOW_REPEAT = tl.constexpr(control.OVERFLOW_REPEAT)
-PLAN_OK = tl.constexpr(control.PLAN_OK)
-PLAN_FAULT = tl.constexpr(control.PLAN_FAULT)
-PLAN_MISMATCH = tl.constexpr(control.PLAN_MISMATCH)
-PLAN_BAD_ID = tl.constexpr(control.PLAN_BAD_ID)
-PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
-PLAN_RAIL_OVERFLOW = tl.constexpr(control.PLAN_RAIL_OVERFLOW)
-PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
-STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
-NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 PART_ROWS = tl.constexpr(gemm_parts.PART_ROWS)
 
 _VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS, control.HEAD_PACKED_CAPACITY)
@@ -125,31 +94,21 @@ def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["topk_idx", "block_counts"])
-def count_slots_kernel(
-    topk_idx,  # [T, K]
-    block_counts,  # [B, E + R + 2]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
-    TOP_K: tl.constexpr = SIZES.top_k
+@fast_jit([])
+def count_slots_kernel(topk_idx, block_counts, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_EXPERTS: tl.constexpr = SIZES.block_experts
-    BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
-    WIDTH: tl.constexpr = NUM_EXPERTS + NUM_RANKS + 2
+    WIDTH: tl.constexpr = NUM_EXPERTS + SIZES.num_ranks + 2
     block = tl.program_id(0)
     row = block_counts + block * WIDTH
-    first_slot = block * (TOKENS_PER_BLOCK * TOP_K)
-    num_slots = tl.minimum(TOKENS_PER_BLOCK * TOP_K, num_tokens * TOP_K - first_slot)
+    first_slot = block * (TOKENS_PER_BLOCK * SIZES.top_k)
+    num_slots = tl.minimum(TOKENS_PER_BLOCK * SIZES.top_k, num_tokens * SIZES.top_k - first_slot)
     for first in range(0, NUM_EXPERTS, BLOCK_EXPERTS):
         expert = first + tl.arange(0, BLOCK_EXPERTS)
         count = tl.zeros((BLOCK_EXPERTS,), tl.int32)
-        for part in range(0, TOKENS_PER_BLOCK * TOP_K, BLOCK_SLOTS):
-            index = part + tl.arange(0, BLOCK_SLOTS)
+        for part in range(0, TOKENS_PER_BLOCK * SIZES.top_k, SIZES.block_slots):
+            index = part + tl.arange(0, SIZES.block_slots)
             chosen = load_experts(topk_idx, first_slot + index, index < num_slots, NUM_EXPERTS)
             count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
         tl.store(row + expert, count, mask=expert < NUM_EXPERTS)
@@ -159,15 +118,15 @@ def count_slots_kernel(
     goes = tl.zeros((TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
     num_bad = tl.zeros((TOKENS_PER_BLOCK,), tl.int32)
     first_bad = tl.full((TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
-    for k in range(TOP_K):
-        index = token * TOP_K + k
+    for k in range(SIZES.top_k):
+        index = token * SIZES.top_k + k
         ids = tl.load(topk_idx + first_slot + index, mask=index < num_slots, other=-1)
         bad = (ids < -1) | (ids >= NUM_EXPERTS)
         num_bad += bad.to(tl.int32)
         first_bad = tl.minimum(first_bad, tl.where(bad, first_slot + index, NO_SLOT))
-        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -EXPERTS_PER_RANK).to(tl.int32)
-        goes |= ((chosen // EXPERTS_PER_RANK)[:, None] == rank[None, :]).to(tl.int32)
-    tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < NUM_RANKS)
+        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -SIZES.experts_per_rank).to(tl.int32)
+        goes |= ((chosen // SIZES.experts_per_rank)[:, None] == rank[None, :]).to(tl.int32)
+    tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
     tl.store(row + WIDTH - 2, tl.sum(num_bad, axis=0))
     tl.store(row + WIDTH - 1, tl.min(first_bad, axis=0))
 
@@ -189,32 +148,24 @@ def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
     return address.to(tl.pointer_type(tl.int32))
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "capacity", "max_tokens", "packed_capacity", "num_blocks"],
-    do_not_specialize_on_alignment=["block_counts", "topk_idx", "block_starts", "bases"],
-)
+@fast_jit([])
 def send_counts_kernel(
-    block_counts,  # [B, E + R + 2]
-    topk_idx,  # [T, K]
-    block_starts,  # [B, E]
+    block_counts,
+    topk_idx,
+    block_starts,
     bases,
-    num_tokens: tl.int32,  # words of the header that may change from step to step
+    num_tokens: tl.int32,
     capacity: tl.int32,
     max_tokens: tl.int32,
     packed_capacity: tl.int32,
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    HEADER: tl.constexpr = SIZES.header
-    RANK: tl.constexpr = SIZES.rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     BLOCK_COLUMNS: tl.constexpr = SIZES.block_columns
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
-    NUM_COLUMNS: tl.constexpr = NUM_EXPERTS + NUM_RANKS
+    NUM_COLUMNS: tl.constexpr = SIZES.num_experts + SIZES.num_ranks
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
-    half = (barrier_epoch(bases, RANK, SIZES.layout.counters) + 1) & 1  # the half of the next barrier
+    half = (barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) + 1) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * BLOCK_COLUMNS
     if first_column < NUM_COLUMNS:
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -225,21 +176,21 @@ def send_counts_kernel(
             mask = (block < num_blocks)[:, None] & is_column[None, :]
             count = tl.load(block_counts + block[:, None] * WIDTH + column[None, :], mask=mask, other=0)
             start = total[None, :] + tl.cumsum(count, axis=0) - count
-            mask &= (column < NUM_EXPERTS)[None, :]
-            tl.store(block_starts + block[:, None] * NUM_EXPERTS + column[None, :], start, mask=mask)
+            mask &= (column < SIZES.num_experts)[None, :]
+            tl.store(block_starts + block[:, None] * SIZES.num_experts + column[None, :], start, mask=mask)
             total += tl.sum(count, axis=0)
-        for peer in range(NUM_RANKS):
-            row = table_row(tl.load(bases + peer), half, RANK, SIZES)
+        for peer in range(SIZES.num_ranks):
+            row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
             tl.store(row + HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
         lane = tl.arange(0, HEADER_WORDS)
         words = tl.zeros((HEADER_WORDS,), tl.int32)
         for word in tl.static_range(HEADER_WORDS):
-            words = tl.where(lane == word, HEADER[word], words)
-        words = tl.where(lane == HEAD_NUM_TOKENS, num_tokens, words)
-        words = tl.where(lane == HEAD_CAPACITY, capacity, words)
-        words = tl.where(lane == HEAD_MAX_TOKENS, max_tokens, words)
-        words = tl.where(lane == HEAD_PACKED_CAPACITY, packed_capacity, words)
+            words = tl.where(lane == word, SIZES.header[word], words)
+        words = tl.where(lane == CONTROL.HEAD_NUM_TOKENS, num_tokens, words)
+        words = tl.where(lane == CONTROL.HEAD_CAPACITY, capacity, words)
+        words = tl.where(lane == CONTROL.HEAD_MAX_TOKENS, max_tokens, words)
+        words = tl.where(lane == CONTROL.HEAD_PACKED_CAPACITY, packed_capacity, words)
         if num_blocks > 0:
             num_bad = tl.zeros((BLOCK_ROWS,), tl.int32)
             first_bad = tl.full((BLOCK_ROWS,), NO_SLOT, tl.int32)
@@ -250,14 +201,14 @@ def send_counts_kernel(
                 first_bad = tl.minimum(first_bad, tl.load(end + 1, mask=block < num_blocks, other=NO_SLOT))
             bad_slots = tl.sum(num_bad, axis=0)
             bad_slot = tl.min(first_bad, axis=0)
-            words = tl.where(lane == HEAD_BAD_SLOTS, bad_slots, words)
-            words = tl.where(lane == HEAD_BAD_SLOT, bad_slot, words)
+            words = tl.where(lane == CONTROL.HEAD_BAD_SLOTS, bad_slots, words)
+            words = tl.where(lane == CONTROL.HEAD_BAD_SLOT, bad_slot, words)
             if bad_slots > 0:
                 bad_id = tl.load(topk_idx + bad_slot)
                 bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
-                words = tl.where(lane == HEAD_BAD_ID, bad_id, words)
-        for peer in range(NUM_RANKS):
-            row = table_row(tl.load(bases + peer), half, RANK, SIZES)
+                words = tl.where(lane == CONTROL.HEAD_BAD_ID, bad_id, words)
+        for peer in range(SIZES.num_ranks):
+            row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
             tl.store(row + lane, words)
 
 
@@ -285,79 +236,78 @@ def smallest(capacity, is_rank):
 
 
 @triton.jit
-def find_error(
-    headers,  # [RANK_LANES, HEADER_WORDS]
-    num_rows,  # [RANK_LANES] that each rank would receive
-    num_packed,  # [RANK_LANES], packed rows
-    received,
-    rank,  # tl.arange(0, RANK_LANES)
-    SIZES: tl.constexpr,
-):
-    """(code, rank, limit, value, where) of the first error: later code here overrides earlier code."""
+def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexpr):
+    """(code, rank, limit, value, where) of the first error: later code here overrides earlier code.
+
+    headers: [RANK_LANES, HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
+    """
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
-    DROP: tl.constexpr = SIZES.drop
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
 
     most_packed = tl.max(num_packed, axis=0)
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
-    packed_capacity = smallest(pick(headers, (word == HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
+    packed_capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
     overflow = most_packed > packed_capacity
-    error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
+    error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, CONTROL.PLAN_OK)
     error_rank = tl.where(overflow, fullest, -1)
     limit = tl.where(overflow, packed_capacity, 0)
     value = tl.where(overflow, most_packed, 0)
 
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
-    capacity = smallest(pick(headers, (word == HEAD_CAPACITY)[None, :], 1), is_rank)
-    overflow = (most_rows > capacity) & (not DROP)
-    error = tl.where(overflow, PLAN_OVERFLOW, error)
+    capacity = smallest(pick(headers, (word == CONTROL.HEAD_CAPACITY)[None, :], 1), is_rank)
+    overflow = (most_rows > capacity) & (not SIZES.drop)
+    error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, error)
     error_rank = tl.where(overflow, fullest, error_rank)
     limit = tl.where(overflow, capacity, limit)
     value = tl.where(overflow, most_rows, value)
 
-    if not DROP:
-        too_many = pick(headers, (word == HEAD_RAIL_DROPPED)[None, :], 1)
+    if not SIZES.drop:
+        too_many = pick(headers, (word == CONTROL.HEAD_RAIL_DROPPED)[None, :], 1)
         culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, RANK_LANES), axis=0)
         overflow = culprit < RANK_LANES
         head = pick(headers, (rank == culprit)[:, None], 0)
-        error = tl.where(overflow, PLAN_RAIL_OVERFLOW, error)
+        error = tl.where(overflow, CONTROL.PLAN_RAIL_OVERFLOW, error)
         error_rank = tl.where(overflow, culprit, error_rank)
-        limit = tl.where(overflow, pick(head, word == HEAD_RAIL_CAPACITY, 0), limit)
-        value = tl.where(overflow, pick(head, word == HEAD_RAIL_DROPPED, 0), value)
+        limit = tl.where(overflow, pick(head, word == CONTROL.HEAD_RAIL_CAPACITY, 0), limit)
+        value = tl.where(overflow, pick(head, word == CONTROL.HEAD_RAIL_DROPPED, 0), value)
 
-    bad_slots = pick(headers, (word == HEAD_BAD_SLOTS)[None, :], 1)
+    bad_slots = pick(headers, (word == CONTROL.HEAD_BAD_SLOTS)[None, :], 1)
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
     found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
-    error = tl.where(found, PLAN_BAD_ID, error)
+    error = tl.where(found, CONTROL.PLAN_BAD_ID, error)
     error_rank = tl.where(found, culprit, error_rank)
     limit = tl.where(found, SIZES.num_experts, limit)
-    value = tl.where(found, pick(head, word == HEAD_BAD_ID, 0), value)
-    where = tl.where(found, pick(head, word == HEAD_BAD_SLOT, 0), 0)
+    value = tl.where(found, pick(head, word == CONTROL.HEAD_BAD_ID, 0), value)
+    where = tl.where(found, pick(head, word == CONTROL.HEAD_BAD_SLOT, 0), 0)
 
     first = pick(headers, (rank == 0)[:, None], 0)
     agreed = ((AGREED_WORDS >> word) & 1) != 0
-    is_room = (word == HEAD_CAPACITY) | (word == HEAD_PACKED_CAPACITY)  # which each rank may give itself
-    repeats = pick(headers, (word == HEAD_OVERFLOW)[None, :], 1) == OVERFLOW_REPEAT
-    is_own = repeats[:, None] & is_room[None, :] & (pick(first, word == HEAD_OVERFLOW, 0) == OVERFLOW_REPEAT)
+    is_room = (word == CONTROL.HEAD_CAPACITY) | (
+        word == CONTROL.HEAD_PACKED_CAPACITY
+    )  # which each rank may give itself
+    repeats = pick(headers, (word == CONTROL.HEAD_OVERFLOW)[None, :], 1) == CONTROL.OVERFLOW_REPEAT
+    is_own = (
+        repeats[:, None] & is_room[None, :] & (pick(first, word == CONTROL.HEAD_OVERFLOW, 0) == CONTROL.OVERFLOW_REPEAT)
+    )
     differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None] & (is_own.to(tl.int32) == 0)
     culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
     found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
     field = tl.min(tl.where(pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS), axis=0)
-    error = tl.where(found, PLAN_MISMATCH, error)
+    error = tl.where(found, CONTROL.PLAN_MISMATCH, error)
     error_rank = tl.where(found, culprit, error_rank)
     limit = tl.where(found, pick(first, word == field, 0), limit)
     value = tl.where(found, pick(head, word == field, 0), value)
     where = tl.where(found, field, where)
 
     lowest = tl.zeros((RANK_LANES,), tl.int64)
-    for column in tl.static_range(NUM_PUBLISHED):
-        lowest = tl.minimum(lowest, tl.load(received + rank * NUM_PUBLISHED + column, mask=is_rank, other=0))
+    for column in tl.static_range(CONTROL.NUM_PUBLISHED):
+        lowest = tl.minimum(lowest, tl.load(received + rank * CONTROL.NUM_PUBLISHED + column, mask=is_rank, other=0))
     found = tl.min(lowest, axis=0) < 0
-    error = tl.where(found, PLAN_FAULT, error)
+    error = tl.where(found, CONTROL.PLAN_FAULT, error)
     error_rank = tl.where(found, -1, error_rank)
     limit = tl.where(found, 0, limit)
     value = tl.where(found, 0, value)
@@ -386,11 +336,7 @@ def clip_to_capacity(load, capacity):
     return tl.where(clips[:, None], kept, load)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["status", "capacity", "packed_capacity"],
-    do_not_specialize_on_alignment=["bases", "received", *LAID_OUT],
-)
+@fast_jit([])
 def lay_out_kernel(
     bases,
     received,
@@ -410,19 +356,16 @@ def lay_out_kernel(
     SIZES: tl.constexpr,
 ):
     RANK: tl.constexpr = SIZES.rank
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
-    COUNTERS: tl.constexpr = SIZES.layout.counters
-    ROW_WORDS: tl.constexpr = SIZES.layout.row_words
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
-    half = barrier_epoch(bases, RANK, COUNTERS) & 1
+    half = barrier_epoch(bases, RANK, SIZES.layout.counters) & 1
     table = table_row(tl.load(bases + RANK), half, 0, SIZES)
 
     rank = tl.arange(0, RANK_LANES)
-    is_rank = rank < NUM_RANKS
+    is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
-    headers = tl.load(table + rank[:, None] * ROW_WORDS + word[None, :], mask=is_rank[:, None], other=0)
+    headers = tl.load(table + rank[:, None] * SIZES.layout.row_words + word[None, :], mask=is_rank[:, None], other=0)
 
     # Tiles [destination rank, its experts]; sources are looped over.
     local = tl.arange(0, EXPERT_LANES)
@@ -432,15 +375,15 @@ def lay_out_kernel(
     is_mine = is_expert & (rank == RANK)[:, None]
     counts = table + HEADER_WORDS + expert
     load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
-    tokens_to_rank = table + HEADER_WORDS + NUM_RANKS * EXPERTS_PER_RANK + rank
+    tokens_to_rank = table + HEADER_WORDS + SIZES.num_ranks * EXPERTS_PER_RANK + rank
     num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
-    for source in range(NUM_RANKS):
-        load += tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
-        num_packed += tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
+    for source in range(SIZES.num_ranks):
+        load += tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
+        num_packed += tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
     num_rows = tl.sum(load, axis=1)
     error, error_rank, limit, value, where = find_error(headers, num_rows, num_packed, received, rank, SIZES)
     kept = clip_to_capacity(load, capacity) if SIZES.drop else load
-    kept = tl.where(error == PLAN_OK, kept, 0)
+    kept = tl.where(error == CONTROL.PLAN_OK, kept, 0)
 
     start = tl.cumsum(kept, axis=1) - kept
     num_kept = tl.sum(kept, axis=1)
@@ -448,9 +391,9 @@ def lay_out_kernel(
     before = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)  # slots of the expert on earlier sources
     own_before = before
     packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
-    for source in range(NUM_RANKS):
-        count = tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
-        tokens = tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
+    for source in range(SIZES.num_ranks):
+        count = tl.load(counts + source * SIZES.layout.row_words, mask=is_expert, other=0)
+        tokens = tl.load(tokens_to_rank + source * SIZES.layout.row_words, mask=is_rank, other=0)
         kept_here = tl.minimum(tl.maximum(kept - before, 0), count)
         region = tl.minimum(tl.sum(kept_here, axis=1), tokens)
         tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == RANK))
@@ -462,34 +405,34 @@ def lay_out_kernel(
         own_before = tl.where(source == RANK, before, own_before)
         before += count
         packed += region
-    tl.store(source_to_packed_start + NUM_RANKS + rank * 0, packed, mask=rank == RANK)
+    tl.store(source_to_packed_start + SIZES.num_ranks + rank * 0, packed, mask=rank == RANK)
 
-    tl.store(source_to_row_start + NUM_RANKS * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
+    tl.store(source_to_row_start + SIZES.num_ranks * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(splits + own_row, kept, mask=is_mine)
     tl.store(row_range + own_row, start, mask=is_mine)
     tl.store(row_range + EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     tl.store(expert_load + expert, load, mask=is_expert)
 
-    dropped = tl.where(error == PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
-    word = tl.arange(0, SUMMARY_WORDS)
-    summary = tl.where(word == SUM_ERROR, error, 0)
-    summary = tl.where(word == SUM_ERROR_RANK, error_rank, summary)
-    summary = tl.where(word == SUM_LIMIT, limit, summary)
-    summary = tl.where(word == SUM_VALUE, value, summary)
-    summary = tl.where(word == SUM_WHERE, where, summary)
-    summary = tl.where(word == SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
-    summary = tl.where(word == SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
-    summary = tl.where(word == SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
-    summary = tl.where(word == SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
-    summary = tl.where(word == SUM_NUM_DROPPED, dropped, summary)
+    dropped = tl.where(error == CONTROL.PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
+    word = tl.arange(0, CONTROL.SUMMARY_WORDS)
+    summary = tl.where(word == CONTROL.SUM_ERROR, error, 0)
+    summary = tl.where(word == CONTROL.SUM_ERROR_RANK, error_rank, summary)
+    summary = tl.where(word == CONTROL.SUM_LIMIT, limit, summary)
+    summary = tl.where(word == CONTROL.SUM_VALUE, value, summary)
+    summary = tl.where(word == CONTROL.SUM_WHERE, where, summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
+    summary = tl.where(word == CONTROL.SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
+    summary = tl.where(word == CONTROL.SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if SIZES.record_errors:
-        is_guess = (error == PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
-        if (error != PLAN_OK) & (error != PLAN_FAULT) & (not is_guess):
-            counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
-            tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves rows
-            write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
+        is_guess = (error == CONTROL.PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
+        if (error != CONTROL.PLAN_OK) & (error != CONTROL.PLAN_FAULT) & (not is_guess):
+            counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
+            tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
+            write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
 
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
@@ -506,33 +449,26 @@ def round_up(rows, STEP: tl.constexpr):
     return (rows + (STEP - 1)) // STEP * STEP
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["source_to_row_start", "source_to_rows"])
-def split_by_source_kernel(
-    source_to_row_start,  # [R + 1, e]
-    source_to_rows,  # [R, 2, e]
-    SIZES: tl.constexpr,
-):
-    RANK: tl.constexpr = SIZES.rank
+@fast_jit([])
+def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = SIZES.experts_per_rank
     expert = tl.arange(0, SIZES.expert_lanes)
-    mask = expert < NUM_EXPERTS
+    mask = expert < SIZES.experts_per_rank
     first = tl.load(source_to_row_start + expert, mask=mask, other=0)
-    end = tl.load(source_to_row_start + NUM_RANKS * NUM_EXPERTS + expert, mask=mask, other=0)
+    end = tl.load(source_to_row_start + NUM_RANKS * SIZES.experts_per_rank + expert, mask=mask, other=0)
     known = end
-    if RANK + 1 < NUM_RANKS:
-        later = tl.load(source_to_row_start + (RANK + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
+    if SIZES.rank + 1 < NUM_RANKS:
+        later = tl.load(source_to_row_start + (SIZES.rank + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
         known = first + (later - first) // PART_ROWS * PART_ROWS
     begin = first
     for source in tl.static_range(NUM_RANKS):
-        if source + 1 == RANK + 1:
+        if source + 1 == SIZES.rank + 1:
             bound = known
         else:
-            start = tl.load(source_to_row_start + (source + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
-            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < RANK else end)
-        tl.store(source_to_rows + 2 * source * NUM_EXPERTS + expert, begin, mask=mask)
-        tl.store(source_to_rows + (2 * source + 1) * NUM_EXPERTS + expert, bound, mask=mask)
+            start = tl.load(source_to_row_start + (source + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
+            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < SIZES.rank else end)
+        tl.store(source_to_rows + 2 * source * SIZES.experts_per_rank + expert, begin, mask=mask)
+        tl.store(source_to_rows + (2 * source + 1) * SIZES.experts_per_rank + expert, bound, mask=mask)
         begin = bound
 
 
@@ -542,31 +478,25 @@ def split_by_source(source_to_row_start, source_to_rows, *, rank):
     launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=range(7),  # of no tensor
-)
+@fast_jit([])
 def assign_rows_kernel(
-    topk_idx,  # [T, K]
-    block_starts,  # [B, E]
+    topk_idx,
+    block_starts,
     slot_start,
     slot_limit,
-    slot_to_row,  # [T, K]
-    slot_to_rank,  # [T, K]
-    block_tokens,  # [B, R]
+    slot_to_row,
+    slot_to_rank,
+    block_tokens,
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    TOP_K: tl.constexpr = SIZES.top_k
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_SLOTS: tl.constexpr = SIZES.block_slots
     OTHER_SLOTS: tl.constexpr = SIZES.other_slots
-    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * TOP_K
+    BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
     block = tl.program_id(0)
     first_slot = block * BLOCK
-    num_slots = tl.minimum(BLOCK, num_tokens * TOP_K - first_slot)
+    num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
     for part in range(0, BLOCK, BLOCK_SLOTS):
         index = part + tl.arange(0, BLOCK_SLOTS)
         slot = first_slot + index
@@ -588,8 +518,8 @@ def assign_rows_kernel(
 
     tl.debug_barrier()  # what other threads have stored is read back
     token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
-    rank_lane = tl.arange(0, RANK_LANES)
+    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, SIZES.top_k, SIZES.rank_lanes)
+    rank_lane = tl.arange(0, SIZES.rank_lanes)
     place = block_tokens + block * SIZES.num_ranks + rank_lane
     tl.store(place, tl.sum(goes, axis=0), mask=rank_lane < SIZES.num_ranks)
 
@@ -616,46 +546,40 @@ def assign_rows(topk_idx, block_starts, plan):
     launch(assign_rows_kernel, (num_blocks,), constants, topk_idx, block_starts, *results, num_tokens)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=range(6),  # of no tensor
-)
+@fast_jit([])
 def assign_packed_rows_kernel(
-    slot_to_row,  # [T, K]
-    slot_to_rank,  # [T, K]
-    block_tokens,  # [B, R]
+    slot_to_row,
+    slot_to_rank,
+    block_tokens,
     packed_start,
-    token_to_packed_row,  # [T, R]
-    token_to_primary_row,  # [T, R]
+    token_to_packed_row,
+    token_to_primary_row,
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
 ):
-    TOP_K: tl.constexpr = SIZES.top_k
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     block = tl.program_id(0)
     rank = tl.arange(0, RANK_LANES)
-    is_rank = rank < NUM_RANKS
+    is_rank = rank < SIZES.num_ranks
     earlier = tl.zeros((BLOCK_ROWS, RANK_LANES), tl.int32)
     for first in range(0, block, BLOCK_ROWS):
         other = first + tl.arange(0, BLOCK_ROWS)
         mask = (other < block)[:, None] & is_rank[None, :]
-        earlier += tl.load(block_tokens + other[:, None] * NUM_RANKS + rank[None, :], mask=mask, other=0)
+        earlier += tl.load(block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0)
     start = tl.load(packed_start + rank, mask=is_rank, other=0) + tl.sum(earlier, axis=0)
 
     token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
+    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, SIZES.top_k, RANK_LANES)
     packed = start[None, :] + tl.cumsum(goes, axis=0) - goes
     primary = tl.full((TOKENS_PER_BLOCK, RANK_LANES), -1, tl.int32)
-    for k in range(TOP_K):
-        slot = token * TOP_K + k
+    for k in range(SIZES.top_k):
+        slot = token * SIZES.top_k + k
         chosen = tl.load(slot_to_rank + slot, mask=token < num_tokens, other=-1)
         row = tl.load(slot_to_row + slot, mask=token < num_tokens, other=-1)
         here = (chosen[:, None] == rank[None, :]) & (primary < 0)
         primary = tl.where(here, row[:, None], primary)
-    entry = token[:, None] * NUM_RANKS + rank[None, :]
+    entry = token[:, None] * SIZES.num_ranks + rank[None, :]
     mask = (token < num_tokens)[:, None] & is_rank[None, :]
     tl.store(token_to_packed_row + entry, tl.where(goes != 0, packed, -1), mask=mask)
     tl.store(token_to_primary_row + entry, primary, mask=mask)

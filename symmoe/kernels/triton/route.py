@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 
 SCORES_PER_PROGRAM = 1024
@@ -76,20 +76,19 @@ def index_of(key, LANES: tl.constexpr):
 @triton.jit
 def keep_top_groups(value, expert, CHOICE: tl.constexpr):
     """[tokens, lanes] values, -inf outside of a token's best groups."""
-    NUM_GROUPS: tl.constexpr = CHOICE.rule.num_groups
     GROUP_LANES: tl.constexpr = CHOICE.group_lanes
-    SIZE: tl.constexpr = CHOICE.num_experts // NUM_GROUPS
+    SIZE: tl.constexpr = CHOICE.num_experts // CHOICE.rule.num_groups
     key = keys_of(value, expert, CHOICE.expert_lanes)
     group = tl.arange(0, GROUP_LANES)
     worth = tl.zeros((value.shape[0], GROUP_LANES), tl.float32)
-    for g in range(NUM_GROUPS):
+    for g in range(CHOICE.rule.num_groups):
         own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
         for _ in range(CHOICE.best_of_group):
             best = tl.max(own, axis=1)
             number = tl.sum(tl.where(own == best[:, None], value, 0.0), axis=1)
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
-    group_key = tl.where((group < NUM_GROUPS)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
+    group_key = tl.where((group < CHOICE.rule.num_groups)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
     for _ in range(CHOICE.rule.top_groups):
         best = tl.max(group_key, axis=1)
@@ -98,28 +97,25 @@ def keep_top_groups(value, expert, CHOICE: tl.constexpr):
     return tl.where(is_kept, value, -float("inf"))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "route_scale"])
+@fast_jit()
 def choose_experts_kernel(
-    logits,  # fp32 [T, E]
-    bias,  # fp32 [E] or None
-    given_idx,  # int32 [T, K] or None
-    topk_idx,  # int32 [T, K]
-    probs,  # fp32 [T, K]
-    scores,  # fp32 [T, E]
+    logits,
+    bias,
+    given_idx,
+    topk_idx,
+    probs,
+    scores,
     num_tokens: tl.int32,
     route_scale: tl.float32,
     CHOICE: tl.constexpr,
 ):
-    NUM_EXPERTS: tl.constexpr = CHOICE.num_experts
     EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
-    TOP_K: tl.constexpr = CHOICE.top_k
     CHOICE_LANES: tl.constexpr = CHOICE.choice_lanes
     TOKENS: tl.constexpr = CHOICE.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
-    is_token, is_expert = token < num_tokens, (expert < NUM_EXPERTS)[None, :]
-    at = token[:, None] * NUM_EXPERTS + expert[None, :]
+    is_token, is_expert = token < num_tokens, (expert < CHOICE.num_experts)[None, :]
+    at = token[:, None] * CHOICE.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
     if CHOICE.rule.score == "softmax":
         power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
@@ -132,66 +128,55 @@ def choose_experts_kernel(
     if given_idx is None:
         value = score
         if bias is not None:
-            value += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0)[None, :]
+            value += tl.load(bias + expert, mask=expert < CHOICE.num_experts, other=0.0)[None, :]
         if CHOICE.rule.num_groups > 1:
             value = keep_top_groups(value, expert, CHOICE)
         key = tl.where(is_expert, keys_of(value, expert, EXPERT_LANES), LEAST)
     prob = tl.zeros((TOKENS, CHOICE_LANES), tl.float32)
-    for k in range(TOP_K):
+    for k in range(CHOICE.top_k):
         if given_idx is None:
             best = tl.max(key, axis=1)
             chosen = index_of(best, EXPERT_LANES)
             key = tl.where(key == best[:, None], LEAST, key)
         else:
-            chosen = tl.load(given_idx + token * TOP_K + k, mask=is_token, other=-1)
-        tl.store(topk_idx + token * TOP_K + k, chosen, mask=is_token)
+            chosen = tl.load(given_idx + token * CHOICE.top_k + k, mask=is_token, other=-1)
+        tl.store(topk_idx + token * CHOICE.top_k + k, chosen, mask=is_token)
         number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
         prob = tl.where((place == k)[None, :], number[:, None], prob)
     if CHOICE.rule.renormalize:
         prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
-    mask = is_token[:, None] & (place < TOP_K)[None, :]
-    tl.store(probs + token[:, None] * TOP_K + place[None, :], prob * route_scale, mask=mask)
+    mask = is_token[:, None] & (place < CHOICE.top_k)[None, :]
+    tl.store(probs + token[:, None] * CHOICE.top_k + place[None, :], prob * route_scale, mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "route_scale"])
+@fast_jit()
 def choose_experts_grad_kernel(
-    d_probs,  # fp32 [T, K] or None
-    d_scores,  # fp32 [T, E] or None
-    topk_idx,  # int32 [T, K]
-    scores,  # fp32 [T, E]
-    d_logits,  # fp32 [T, E]
-    num_tokens: tl.int32,
-    route_scale: tl.float32,
-    CHOICE: tl.constexpr,
+    d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, CHOICE: tl.constexpr
 ):
-    NUM_EXPERTS: tl.constexpr = CHOICE.num_experts
     EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
-    TOP_K: tl.constexpr = CHOICE.top_k
-    CHOICE_LANES: tl.constexpr = CHOICE.choice_lanes
     TOKENS: tl.constexpr = CHOICE.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
+    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE.choice_lanes)
     is_token = token < num_tokens
-    mask = is_token[:, None] & (expert < NUM_EXPERTS)[None, :]
-    at = token[:, None] * NUM_EXPERTS + expert[None, :]
+    mask = is_token[:, None] & (expert < CHOICE.num_experts)[None, :]
+    at = token[:, None] * CHOICE.num_experts + expert[None, :]
     score = tl.load(scores + at, mask=mask, other=0.0)
     d_score = tl.zeros((TOKENS, EXPERT_LANES), tl.float32)
     if d_scores is not None:
         d_score = tl.load(d_scores + at, mask=mask, other=0.0)
     if d_probs is not None:
-        choice = token[:, None] * TOP_K + place[None, :]
-        is_choice = is_token[:, None] & (place < TOP_K)[None, :]
+        choice = token[:, None] * CHOICE.top_k + place[None, :]
+        is_choice = is_token[:, None] & (place < CHOICE.top_k)[None, :]
         chosen = tl.load(topk_idx + choice, mask=is_choice, other=-1)
-        is_chosen = (chosen >= 0) & (chosen < NUM_EXPERTS)
+        is_chosen = (chosen >= 0) & (chosen < CHOICE.num_experts)
         d_chosen = tl.load(d_probs + choice, mask=is_choice, other=0.0) * route_scale
         if CHOICE.rule.renormalize:
-            number = tl.load(scores + token[:, None] * NUM_EXPERTS + chosen, mask=is_chosen, other=0.0)
+            number = tl.load(scores + token[:, None] * CHOICE.num_experts + chosen, mask=is_chosen, other=0.0)
             divisor = tl.sum(number, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(number)
             inner = tl.sum(d_chosen * tl.div_rn(number, divisor), axis=1)
             d_chosen = tl.div_rn(d_chosen - inner[:, None], divisor)
         d_chosen = tl.where(is_chosen, d_chosen, 0.0)
-        for k in range(TOP_K):
+        for k in range(CHOICE.top_k):
             own = (place == k)[None, :]
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)

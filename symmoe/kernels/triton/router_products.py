@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
@@ -52,14 +52,8 @@ def next_part(rest):
     return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_elements"])
-def bf16_parts_kernel(
-    matrix,  # fp32
-    parts,  # bf16 [3, like matrix]
-    num_elements: tl.int32,
-    BLOCK: tl.constexpr,
-):
+@fast_jit()
+def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num_elements
     rest = tl.load(matrix + place, mask=mask, other=0.0)
@@ -76,15 +70,8 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
     return tl.load(matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"])
-def router_gemm_kernel(
-    x,  # bf16 [T, H]
-    parts,  # bf16 [3, E, H]
-    logits,  # fp32 [T, E]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+@fast_jit()
+def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
@@ -106,17 +93,9 @@ def router_gemm_kernel(
     tl.store(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], total, mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens"])
-def router_dgrad_kernel(
-    d_parts,  # bf16 [3, T, E]
-    parts,  # bf16 [3, E, H]
-    dx,  # bf16 [T, H]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+@fast_jit()
+def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     # Programs of the same tokens run side by side, and read their parts from L2.
@@ -127,50 +106,40 @@ def router_dgrad_kernel(
         expert = k + tl.arange(0, SIZES.block_k)
         d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
         d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
-        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
-        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, SIZES.width)
+        middle = matrix_tile(parts + NUM_EXPERTS * SIZES.width, expert, column, NUM_EXPERTS, SIZES.width)
         # The result is rounded to bf16: products of 2^-16 and less would not show.
         terms = tl.dot(d_middle, high)
         terms = tl.dot(d_high, middle, terms)
         terms = tl.dot(d_high, high, terms)
         total += terms
-    mask = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
-    tl.store(dx + token.to(tl.int64)[:, None] * WIDTH + column[None, :], total.to(tl.bfloat16), mask=mask)
+    mask = (token < num_tokens)[:, None] & (column < SIZES.width)[None, :]
+    tl.store(dx + token.to(tl.int64)[:, None] * SIZES.width + column[None, :], total.to(tl.bfloat16), mask=mask)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "split_tokens"])
-def router_wgrad_kernel(
-    d_parts,  # bf16 [3, T, E]
-    x,  # bf16 [T, H]
-    sums,  # fp32 [splits, E, H]
-    num_tokens: tl.int32,
-    split_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
-    WIDTH: tl.constexpr = SIZES.width
+@fast_jit()
+def router_wgrad_kernel(d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr):
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * split_tokens
     end = tl.minimum(first + split_tokens, num_tokens)
-    part_numel = num_tokens.to(tl.int64) * NUM_EXPERTS
+    part_numel = num_tokens.to(tl.int64) * SIZES.num_experts
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(first, end, SIZES.block_k):
         token = k + tl.arange(0, SIZES.block_k)
-        high = matrix_tile(d_parts, token, expert, end, NUM_EXPERTS)
-        middle = matrix_tile(d_parts + part_numel, token, expert, end, NUM_EXPERTS)
-        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, NUM_EXPERTS)
-        rows = matrix_tile(x, token, column, end, WIDTH)
+        high = matrix_tile(d_parts, token, expert, end, SIZES.num_experts)
+        middle = matrix_tile(d_parts + part_numel, token, expert, end, SIZES.num_experts)
+        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, SIZES.num_experts)
+        rows = matrix_tile(x, token, column, end, SIZES.width)
         terms = tl.dot(low.T, rows)
         terms = tl.dot(middle.T, rows, terms)
         terms = tl.dot(high.T, rows, terms)
         total += terms
-    mask = (expert < NUM_EXPERTS)[:, None] & (column < WIDTH)[None, :]
-    out = sums + tl.program_id(2) * (NUM_EXPERTS * WIDTH)
-    tl.store(out + expert[:, None] * WIDTH + column[None, :], total, mask=mask)
+    mask = (expert < SIZES.num_experts)[:, None] & (column < SIZES.width)[None, :]
+    out = sums + tl.program_id(2) * (SIZES.num_experts * SIZES.width)
+    tl.store(out + expert[:, None] * SIZES.width + column[None, :], total, mask=mask)
 
 
 def router_gemm(x, weight, logits):

@@ -2,21 +2,15 @@
 
 import functools
 
-import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["splits", "row_range"])
+@fast_jit([])
 def splits_to_row_range_kernel(
-    splits,  # int32 or int64 [G]
-    row_range,  # int32[2, G]
-    num_rows,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
+    splits, row_range, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr
 ):
     group = tl.arange(0, GROUP_LANES)
     size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)

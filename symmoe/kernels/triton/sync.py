@@ -5,6 +5,8 @@ and `wait_without_bound`.
 """
 
 import functools
+from dataclasses import make_dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,32 +16,20 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
-# Triton kernels may read global numbers only as constexpr.
-BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
-ABORTED = tl.constexpr(control.ABORTED)
-FAULTED = tl.constexpr(control.FAULTED)
-RAIL_FAULT = tl.constexpr(control.RAIL_FAULT)
-MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
-NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
-SIGNAL_WORDS = tl.constexpr(control.SIGNAL_WORDS)
-MAIL_CALL = tl.constexpr(control.MAIL_CALL)
-ABORT = tl.constexpr(control.ABORT)
-ABORT_RANK_SHIFT = tl.constexpr(control.ABORT_RANK_SHIFT)
-EPOCH_MASK = tl.constexpr(control.EPOCH_MASK)
-STATUS_KIND = tl.constexpr(control.STATUS_KIND)
-STATUS_PHASE = tl.constexpr(control.STATUS_PHASE)
-STATUS_PEER = tl.constexpr(control.STATUS_PEER)
-STATUS_EXPECTED = tl.constexpr(control.STATUS_EXPECTED)
-STATUS_SEEN = tl.constexpr(control.STATUS_SEEN)
-STATUS_EPOCH = tl.constexpr(control.STATUS_EPOCH)
-STATUS_WHERE = tl.constexpr(control.STATUS_WHERE)
-STATUS_OK = tl.constexpr(control.STATUS_OK)
-STATUS_TIMEOUT = tl.constexpr(control.STATUS_TIMEOUT)
-STATUS_FAULT = tl.constexpr(control.STATUS_FAULT)
-STATUS_MISMATCH = tl.constexpr(control.STATUS_MISMATCH)
-STATUS_ABORT = tl.constexpr(control.STATUS_ABORT)
+
+class _Numbers(tl.constexpr):
+    """Numbers by name. Triton kernels may read global numbers only as constexpr, and are compiled again for others."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "value":  # copied without __init__
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+
+_NAMED = {name: tl.constexpr(each) for name, each in vars(control).items() if name.isupper() and type(each) is int}
+CONTROL = _Numbers(make_dataclass("Control", _NAMED, frozen=True)(**_NAMED))  # those of kernels/control.py
 SPOIL_WORDS = tl.constexpr(512)  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread
 
 
@@ -102,13 +92,13 @@ def wait_without_bound(address, value):
 @triton.jit
 def epoch_words(words):
     """The values of the words before a rank gave up."""
-    return tl.where(words >= ABORT, words & EPOCH_MASK, words)
+    return tl.where(words >= CONTROL.ABORT, words & CONTROL.EPOCH_MASK, words)
 
 
 @triton.jit
 def who_gave_up(word):
     """The rank that has written a word >= ABORT."""
-    return (word - ABORT) >> ABORT_RANK_SHIFT
+    return (word - CONTROL.ABORT) >> CONTROL.ABORT_RANK_SHIFT
 
 
 @triton.jit
@@ -124,43 +114,38 @@ def spoil(address, num_words):
 def write_record(status, kind, phase, peer, expected, seen, epoch, where):
     """Writes a status record to the address `status` unless one is pending: the first one counts."""
     record = status.to(tl.pointer_type(tl.int64))
-    pending = tl.load(record + STATUS_KIND, volatile=True)
+    pending = tl.load(record + CONTROL.STATUS_KIND, volatile=True)
     tl.debug_barrier()  # all threads have read before one writes
-    if pending == STATUS_OK:
-        tl.store(record + STATUS_PHASE, phase)
-        tl.store(record + STATUS_PEER, peer)
-        tl.store(record + STATUS_EXPECTED, expected)
-        tl.store(record + STATUS_SEEN, seen)
-        tl.store(record + STATUS_EPOCH, epoch)
-        tl.store(record + STATUS_WHERE, where)
+    if pending == CONTROL.STATUS_OK:
+        tl.store(record + CONTROL.STATUS_PHASE, phase)
+        tl.store(record + CONTROL.STATUS_PEER, peer)
+        tl.store(record + CONTROL.STATUS_EXPECTED, expected)
+        tl.store(record + CONTROL.STATUS_SEEN, seen)
+        tl.store(record + CONTROL.STATUS_EPOCH, epoch)
+        tl.store(record + CONTROL.STATUS_WHERE, where)
         system_fence()  # the kind is written last: a host that sees it sees the whole record
-        tl.store(record + STATUS_KIND, kind)
+        tl.store(record + CONTROL.STATUS_KIND, kind)
 
 
 @triton.jit
 def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
     """Epoch of this rank's last barrier."""
     counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
-    return tl.load(counters + BARRIER_EPOCH)
+    return tl.load(counters + CONTROL.BARRIER_EPOCH)
 
 
-@fast_launch
-@triton.jit(
-    # No argument may make this kernel compile again: a rank that compiles keeps its peers waiting.
-    do_not_specialize="status word_0 word_1 word_2 call fault timeout_ns spoiled num_spoiled_words".split(),
-    do_not_specialize_on_alignment=["bases", "received"],
-)
+@fast_jit([])
 def barrier_kernel(
     bases,
     received,
-    status: tl.int64,  # address of pinned host memory, the same for the device
+    status: tl.int64,
     word_0: tl.int64,
     word_1: tl.int64,
     word_2: tl.int64,
     call: tl.int64,
     fault: tl.int32,
     timeout_ns: tl.int64,
-    spoiled: tl.int64,  # address, or anything if there are no words
+    spoiled: tl.int64,
     num_spoiled_words: tl.int64,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -168,34 +153,37 @@ def barrier_kernel(
     LAYOUT: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
+    # `status` is the address of pinned host memory, the same for the device; `spoiled` anything if there are no words.
     peer = tl.arange(0, LANES)
     is_peer = peer < NUM_RANKS
     own = tl.load(bases + RANK)
     counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
-    epoch = tl.load(counters + BARRIER_EPOCH) + 1
-    stopped = tl.load(counters + ABORTED) | tl.load(counters + FAULTED)
-    fault |= tl.load(counters + RAIL_FAULT).to(tl.int32)
+    epoch = tl.load(counters + CONTROL.BARRIER_EPOCH) + 1
+    stopped = tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)
+    fault |= tl.load(counters + CONTROL.RAIL_FAULT).to(tl.int32)
     tl.debug_barrier()  # all threads have read the counters before one changes them
-    answer = received + peer * NUM_PUBLISHED
+    answer = received + peer * CONTROL.NUM_PUBLISHED
     if stopped != 0:
-        for word in tl.static_range(NUM_PUBLISHED):
+        for word in tl.static_range(CONTROL.NUM_PUBLISHED):
             tl.store(answer + word, tl.full((LANES,), -1, tl.int64), mask=is_peer)
         spoil(spoiled, num_spoiled_words)
     else:
-        tl.store(counters + BARRIER_EPOCH, epoch)
-        half = LAYOUT.mailbox + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
-        theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * MAIL_WORDS * 8
+        tl.store(counters + CONTROL.BARRIER_EPOCH, epoch)
+        half = LAYOUT.mailbox + (epoch & 1) * (NUM_RANKS * CONTROL.MAIL_WORDS * 8)
+        theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * CONTROL.MAIL_WORDS * 8
         slot = theirs.to(tl.pointer_type(tl.int64))
         tl.store(slot + 1, word_0, mask=is_peer)
         tl.store(slot + 2, word_1, mask=is_peer)
         tl.store(slot + 3, word_2, mask=is_peer)
-        tl.store(slot + MAIL_CALL, call, mask=is_peer)
+        tl.store(slot + CONTROL.MAIL_CALL, call, mask=is_peer)
         tl.debug_barrier()
         # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
         # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
         tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
 
-        mine = own + half + tl.minimum(peer, NUM_RANKS - 1) * (MAIL_WORDS * 8)  # spare lanes repeat the last peer
+        mine = (
+            own + half + tl.minimum(peer, NUM_RANKS - 1) * (CONTROL.MAIL_WORDS * 8)
+        )  # spare lanes repeat the last peer
         if BOUNDED:
             seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
         else:
@@ -204,17 +192,17 @@ def barrier_kernel(
         late = is_peer & (seen < 2 * epoch)
         reached = epoch_words(seen)
         faulted = is_peer & (reached == 2 * epoch + 1)
-        given_up = is_peer & (seen >= ABORT) & (reached < 2 * epoch)
+        given_up = is_peer & (seen >= CONTROL.ABORT) & (reached < 2 * epoch)
         first_given_up = tl.min(tl.where(given_up, peer, LANES), axis=0)
         first_late = tl.min(tl.where(late, peer, LANES), axis=0)
         first_faulted = tl.min(tl.where(faulted, peer, LANES), axis=0)
         mail = mine.to(tl.pointer_type(tl.int64))
-        calls = tl.load(mail + MAIL_CALL, mask=is_peer, other=0, volatile=True)
+        calls = tl.load(mail + CONTROL.MAIL_CALL, mask=is_peer, other=0, volatile=True)
         first_call = tl.sum(tl.where(peer == 0, calls, 0), axis=0)
         first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, LANES), axis=0)
         came = (first_given_up == LANES) & (first_late == LANES)
         good = came & (first_faulted == LANES) & (first_other == LANES)
-        for word in tl.static_range(NUM_PUBLISHED):
+        for word in tl.static_range(CONTROL.NUM_PUBLISHED):
             # volatile: read from memory, after the wait
             value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
             tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
@@ -222,23 +210,23 @@ def barrier_kernel(
             spoil(spoiled, num_spoiled_words)
         phase = call & 0xFF
         if first_given_up < LANES:
-            tl.store(counters + ABORTED, 1)
+            tl.store(counters + CONTROL.ABORTED, 1)
             written = tl.sum(tl.where(peer == first_given_up, seen, 0), axis=0)
-            write_record(status, STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0)
+            write_record(status, CONTROL.STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0)
         elif first_late < LANES:
-            tl.store(counters + ABORTED, 1)
+            tl.store(counters + CONTROL.ABORTED, 1)
             # The peer's last epoch may stand in the other half.
-            other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * MAIL_WORDS * 8)
+            other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * CONTROL.MAIL_WORDS * 8)
             before = tl.load(other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True)
             last = tl.sum(tl.where(peer == first_late, tl.maximum(reached, epoch_words(before)), 0), axis=0) >> 1
-            write_record(status, STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
+            write_record(status, CONTROL.STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
         elif first_faulted < LANES:
-            tl.store(counters + FAULTED, 1)
-            write_record(status, STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
+            tl.store(counters + CONTROL.FAULTED, 1)
+            write_record(status, CONTROL.STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
         elif first_other < LANES:
-            tl.store(counters + FAULTED, 1)
+            tl.store(counters + CONTROL.FAULTED, 1)
             theirs_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
-            write_record(status, STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
+            write_record(status, CONTROL.STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
 
 
 @functools.cache
@@ -258,8 +246,7 @@ def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["bases"])
+@fast_jit([])
 def send_signal_kernel(
     bases,
     rank: tl.int32,
@@ -270,21 +257,19 @@ def send_signal_kernel(
     BOUNDED: tl.constexpr,
 ):
     counters = (tl.load(bases + RANK) + LAYOUT.counters).to(tl.pointer_type(tl.int64))
-    if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
-        slot = (tl.load(bases + rank) + LAYOUT.signals + RANK * (SIGNAL_WORDS * 8)).to(tl.pointer_type(tl.int64))
+    if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
+        slot = (tl.load(bases + rank) + LAYOUT.signals + RANK * (CONTROL.SIGNAL_WORDS * 8)).to(
+            tl.pointer_type(tl.int64)
+        )
         # The release covers the payload, as in the barrier.
-        tl.atomic_xchg(slot, tl.load(counters + BARRIER_EPOCH), sem="release", scope="sys")
+        tl.atomic_xchg(slot, tl.load(counters + CONTROL.BARRIER_EPOCH), sem="release", scope="sys")
 
 
 def send_signal(peers, rank):
     launch(send_signal_kernel, (1,), _constants(peers.rank, peers.num_ranks, peers.layout), peers.bases, rank)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["status", "rank", "phase", "timeout_ns", "spoiled", "num_spoiled_words"],
-    do_not_specialize_on_alignment=["bases", "arrived"],
-)
+@fast_jit([])
 def wait_for_signal_kernel(
     bases,
     arrived,
@@ -302,11 +287,11 @@ def wait_for_signal_kernel(
 ):
     own = tl.load(bases + RANK)
     counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
-    epoch = tl.load(counters + BARRIER_EPOCH)
+    epoch = tl.load(counters + CONTROL.BARRIER_EPOCH)
     lane = tl.arange(0, 1)  # wait_for_words takes a tensor
     result = lane.to(tl.int64) - 1
-    if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
-        slot = own + LAYOUT.signals + rank * (SIGNAL_WORDS * 8)
+    if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
+        slot = own + LAYOUT.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
         if BOUNDED:
             seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
         else:
@@ -314,12 +299,12 @@ def wait_for_signal_kernel(
         tl.debug_barrier()  # what any thread has acquired holds for all
         if epoch_words(seen) >= epoch:
             result += 1
-        elif seen >= ABORT:
-            tl.store(counters + ABORTED, 1)
-            write_record(status, STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0)
+        elif seen >= CONTROL.ABORT:
+            tl.store(counters + CONTROL.ABORTED, 1)
+            write_record(status, CONTROL.STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0)
         else:
-            tl.store(counters + ABORTED, 1)
-            write_record(status, STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
+            tl.store(counters + CONTROL.ABORTED, 1)
+            write_record(status, CONTROL.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
     tl.store(arrived + lane, result)
     if tl.max(result, axis=0) < 0:
         spoil(spoiled, num_spoiled_words)

@@ -6,7 +6,6 @@ so a caller may limit their number and leave SMs to a GEMM.
 
 import functools
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 ACCESS_BYTES = tl.constexpr(16)
@@ -74,13 +73,13 @@ class Sizes:
         return next_power_of_2(self.num_ranks)
 
 
-def _tiles(
-    rows: torch.Tensor, num_rows: int, accesses: int, num_ctas: int | None = None, **sizes: Any
-) -> tuple[tuple[int], Constants]:
-    """Grid and constants of a kernel that moves num_rows such rows, `accesses` 16-byte accesses per thread and tile."""
+def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
+    """Launches a kernel that moves num_rows such rows, if any, `accesses` 16-byte accesses per thread and tile."""
+    if num_rows == 0:
+        return
     found, constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
     num_tiles = ceil_div(num_rows, found.tokens) * found.column_tiles
-    return (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),), constants
+    launch(kernel, (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),), constants, *args)
 
 
 @functools.cache
@@ -96,15 +95,20 @@ def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **s
     return found, Constants({"SIZES": found, "num_warps": num_warps})
 
 
+def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
+    """Launches a kernel that moves so many slots or values, if any."""
+    if num_programs := more_programs + ceil_div(num_slots, SLOTS_PER_PROGRAM):
+        launch(kernel, (num_programs,), _slots(**sizes), *args)
+
+
 @functools.cache
 def _slots(**sizes: Any) -> Constants:
     return Constants({"SIZES": Sizes(block=SLOTS_PER_PROGRAM, **sizes), "num_warps": 4})
 
 
-def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
-    """The kernels for few programs (hopper/rows.py), if num_ctas is given and they can move these rows; else None."""
-    on_hopper = None if num_ctas is None else hopper_choice.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
-    return on_hopper if on_hopper is not None and on_hopper.takes_rows(rows) else None
+def _mover(name: str, rows: torch.Tensor, num_ctas: int | None) -> hopper_choice.Launcher | None:
+    """The kernel for few programs, if num_ctas is given and there is one for these rows; else None."""
+    return None if num_ctas is None else hopper_choice.launcher(name, rows.device, rows.dtype, rows.shape[1], rows)
 
 
 @triton.jit
@@ -133,14 +137,10 @@ def row_pointers(address, ELEMENT: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), [ACCESS_BYTES])[:, None]
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "first_rank", "end_rank", "but"],
-    do_not_specialize_on_alignment=["token_to_row", "bases", "received"],
-)
+@fast_jit(["x"])
 def push_rows_kernel(
-    x,  # [T, H]
-    token_to_row,  # [T, R]
+    x,
+    token_to_row,
     bases,
     received,
     num_tokens: tl.int32,
@@ -171,23 +171,21 @@ def push_rows(x, token_to_row, peers, received, *, column, ranks=None, but=None,
     ranks = range(num_ranks) if ranks is None else ranks
     if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
-    if len(ranks) == 1 and (on_hopper := _movers(x, num_ctas)) is not None:
-        on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
+    if len(ranks) == 1 and (on_hopper := _mover("push_rows", x, num_ctas)) is not None:
+        on_hopper(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
         return
     sizes = {"num_ranks": num_ranks, "column": column, "one_rank": len(ranks) == 1 < num_ranks}
-    grid, constants = _tiles(x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
-    numbers = num_tokens, ranks.start, ranks.stop, -1 if but is None else but
-    launch(push_rows_kernel, grid, constants, x, token_to_row, peers.bases, received, *numbers)
+    args = x, token_to_row, peers.bases, received, num_tokens, ranks.start, ranks.stop, -1 if but is None else but
+    _move(push_rows_kernel, args, x, num_tokens, COPY_ACCESSES, num_ctas, **sizes)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=range(9))
+@fast_jit([])
 def push_slots_kernel(
-    slot_to_row,  # [T, K]
-    slot_to_rank,  # [T, K]
-    probs,  # [T, K] or None
-    token_to_packed_row,  # [T, R]
-    block_tokens,  # [B, R]
+    slot_to_row,
+    slot_to_rank,
+    probs,
+    token_to_packed_row,
+    block_tokens,
     packed_start,
     packed_limit,
     bases,
@@ -196,27 +194,25 @@ def push_slots_kernel(
     num_blocks: tl.int32,
     SIZES: tl.constexpr,
 ):
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    TOP_K: tl.constexpr = SIZES.top_k
     BLOCK: tl.constexpr = SIZES.block
     program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    if program >= NUM_RANKS:  # slots of tokens
-        slot = (program - NUM_RANKS) * BLOCK + lane
-        token = slot // TOP_K
-        k = slot - token * TOP_K
+    if program >= SIZES.num_ranks:  # slots of tokens
+        slot = (program - SIZES.num_ranks) * BLOCK + lane
+        token = slot // SIZES.top_k
+        k = slot - token * SIZES.top_k
         is_slot = token < num_tokens
         row = tl.load(slot_to_row + slot, mask=is_slot, other=-1)
         slot_rank = tl.load(slot_to_rank + slot, mask=is_slot, other=-1)
         if probs is not None:
             prob = tl.load(probs + slot, mask=is_slot, other=0.0)
-        for rank in range(NUM_RANKS):
+        for rank in range(SIZES.num_ranks):
             offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.column)
-            packed = tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=is_slot, other=-1)
+            packed = tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=is_slot, other=-1)
             goes = (packed >= 0) & (offset >= 0)
             here = slot_rank == rank
             base = tl.load(bases + rank)
-            entry = packed.to(tl.int64) * TOP_K + k
+            entry = packed.to(tl.int64) * SIZES.top_k + k
             tl.store((base + offset).to(tl.pointer_type(tl.int32)) + entry, tl.where(here, row, -1), mask=goes)
             if probs is not None:
                 prob_offset = tl.load(received + rank * NUM_PUBLISHED + SIZES.prob_column)
@@ -227,10 +223,10 @@ def push_slots_kernel(
         used = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, num_blocks, BLOCK):
             block = first + lane
-            used += tl.load(block_tokens + block * NUM_RANKS + program, mask=block < num_blocks, other=0)
+            used += tl.load(block_tokens + block * SIZES.num_ranks + program, mask=block < num_blocks, other=0)
         start = tl.load(packed_start + program)
-        first_unused = (start + tl.sum(used, axis=0)) * TOP_K
-        end = (start + tl.load(packed_limit + program)) * TOP_K
+        first_unused = (start + tl.sum(used, axis=0)) * SIZES.top_k
+        end = (start + tl.load(packed_limit + program)) * SIZES.top_k
         rows = (tl.load(bases + program) + offset).to(tl.pointer_type(tl.int32))
         for first in range(first_unused, end, BLOCK):
             entry = first + lane
@@ -239,26 +235,24 @@ def push_slots_kernel(
 
 def push_slots(slots, region, peers, received, *, row_column, prob_column):
     num_tokens, top_k = slots[0].shape
-    grid = (peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)
-    constants = _slots(top_k=top_k, num_ranks=peers.num_ranks, column=row_column, prob_column=prob_column)
-    numbers = num_tokens, region[1].shape[0]
-    launch(push_slots_kernel, grid, constants, *slots, *region, peers.bases, received, *numbers)
+    sizes = {"num_ranks": peers.num_ranks, "column": row_column, "prob_column": prob_column}
+    args = *slots, *region, peers.bases, received, num_tokens, region[1].shape[0]
+    _move_slots(push_slots_kernel, args, num_tokens * top_k, peers.num_ranks, top_k=top_k, **sizes)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_slots", "num_rows"], do_not_specialize_on_alignment=range(9))
+@fast_jit([])
 def index_rows_kernel(
-    wire_to_row,  # [P_cap, K]
-    wire_probs,  # [P_cap, K] or None
+    wire_to_row,
+    wire_probs,
     packed_begin,
     packed_end,
     ready,
     arrived,
-    packed_to_row,  # [P_cap, K]
-    row_to_packed_row,  # [N_cap]
-    row_probs,  # [N_cap] or None
-    num_slots: tl.int32,  # P_cap * K
-    num_rows: tl.int32,  # N_cap
+    packed_to_row,
+    row_to_packed_row,
+    row_probs,
+    num_slots: tl.int32,
+    num_rows: tl.int32,
     SIZES: tl.constexpr,
 ):
     BLOCK: tl.constexpr = SIZES.block
@@ -284,11 +278,9 @@ def index_rows_kernel(
 def index_rows(wire, packed, trip, index):
     packed_to_row, row_to_packed_row, row_probs = index
     numbers = packed_to_row.numel(), row_to_packed_row.numel()
-    if max(numbers) == 0:
-        return
     results = packed_to_row, row_to_packed_row, row_probs if wire[1] is not None else None
-    grid, constants = (ceil_div(max(numbers), SLOTS_PER_PROGRAM),), _slots(top_k=packed_to_row.shape[1])
-    launch(index_rows_kernel, grid, constants, *wire, *packed, *trip, *results, *numbers)
+    args = *wire, *packed, *trip, *results, *numbers
+    _move_slots(index_rows_kernel, args, max(numbers), top_k=packed_to_row.shape[1])
 
 
 @triton.jit
@@ -306,20 +298,9 @@ def primary_row(packed_to_row, packed, is_packed, SIZES: tl.constexpr):
     return primary, num_rows
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "rank"],
-    do_not_specialize_on_alignment=["slot_to_rank", "slot_to_row", "received"],
-)
+@fast_jit(["x", "rows"])
 def place_rows_kernel(
-    x,  # [T, H]
-    slot_to_rank,  # [T, K]
-    slot_to_row,  # [T, K]
-    rows,  # [N_cap, H]
-    received,
-    num_tokens: tl.int32,
-    rank: tl.int32,
-    SIZES: tl.constexpr,
+    x, slot_to_rank, slot_to_row, rows, received, num_tokens: tl.int32, rank: tl.int32, SIZES: tl.constexpr
 ):
     num = tl.where(tl.load(received + rank * NUM_PUBLISHED) < 0, 0, num_tokens)
     for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
@@ -334,26 +315,14 @@ def place_rows_kernel(
 
 
 def place_rows(x, slot_to_rank, slot_to_row, rows, received, *, rank):
-    num_tokens = x.shape[0]
-    if num_tokens == 0 or rows.numel() == 0:
-        return
-    grid, constants = _tiles(x, num_tokens, COPY_ACCESSES, top_k=slot_to_row.shape[1])
-    launch(place_rows_kernel, grid, constants, x, slot_to_rank, slot_to_row, rows, received, num_tokens, rank)
+    if rows.numel():
+        args = x, slot_to_rank, slot_to_row, rows, received, x.shape[0], rank
+        _move(place_rows_kernel, args, x, x.shape[0], COPY_ACCESSES, top_k=slot_to_row.shape[1])
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["rank", "source"],
-    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"],
-)
-def fan_out_kernel(
-    rows,  # [N_cap, H]
-    packed_to_row,  # [P_cap, K]
-    source_to_packed_start,  # [R + 1]
-    rank: tl.int32,
-    source: tl.int32,  # -1: all but `rank`
-    SIZES: tl.constexpr,
-):
+@fast_jit(["rows"])
+def fan_out_kernel(rows, packed_to_row, source_to_packed_start, rank: tl.int32, source: tl.int32, SIZES: tl.constexpr):
+    # From all sources but this rank if `source` is -1.
     own_begin = tl.load(source_to_packed_start + rank)
     own_end = tl.load(source_to_packed_start + rank + 1)
     begin = tl.load(source_to_packed_start + tl.maximum(source, 0))
@@ -378,23 +347,18 @@ def fan_out(rows, packed_to_row, source_to_packed_start, *, rank, source=None, n
     # One slot per token: no secondary rows.
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
         return
-    tables = packed_to_row, source_to_packed_start
-    if source is not None and (on_hopper := _movers(rows, num_ctas)) is not None:
-        on_hopper.launch_fan_out(rows, *tables, source=source, num_ctas=num_ctas)
+    if source is not None and (on_hopper := _mover("fan_out", rows, num_ctas)) is not None:
+        on_hopper(rows, packed_to_row, source_to_packed_start, source=source, num_ctas=num_ctas)
         return
-    grid, constants = _tiles(rows, num_packed_cap, COPY_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
-    launch(fan_out_kernel, grid, constants, rows, *tables, rank, -1 if source is None else source)
+    args = rows, packed_to_row, source_to_packed_start, rank, -1 if source is None else source
+    _move(fan_out_kernel, args, rows, num_packed_cap, COPY_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["rank", "first_step", "end_step"],
-    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start", "bases", "received"],
-)
+@fast_jit(["rows"])
 def push_sums_kernel(
-    rows,  # [N_cap, H]
-    packed_to_row,  # [P_cap, K]
-    source_to_packed_start,  # [R + 1]
+    rows,
+    packed_to_row,
+    source_to_packed_start,
     bases,
     received,
     rank: tl.int32,
@@ -403,34 +367,32 @@ def push_sums_kernel(
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = rows.dtype.element_ty
-    TOP_K: tl.constexpr = SIZES.top_k
     UNROLL: tl.constexpr = SIZES.unroll
-    ROW_BYTES: tl.constexpr = SIZES.row_bytes
     for step in range(first_step, end_step):  # every rank begins with another one
         home = (rank + step) % SIZES.num_ranks
         begin = tl.load(source_to_packed_start + home)
         offset = tl.load(received + home * NUM_PUBLISHED + SIZES.column)
         num = tl.where(offset < 0, 0, tl.load(source_to_packed_start + home + 1) - begin)
-        region_bytes = tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + ROW_BYTES
+        region_bytes = tl.load(received + home * NUM_PUBLISHED + SIZES.column + 1) - offset + SIZES.row_bytes
         region = tl.load(bases + home) + offset + (rank - (rank > home).to(tl.int32)) * region_bytes
         for tile in range(tl.program_id(0), num_tiles(num, SIZES), tl.num_programs(0)):
             index, column, is_column = tile_place(tile, SIZES)
             primary, num_rows = primary_row(packed_to_row, begin + index, index < num, SIZES)
             mask = (num_rows > 0)[:, None] & is_column
             total = tl.load(row_places(rows, primary, column, SIZES), mask=mask, other=0.0).to(tl.float32)
-            for first in range(0, TOP_K, UNROLL):
+            for first in range(0, SIZES.top_k, UNROLL):
                 masks, values = (), ()
                 for more in tl.static_range(UNROLL):
                     k = first + more
-                    is_slot = (num_rows > 1) & (k < TOP_K)
-                    row = tl.load(packed_to_row + (begin + index) * TOP_K + k, mask=is_slot, other=-1)
+                    is_slot = (num_rows > 1) & (k < SIZES.top_k)
+                    row = tl.load(packed_to_row + (begin + index) * SIZES.top_k + k, mask=is_slot, other=-1)
                     source = row_places(rows, row, column, SIZES)
                     masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                     values += (tl.load(source, mask=masks[more], other=0.0),)
                 for more in tl.static_range(UNROLL):
                     # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
                     total = tl.where(masks[more], total + values[more].to(tl.float32), total)
-            target = row_pointers(region + index.to(tl.int64) * ROW_BYTES, ELEMENT) + column
+            target = row_pointers(region + index.to(tl.int64) * SIZES.row_bytes, ELEMENT) + column
             tl.store(target, total.to(ELEMENT), mask=mask)
 
 
@@ -440,24 +402,17 @@ def push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, c
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or source == rank:
         return
     tables = packed_to_row, source_to_packed_start
-    if source is not None and (on_hopper := _movers(rows, num_ctas)) is not None:
-        on_hopper.launch_push_sums(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
+    if source is not None and (on_hopper := _mover("push_sums", rows, num_ctas)) is not None:
+        on_hopper(rows, *tables, peers, received, column=column, home=source, num_ctas=num_ctas)
         return
     steps = (1, num_ranks) if source is None else ((source - rank) % num_ranks, (source - rank) % num_ranks + 1)
     sizes = {"num_ranks": num_ranks, "top_k": top_k, "column": column}
-    grid, constants = _tiles(rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
-    launch(push_sums_kernel, grid, constants, rows, *tables, peers.bases, received, rank, *steps)
+    args = rows, *tables, peers.bases, received, rank, *steps
+    _move(push_sums_kernel, args, rows, num_packed_cap, SUM_ACCESSES, num_ctas, **sizes)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_values", "packed_to_row", "num_packed", "packed_values"])
-def gather_values_kernel(
-    row_values,  # [N_cap]
-    packed_to_row,  # [P_cap, K]
-    num_packed,
-    packed_values,  # [P_cap, K]
-    SIZES: tl.constexpr,
-):
+@fast_jit([])
+def gather_values_kernel(row_values, packed_to_row, num_packed, packed_values, SIZES: tl.constexpr):
     entry = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     used = entry // SIZES.top_k < tl.load(num_packed)
     row = tl.load(packed_to_row + entry, mask=used, other=-1)
@@ -466,10 +421,8 @@ def gather_values_kernel(
 
 
 def gather_values(row_values, packed_to_row, num_packed, packed_values):
-    if packed_to_row.numel() == 0:
-        return
-    grid, constants = (ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),), _slots(top_k=packed_to_row.shape[1])
-    launch(gather_values_kernel, grid, constants, row_values, packed_to_row, num_packed, packed_values)
+    args = row_values, packed_to_row, num_packed, packed_values
+    _move_slots(gather_values_kernel, args, packed_to_row.numel(), top_k=packed_to_row.shape[1])
 
 
 @triton.jit
@@ -480,22 +433,9 @@ def call_failed(received, SIZES: tl.constexpr):
     return tl.min(offset, axis=0) < 0
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["source_rank", "source_row", "bases", "received"],
-)
-def pull_rows_kernel(
-    source_rank,  # [T, S]
-    source_row,  # [T, S]
-    bases,
-    received,
-    out,  # [T, H]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
-):
+@fast_jit(["out"])
+def pull_rows_kernel(source_rank, source_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    NUM_SOURCES: tl.constexpr = SIZES.top_k
     UNROLL: tl.constexpr = SIZES.unroll
     TILE: tl.constexpr = SIZES.tile
     failed = call_failed(received, SIZES)
@@ -503,16 +443,16 @@ def pull_rows_kernel(
         token, column, is_column = tile_place(tile, SIZES)
         is_token = token < num_tokens
         total = tl.zeros(TILE, tl.float32)
-        for first in range(0, NUM_SOURCES, UNROLL):
+        for first in range(0, SIZES.top_k, UNROLL):
             # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
             for step in tl.static_range(UNROLL):
                 s = first + step
-                mask = is_token & (s < NUM_SOURCES) & (not failed)
-                rows += (tl.load(source_row + token * NUM_SOURCES + s, mask=mask, other=-1),)
+                mask = is_token & (s < SIZES.top_k) & (not failed)
+                rows += (tl.load(source_row + token * SIZES.top_k + s, mask=mask, other=-1),)
             for step in tl.static_range(UNROLL):
                 s = first + step
-                rank = tl.load(source_rank + token * NUM_SOURCES + s, mask=rows[step] >= 0, other=-1)
+                rank = tl.load(source_rank + token * SIZES.top_k + s, mask=rows[step] >= 0, other=-1)
                 base = tl.load(bases + rank, mask=rank >= 0, other=0)
                 places += (base + tl.load(received + rank * NUM_PUBLISHED + SIZES.column, mask=rank >= 0, other=0),)
             for step in tl.static_range(UNROLL):
@@ -527,12 +467,9 @@ def pull_rows_kernel(
 
 
 def pull_rows(source_rank, source_row, peers, received, out, *, column):
-    num_tokens = out.shape[0]
-    if num_tokens == 0:
-        return
     sizes = {"top_k": source_row.shape[1], "num_ranks": peers.num_ranks, "column": column}
-    grid, constants = _tiles(out, num_tokens, SUM_ACCESSES, **sizes)
-    launch(pull_rows_kernel, grid, constants, source_rank, source_row, peers.bases, received, out, num_tokens)
+    args = source_rank, source_row, peers.bases, received, out, out.shape[0]
+    _move(pull_rows_kernel, args, out, out.shape[0], SUM_ACCESSES, **sizes)
 
 
 @triton.jit
@@ -560,28 +497,23 @@ def sum_own_rows(slots, token, is_token, top_k, rank, rows, column, is_column, S
     return total.to(rows.dtype.element_ty)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens", "top_k", "own_rank"],
-    do_not_specialize_on_alignment="token_to_packed_row packed_start slot_to_rank slot_to_row ready arrived".split(),
-)
+@fast_jit(["rows", "returned", "out"])
 def sum_home_kernel(
-    rows,  # [N_cap, H]
-    returned,  # [(R - 1) * T, H]
-    token_to_packed_row,  # [T, R]
-    packed_start,  # [R]
-    slot_to_rank,  # [T, K]
-    slot_to_row,  # [T, K]
+    rows,
+    returned,
+    token_to_packed_row,
+    packed_start,
+    slot_to_rank,
+    slot_to_row,
     ready,
     arrived,
-    out,  # [T, H]
+    out,
     num_tokens: tl.int32,
     top_k: tl.int32,
     own_rank: tl.int32,
     SIZES: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     UNROLL: tl.constexpr = SIZES.peers_unroll
     TILE: tl.constexpr = SIZES.tile
     failed = tl.minimum(tl.load(ready), tl.load(arrived)) < 0
@@ -590,16 +522,16 @@ def sum_home_kernel(
         is_token = token < num_tokens
         total = tl.zeros(TILE, tl.float32)
         own = tl.zeros(TILE, ELEMENT)
-        for first in range(0, NUM_RANKS, UNROLL):
+        for first in range(0, SIZES.num_ranks, UNROLL):
             packed, values = (), ()
             for step in tl.static_range(UNROLL):
                 rank = first + step
-                mask = is_token & (rank < NUM_RANKS) & (rank != own_rank) & (not failed)
-                packed += (tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=mask, other=-1),)
+                mask = is_token & (rank < SIZES.num_ranks) & (rank != own_rank) & (not failed)
+                packed += (tl.load(token_to_packed_row + token * SIZES.num_ranks + rank, mask=mask, other=-1),)
             for step in tl.static_range(UNROLL):
                 rank = first + step
                 region = rank - (own_rank < rank).to(tl.int32)
-                start = tl.load(packed_start + rank, mask=rank < NUM_RANKS, other=0)
+                start = tl.load(packed_start + rank, mask=rank < SIZES.num_ranks, other=0)
                 row = region * num_tokens + packed[step] - start
                 has = is_token & (packed[step] >= 0)
                 values += (tl.load(row_places(returned, row, column, SIZES), mask=has[:, None] & is_column, other=0.0),)
@@ -620,26 +552,16 @@ def sum_home(rows, index, trip, out, *, rank, num_ctas=None):
         return
     _, packed_start, _, slot_to_row = index
     top_k, num_ranks = slot_to_row.shape[1], packed_start.numel()
-    if num_ranks > 1 and (on_hopper := _movers(out, num_ctas)) is not None:
-        on_hopper.launch_sum_home(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
+    if num_ranks > 1 and (on_hopper := _mover("sum_home", out, num_ctas)) is not None:
+        on_hopper(rows, index, trip, out, rank=rank, num_ctas=num_ctas)
         return
-    grid, constants = _tiles(out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
-    launch(sum_home_kernel, grid, constants, *rows, *index, *trip, out, num_tokens, top_k, rank)
+    args = *rows, *index, *trip, out, num_tokens, top_k, rank
+    _move(sum_home_kernel, args, out, num_tokens, HOME_ACCESSES, num_ctas, num_ranks=num_ranks, top_k=top_k)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["slot_to_rank", "token_to_packed_row", "bases", "received", "out"],
-)
+@fast_jit([])
 def pull_values_kernel(
-    slot_to_rank,  # [T, K]
-    token_to_packed_row,  # [T, R]
-    bases,
-    received,
-    out,  # [T, K]
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
+    slot_to_rank, token_to_packed_row, bases, received, out, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
     slot = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
     token = slot // SIZES.top_k
@@ -656,11 +578,6 @@ def pull_values_kernel(
 
 
 def pull_values(slot_to_rank, token_to_packed_row, peers, received, out, *, column):
-    num_tokens, top_k = out.shape
-    if num_tokens == 0:
-        return
-    grid = (ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)
-    constants = _slots(top_k=top_k, num_ranks=peers.num_ranks, column=column)
-    launch(
-        pull_values_kernel, grid, constants, slot_to_rank, token_to_packed_row, peers.bases, received, out, num_tokens
-    )
+    args = slot_to_rank, token_to_packed_row, peers.bases, received, out, out.shape[0]
+    sizes = {"top_k": out.shape[1], "num_ranks": peers.num_ranks, "column": column}
+    _move_slots(pull_values_kernel, args, out.numel(), **sizes)

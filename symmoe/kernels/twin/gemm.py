@@ -14,6 +14,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.bias_sums import SLOT_ROWS
+from symmoe.kernels.contract.operands import Bias, Rows
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation, sum_in_blocks
@@ -41,9 +42,10 @@ def spans_of(row_range: torch.Tensor) -> list[slice]:
     return spans
 
 
-def take_rows(rows: torch.Tensor, row_index: torch.Tensor | None, span: slice) -> torch.Tensor:
+def take_rows(rows: Rows, span: slice) -> torch.Tensor:
     """The rows of one group, gathered if there is an index."""
-    return rows[span] if row_index is None else rows.index_select(0, row_index[span])
+    tensor, row_index = rows if isinstance(rows, tuple) else (rows, None)
+    return tensor[span] if row_index is None else tensor.index_select(0, row_index[span])
 
 
 def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
@@ -65,13 +67,12 @@ def packed(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
     return torch.stack([matrix(matrices, group) for group in range(matrices.shape[0])])
 
 
-def bias_rows(
-    bias: torch.Tensor | None, bias_scale: torch.Tensor | None, group: int, span: slice
-) -> torch.Tensor | None:
-    """bias[group] * bias_scale of a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
-    if bias is None:
+def bias_rows(bias: Bias, group: int, span: slice) -> torch.Tensor | None:
+    """What a bias adds to a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
+    features, scale = bias if isinstance(bias, tuple) else (bias, None)
+    if features is None:
         return None
-    return bias[group].float() if bias_scale is None else bias[group].float() * bias_scale[span, None]
+    return features[group].float() if scale is None else features[group].float() * scale[span, None]
 
 
 def store_sum(out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, *, accumulate: bool) -> None:
@@ -129,42 +130,28 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _is_aligned(tensor) else tensor.clone()
 
 
-def grouped_gemm(
-    rows,
-    weight,
-    row_range,
-    out,
-    *,
-    row_index=None,
-    bias=None,
-    bias_scale=None,
-    accumulate=False,
-    zero_tail=False,
-    num_sms=None,
-):
+def grouped_gemm(rows, weight, row_range, out, *, bias=None, accumulate=False, zero_tail=False, num_sms=None):
     for g, span in filled_groups(row_range):
-        addend = bias_rows(bias, bias_scale, g, span)
+        addend = bias_rows(bias, g, span)
         if accumulate:
             addend = out[span].float() if addend is None else out[span].float() + addend
-        multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), addend)
+        multiply_rows(out[span], take_rows(rows, span), matrix(weight, g).t(), addend)
     if zero_tail:
         zero_rows(out, row_range)
 
 
-def grouped_gemm_dgrad(
-    dout, weight, row_range, out, *, row_index=None, accumulate=False, zero_tail=False, num_sms=None
-):
+def grouped_gemm_dgrad(dout, weight, row_range, out, *, accumulate=False, zero_tail=False, num_sms=None):
     for g, span in filled_groups(row_range):
         addend = out[span].float() if accumulate else None
-        multiply_rows(out[span], take_rows(dout, row_index, span), matrix(weight, g), addend)
+        multiply_rows(out[span], take_rows(dout, span), matrix(weight, g), addend)
     if zero_tail:
         zero_rows(out, row_range)
 
 
-def grouped_gemm_wgrad(dout, rows, row_range, out, *, dout_index=None, rows_index=None, accumulate=False, num_sms=None):
+def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=None):
     for g, span in groups(row_range):
         if span.start < span.stop:
-            left, right = take_rows(dout, dout_index, span).t(), take_rows(rows, rows_index, span)
+            left, right = take_rows(dout, span).t(), take_rows(rows, span)
             if accumulate:
                 store_sum(out, g, multiply(left, right), accumulate=True)
             else:
@@ -173,9 +160,9 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, dout_index=None, rows_inde
             matrix(out, g).zero_()
 
 
-def grouped_bias_grad(dout, row_range, dbias, *, dout_index=None, scale=None):
+def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     for g, span in groups(row_range):
-        addends = take_rows(dout, dout_index, span).float()
+        addends = take_rows(dout, span).float()
         if scale is not None:
             addends = addends * scale[span, None]
         dbias[g] = sum_in_blocks(addends.t(), TILE)
@@ -188,9 +175,9 @@ def sum_dbias(bias_sums, row_range, dbias):
         dbias[g] = sum_in_blocks(bias_sums[first : first + num_slots].t(), TILE // SLOT_ROWS)
 
 
-def grouped_bias_dot(dout, bias, row_range, dscale, *, dout_index=None, accumulate=False):
+def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
     for g, span in groups(row_range):
-        dots = (take_rows(dout, dout_index, span).float() * bias[g].float()).sum(dim=1)
+        dots = (take_rows(dout, span).float() * bias[g].float()).sum(dim=1)
         dscale[span] = dscale[span] + dots if accumulate else dots
 
 
@@ -198,31 +185,18 @@ def dact_workspace_numel(num_rows, num_groups, ffn, activation):
     return num_rows
 
 
-def grouped_gemm_act(rows, weight, row_range, row_scale, h, a, activation, *, row_index=None, bias=None, num_sms=None):
-    grouped_gemm(rows, weight, row_range, h, row_index=row_index, bias=bias)
+def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *, bias=None, num_sms=None):
+    h, a = results
+    grouped_gemm(rows, weight, row_range, h, bias=bias)
     for span in spans_of(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
 
 
-def grouped_gemm_dact(
-    dout,
-    weight,
-    row_range,
-    h,
-    row_scale,
-    dh,
-    a,
-    dscale,
-    workspace,
-    activation,
-    *,
-    row_index=None,
-    dbias=None,
-    num_sms=None,
-):
-    da = torch.empty(a.shape, dtype=dout.dtype, device=dout.device)
+def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None):
+    (h, row_scale), (dh, a, dscale, dbias) = hidden, gradients
+    da = torch.empty_like(a)
     for g, span in filled_groups(row_range):
-        multiply_rows(da[span], take_rows(dout, row_index, span), matrix(weight, g))
+        multiply_rows(da[span], take_rows(dout, span), matrix(weight, g))
     for span in spans_of(row_range):
         scale = row_scale[span]
         value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)

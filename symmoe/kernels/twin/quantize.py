@@ -33,7 +33,7 @@ def quantize_rows(
 ):
     width = rows.shape[1]
     for g, span in filled_groups(row_range):
-        lines = take_rows(rows, row_index, span).float()
+        lines = take_rows((rows, row_index), span).float()
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
@@ -49,7 +49,7 @@ def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=No
     for g, span in groups(row_range):
         if span.start == span.stop:
             continue
-        lines = _padded_columns(take_rows(rows, row_index, span), signs)
+        lines = _padded_columns(take_rows((rows, row_index), span), signs)
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _place(data, block_format.data_width(first), _pack(codes, block_format))
         _place(scale, first // block_format.block, scales)
@@ -76,7 +76,7 @@ def weight_amax(weight, amax):
 
 def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     for g, span in groups(row_range):
-        values = take_rows(rows, row_index, span).float()
+        values = take_rows((rows, row_index), span).float()
         values = values if signs is None else _padded_columns(values, signs)
         amax[g] = _largest_finite(values)
 

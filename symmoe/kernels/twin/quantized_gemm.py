@@ -47,7 +47,7 @@ def grouped_gemm_fp8(
             multiply_rows(partial, rows[span, block].float(), matrix(weight, g)[:, block].float().t())
             features = matrix(weight_scale, g)[:, b].repeat_interleave(BLOCK)[: out.shape[1]]
             total += partial * (row_scale[span, b, None] * features)
-        addend = bias_rows(bias, bias_scale, g, span)
+        addend = bias_rows((bias, bias_scale), g, span)
         total = total if addend is None else total + addend
         out[span] = total.to(out.dtype)
     if zero_tail:
@@ -101,7 +101,7 @@ def grouped_gemm_scaled(
         multiply_rows(total, left[span], right[g].t())
         if row_global_scale is not None and weight_global_scale is not None:
             total = total * row_global_scale[g] * weight_global_scale[g]
-        addend = bias_rows(bias, bias_scale, g, span)
+        addend = bias_rows((bias, bias_scale), g, span)
         total = total if addend is None else total + addend
         out[span] = total.to(out.dtype)
     if zero_tail:

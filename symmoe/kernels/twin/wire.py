@@ -21,7 +21,7 @@ def encode_rows(rows, wire, block_format):
 def unpack_rows(wire, row_range, data, scale, *, row_index=None):
     width = data.shape[1]
     for span in spans_of(row_range):
-        rows = take_rows(wire, row_index, span)
+        rows = take_rows((wire, row_index), span)
         data[span] = rows[:, :width]
         scale[span] = rows[:, width : width + scale.shape[1]]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.moe.config import MoEConfig
 
 HOT_EXPERT = 0
 _ZIPF_SEED = 20261121
@@ -35,6 +39,56 @@ PRESETS = {
         Shape("olmoe", 2048, 1024, 64, 8),
     )
 }
+
+
+_SIZES = {"hidden": "H, width of the tokens", "ffn": "I, width of one expert", "experts": "E, experts in all"}
+_SIZES |= {"top_k": "K, experts per token"}
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, *, several: bool = False, default: str = "") -> None:
+    """Adds what :func:`shapes_of`, or unless `several` :func:`shape_of`, reads."""
+    what = "comma-separated names, or all" if several else "one"
+    parser.add_argument(
+        "--preset", default="", help=f"{what}: {', '.join(PRESETS)}{f' ({default})' if default else ''}"
+    )
+    for name, text in _SIZES.items():
+        more = "; with the other three instead of a preset" if name == "hidden" else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text + more)
+
+
+def shapes_of(args: argparse.Namespace, default: str = "") -> list[Shape]:
+    """The layers that the arguments name. Raises ArgumentError for what is unknown or incomplete."""
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    given = [name for name, value in sizes.items() if value is not None]
+    if args.preset and given:
+        raise ArgumentError(f"preset ({args.preset}) and sizes ({', '.join(given)}) exclude each other")
+    if args.preset or (default and not given):
+        return [PRESETS[name] for name in names_of("preset", args.preset or default, PRESETS)]
+    if missing := [f"--{name.replace('_', '-')}" for name in sizes if name not in given]:
+        raise ArgumentError(f"explicit sizes also need {', '.join(missing)}" if given else "name a --preset, or sizes")
+    return [Shape("x".join(map(str, sizes.values())), *sizes.values())]
+
+
+def shape_of(args: argparse.Namespace, default: str = "") -> Shape:
+    """The one layer that the arguments name."""
+    shapes = shapes_of(args, default)
+    if len(shapes) != 1:
+        raise ArgumentError(f"preset ({args.preset}) must be one")
+    return shapes[0]
+
+
+def names_of(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known names in a comma-separated list; "all" is all of them. Raises ArgumentError for others."""
+    names = tuple(known) if text == "all" else tuple(text.split(","))
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{what} ({name}) must be of {', '.join(known)}, or all")
+    return tuple(dict.fromkeys(names))
+
+
+def config_of(shape: Shape, **options: Any) -> MoEConfig:
+    """The configuration of a layer of that shape."""
+    return MoEConfig(hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k, **options)
 
 
 @dataclass(frozen=True, slots=True)

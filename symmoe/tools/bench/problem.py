@@ -1,8 +1,8 @@
 """The tensors of one case, and where its slots must go. Every rank can make any other rank's tokens and any expert's
 weights: the checks need them, without the package's plan.
 
-R ranks, T tokens per rank, H hidden, I ffn, K slots per token, E experts, e = E / R, N rows and P packed rows on a
-rank. Rows are ordered expert, source rank, token, k; packed rows source rank, token.
+R ranks, T tokens per rank, H hidden, I ffn, K slots per token, E experts, e = E / R, N rows on a rank, in the order
+expert, source rank, token, k.
 """
 
 from __future__ import annotations
@@ -27,53 +27,26 @@ class Tokens(NamedTuple):
     probs: torch.Tensor
 
 
-class LocalRows(NamedTuple):
-    """What a rank's GEMMs work on once the tokens are there: packed, d_packed bf16 [P, H], row_to_packed_row int32 [N],
-    row_range int32 [2, e], row_probs fp32 [N]."""
-
-    packed: torch.Tensor
-    d_packed: torch.Tensor
-    row_to_packed_row: torch.Tensor
-    row_range: torch.Tensor
-    row_probs: torch.Tensor
-
-
 class Routing:
     """The routing of all ranks, from the choice of every rank, int64 [T, K]. Tensors are on the CPU.
 
     Attributes:
-        slot_to_rank, slot_to_row: int64 [R, T, K], the rank of a slot's expert, and its row there.
-        num_rows, num_packed: N and P of every rank.
+        topk_idx: int64 [R, T, K].
         splits: int64 [R, e], rows of every expert.
-        goes_to: bool [R, T, R], whether a token of a rank has an expert on another (or the same) rank.
+        num_rows: N of every rank.
+        order: the slots of all ranks [R * T * K] as rows lie: by expert; then source rank, token, k.
     """
 
     def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
-        num_ranks, experts_per_rank = len(topk_idx), num_experts // len(topk_idx)
         self.topk_idx = torch.stack(topk_idx)
-        flat = self.topk_idx.reshape(-1)
-        self.slot_to_rank = self.topk_idx // experts_per_rank
-        self.splits = torch.bincount(flat, minlength=num_experts).view(num_ranks, experts_per_rank)
+        self.splits = torch.bincount(self.topk_idx.reshape(-1), minlength=num_experts).view(len(topk_idx), -1)
         self.num_rows = self.splits.sum(1).tolist()
-        order = flat.argsort(stable=True)  # by expert; then source rank, token, k, as they lie
-        self._slot_of_row = order.split(self.num_rows)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel())
-        first_row = torch.tensor([0, *self.num_rows]).cumsum(0)
-        self.slot_to_row = place.view_as(self.topk_idx) - first_row[self.slot_to_rank]
-        self.goes_to = torch.stack([(self.slot_to_rank == rank).any(2) for rank in range(num_ranks)], dim=2)
-        self.num_packed = self.goes_to.sum((0, 1)).tolist()
+        self.order = self.topk_idx.reshape(-1).argsort(stable=True)
 
     def rows_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(token, slot) of every row of a rank: int64 [N], counted over all ranks' tokens [R * T] and slots."""
-        slots = self._slot_of_row[rank]
+        slots = self.order.split(self.num_rows)[rank]
         return slots // self.topk_idx.shape[2], slots
-
-    def packed_rows_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token of every packed row, int64 [P], and the packed row of every row, int64 [N]."""
-        arrives = self.goes_to[:, :, rank].reshape(-1)
-        token_to_packed = arrives.cumsum(0) - 1
-        return arrives.nonzero().squeeze(1), token_to_packed[self.rows_of(rank)[0]]
 
 
 class Problem:
@@ -133,21 +106,6 @@ class Problem:
     def all_tokens(self) -> Tokens:
         """Every rank's tokens, [R * T, .]."""
         return Tokens(*map(torch.cat, zip(*map(self.tokens_of, range(self.num_ranks)), strict=True)))
-
-    @cached_property
-    def local_rows(self) -> LocalRows:
-        """What this rank's GEMMs work on."""
-        token_of_packed, row_to_packed = (each.to(self.device) for each in self.routing.packed_rows_of(self.rank))
-        _, slots = self.routing.rows_of(self.rank)
-        splits = self.routing.splits[self.rank]
-        ends = splits.cumsum(0)
-        return LocalRows(
-            packed=self.all_tokens.x[token_of_packed],
-            d_packed=self.all_tokens.dy[token_of_packed],
-            row_to_packed_row=row_to_packed.int(),
-            row_range=torch.stack((ends - splits, ends)).int().to(self.device),
-            row_probs=self.all_tokens.probs.reshape(-1)[slots.to(self.device)],
-        )
 
 
 def routing_of(case: Case, num_ranks: int) -> Routing:

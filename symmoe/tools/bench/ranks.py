@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from symmoe.torch_internals import gpu_sleep
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_GROUP_TIMEOUT_S = 600  # limit of the process group: a rank may compile for minutes
+_GROUP_TIMEOUT = timedelta(minutes=10)  # of the process group: a rank may compile for minutes
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
 
 
@@ -87,14 +87,9 @@ def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) ->
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
     if makes_group:
+        options: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": num_ranks}
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=_GROUP_TIMEOUT_S),
-        )
+        dist.init_process_group(backend, timeout=_GROUP_TIMEOUT, **options)
     try:
         yield Ranks(device)
     finally:

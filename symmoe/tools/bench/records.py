@@ -5,9 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import symmoe
 from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.facts import output_of, version_of
 
 Record = dict[str, Any]
 
@@ -31,32 +31,34 @@ _RATIOS = {  # by yardstick: above and below, more is better
     "copy_gbs": ("wire_gbs", "copy_gbs"),
     "stock_ms": ("stock_ms", "ms_median"),  # times: less is better
 }
-_COLUMNS = (  # of the table: heading, width, key, format
-    ("suite", -9, "suite", "s"),
-    ("variant", -38, "variant", "s"),
-    ("preset", -14, "preset", "s"),
-    ("ep", 3, "ep", "d"),
-    ("tokens", 7, "tokens", "d"),
-    ("skew", -8, "skew", "s"),
-    ("direction", -9, "direction", "s"),
-    ("ms", 10, "ms_median", ".4f"),
-    ("p10", 10, "ms_p10", ".4f"),
-    ("p90", 10, "ms_p90", ".4f"),
-    ("host us", 8, "host_us", ".0f"),
-    ("in a row", 8, "in_a_row_us", ".1f"),
-    ("TFLOP/s", 9, "tflops", ".4g"),
-    ("ceiling", 8, "ceiling_tflops", ".4g"),
-    ("stock", 8, "stock_tflops", ".4g"),
-    ("wire GB/s", 10, "wire_gbs", ".4g"),
-    ("copy GB/s", 10, "copy_gbs", ".4g"),
-    ("copied B", 9, "weight_copy_bytes", ".3g"),
+_COLUMNS = (  # of the table: heading, alignment, key, format
+    ("suite", "<9", "suite", "s"),
+    ("variant", "<38", "variant", "s"),
+    ("preset", "<14", "preset", "s"),
+    ("ep", ">3", "ep", "d"),
+    ("tokens", ">7", "tokens", "d"),
+    ("skew", "<8", "skew", "s"),
+    ("direction", "<9", "direction", "s"),
+    ("ms", ">10", "ms_median", ".4f"),
+    ("p10", ">10", "ms_p10", ".4f"),
+    ("p90", ">10", "ms_p90", ".4f"),
+    ("host us", ">8", "host_us", ".0f"),
+    ("in a row", ">8", "in_a_row_us", ".1f"),
+    ("TFLOP/s", ">9", "tflops", ".4g"),
+    ("ceiling", ">8", "ceiling_tflops", ".4g"),
+    ("stock", ">8", "stock_tflops", ".4g"),
+    ("wire GB/s", ">10", "wire_gbs", ".4g"),
+    ("copy GB/s", ">10", "copy_gbs", ".4g"),
+    ("copied B", ">9", "weight_copy_bytes", ".3g"),
 )
 
 
 def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
-    """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given."""
+    """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given, and of
+    `wire_bytes` come `wire_gbs`."""
     marks = zip(("ms_p10", "ms_median", "ms_p90"), np.percentile(times_ms, [10, 50, 90]), strict=True)
-    figures = {name: rounded(value) for name, value in marks}
+    figures: Record = {name: rounded(value) for name, value in marks}
+    figures["wire_gbs"] = gbs(known.get("wire_bytes"), times_ms)
     return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **known}
 
 
@@ -105,21 +107,15 @@ def render(records: Sequence[Record]) -> str:
     "ratio" is to the yardstick of the same run.
     """
     columns = [column for column in _COLUMNS if any(record.get(column[2]) is not None for record in records)]
-    lines = [" ".join(_cell(head, width) for head, width, _, _ in columns) + "   ratio"]
+    lines = [" ".join(f"{head:{align}}" for head, align, _, _ in columns) + "   ratio"]
     for record in records:
-        cells = [_cell(_shown(record.get(key), kind), width) for _, width, key, kind in columns]
-        lines.append(" ".join(cells) + f" {_shown(ratio(record), '.3f'):>7}")
+        shown = [(align, "" if record.get(key) is None else f"{record[key]:{kind}}") for _, align, key, kind in columns]
+        compared = ratio(record)
+        shown.append((">7", "" if compared is None else f"{compared:.3f}"))
+        lines.append(" ".join(f"{text:{align}}" for align, text in shown))
     skipped = {(name, why) for record in records for name, why in record.get("skipped", {}).items()}
     lines += [f"skipped {name}: {why}" for name, why in sorted(skipped)]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _shown(value: object, kind: str) -> str:
-    return "" if value is None else format(value, kind)
-
-
-def _cell(text: str, width: int) -> str:
-    return text.ljust(-width) if width < 0 else text.rjust(width)
 
 
 def save(records: list[Record], path: str) -> None:
@@ -131,14 +127,14 @@ def machine(device: torch.device) -> dict[str, str | None]:
     """The keys of a record that say where it was measured. Starts nvidia-smi and git if they are there."""
     on_gpu = device.type == "cuda"
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    nvshmem = [(name, _version(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
+    nvshmem = [(name, version_of(name)) for name in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13")]
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
-        "driver": _output_of(*query).split("\n")[0] if on_gpu else None,
+        "driver": output_of(*query).split("\n")[0] if on_gpu else None,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "nvshmem": ", ".join(f"{name} {number}" for name, number in nvshmem if number) or None if on_gpu else None,
-        "commit": commit(Path(__file__).resolve().parent.parent),
+        "commit": commit(Path(symmoe.__file__).parent),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -146,21 +142,12 @@ def machine(device: torch.device) -> dict[str, str | None]:
 def commit(folder: Path) -> str:
     """The git commit of a source tree, "unknown" if git does not track it; with "-dirty" if any file of the repository
     differs or is not in it, tests and scripts that measure too."""
-    if not _output_of("git", "-C", str(folder), "ls-files", "__init__.py"):
+    git = ("git", "--no-optional-locks", "-C", str(folder))  # without a lock: a commit at the same time would fail
+    if not output_of(*git, "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
-    head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD") or "unknown"
-    # Without a lock: a commit at the same time would fail.
-    changed = _output_of("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain")
-    return head + ("-dirty" if changed else "")
-
-
-def _output_of(*command: str) -> str:
-    """What a command prints; "" if it cannot be run or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    return (output_of(*git, "rev-parse", "HEAD") or "unknown") + "-dirty" * bool(
+        output_of(*git, "status", "--porcelain")
+    )
 
 
 def _cpu_model() -> str:
@@ -169,10 +156,3 @@ def _cpu_model() -> str:
     except OSError:
         lines = []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

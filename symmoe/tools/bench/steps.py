@@ -13,7 +13,6 @@ import math
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,13 +34,6 @@ from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
 
 STEPS = 20  # in a row
 _HOST_STEPS = 10  # steps whose launches are timed
-_TRACED = "traced step"
-# CUDA runtime and driver calls that return only when the GPU has got somewhere.
-_WAITING_CALLS = {
-    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
-    *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
-}
-_COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 
 Step = Callable[[], object]
 
@@ -67,15 +59,27 @@ KINDS = {
 }
 
 
-def bench_steps(problem: Problem, run: Run) -> list[Record]:
+def host_figures(step: Step, problem: Problem, ranks: Ranks) -> Record:
+    """`host_us`: the median time until a step's call returns, with an idle GPU before it. Collective."""
+    host_us = []
+    for _ in range(_HOST_STEPS):
+        ranks.barrier()
+        start = time.perf_counter()
+        step()
+        host_us.append((time.perf_counter() - start) * 1e6)
+    return {"host_us": rounded(statistics.median(host_us))}
+
+
+def bench_steps(
+    problem: Problem, run: Run, figures_of: Callable[[Step, Problem, Ranks], Record] = host_figures
+) -> list[Record]:
     """Steps of the layer and of its experts, eager and replayed, and of the stock layer. Collective."""
     reference, on_gpu, steps, errors = Reference(problem), problem.device.type == "cuda", dict[str, Step](), {}
     for name, kind in KINDS.items():
-        if kind.captured and not on_gpu:
-            continue  # there are no graphs on CPUs
-        step, checked = _make(kind, problem, run)
-        errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
-        steps[name] = _captured(step) if kind.captured else step
+        if on_gpu or not kind.captured:  # there are no graphs on CPUs
+            step, checked = _make(kind, problem, run)
+            errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
+            steps[name] = _captured(step) if kind.captured else step
     forward = stock_forward(problem)
 
     def stock() -> tuple[torch.Tensor, ...]:
@@ -85,13 +89,12 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
     steps[STOCK] = stock
     errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
-    flops = 3 * problem.case.forward_flops
-    records = []
+    flops, records = 3 * problem.case.forward_flops, []
     for name, step in steps.items():
         figures: Record = {"tflops": tflops(flops, times[name]), "error": errors[name]}
         if name != STOCK:
             figures |= {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
-        figures |= figures_of_step(step, problem, run.ranks)
+        figures |= figures_of(step, problem, run.ranks)
         records.append(case_record(problem, "steps", name, "step", times[name], **figures))
     steps.clear()  # ends the graphs before their memory is freed
     run.heap.release_graphs()
@@ -160,76 +163,3 @@ def times_in_a_row_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int)
             times[name].append((time.perf_counter() - start) * 1e3 / STEPS)
     ranks.barrier()
     return {name: ranks.gather(np.array(taken)).max(axis=0) for name, taken in times.items()}
-
-
-def figures_of_step(step: Step, problem: Problem, ranks: Ranks) -> dict[str, float | int | None]:
-    """What a step asks of the host: the median time until its call returns, with an idle GPU before it; on GPUs also
-    its kernels, calls that wait for the GPU, copies from device to device and allocations. Collective."""
-    host_us = []
-    for _ in range(_HOST_STEPS):
-        ranks.barrier()
-        start = time.perf_counter()
-        step()
-        host_us.append((time.perf_counter() - start) * 1e6)
-    figures: dict[str, float | int | None] = {"host_us": rounded(statistics.median(host_us))}
-    counted = dict.fromkeys(("launches", "waits", "copies", "allocations"))
-    if ranks.device.type != "cuda":
-        return figures | counted
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    step()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-    trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
-    counts = (trace.kernels.total(), trace.waits.total(), trace.copies_on_device.total(), allocations)
-    return figures | dict(zip(counted, counts, strict=True))
-
-
-# -- what one step launches -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """One step as torch.profiler saw it, by name how often: kernels; copies by the driver ("Memcpy DtoD (Device ->
-    Device)", "Memset (Device)", ...); calls that wait for the GPU; copies of large tensors by torch's operators."""
-
-    kernels: Counter[str]
-    copies: Counter[str]
-    waits: Counter[str]
-    row_copies: Counter[str]
-
-    @property
-    def copies_on_device(self) -> Counter[str]:
-        """Copies from device to device, by whatever."""
-        return Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k}) + self.row_copies
-
-    @property
-    def findings(self) -> list[str]:
-        """What a zero-copy step with static capacity must not have."""
-        return [f"{count} x {name}" for name, count in (self.copies_on_device + self.waits).items()]
-
-
-def trace_step(step: Step, *, row_numel: int) -> StepTrace:
-    """Profiles one call of `step`, which has run before. Synchronises.
-
-    Args:
-        row_numel: elements from which a copy by a torch operator counts.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
-        with torch.profiler.record_function(_TRACED):
-            step()
-        torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
-    events = profiler.events()
-    whole = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
-    trace = StepTrace(*(Counter[str]() for _ in range(4)))
-    for event in events:
-        if event.device_type.name == "CUDA":
-            if event.name != _TRACED:
-                (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[event.name] += 1
-        elif whole.start <= event.time_range.start <= whole.end:
-            shape = event.input_shapes[0] if event.input_shapes else None
-            if event.name in _WAITING_CALLS:
-                trace.waits[event.name] += 1
-            elif event.name in _COPYING_OPERATORS and shape and math.prod(shape) >= row_numel:
-                trace.row_copies[f"{event.name} {shape}"] += 1
-    return trace

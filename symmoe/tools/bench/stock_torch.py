@@ -9,14 +9,13 @@ T tokens, K slots, H hidden, e experts per rank, R ranks, N rows received.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function
+from symmoe.autograd import Function
 
 STOCK = "stock torch"  # name of variants that are made of these parts
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, probs, ends to outputs
@@ -55,27 +54,18 @@ def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torc
     return out
 
 
-class _AllToAllContext(Context, Protocol):
-    splits: tuple[list[int], list[int]]
-
-
 class _AllToAll(Function):
     """Same as :func:`all_to_all`; backward sends the gradients back."""
 
     @staticmethod
-    def forward(ctx: _AllToAllContext, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         ctx.splits = sent, received
         return all_to_all(rows, received, sent)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _AllToAllContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_to_all(d_rows, *ctx.splits), None, None
-
-
-class _OrderContext(Context, Protocol):
-    inverse: torch.Tensor
-    top_k: int
 
 
 class _Permute(Function):
@@ -83,29 +73,22 @@ class _Permute(Function):
 
     @staticmethod
     def forward(
-        ctx: _OrderContext, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int = 1
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int = 1
     ) -> torch.Tensor:
         ctx.inverse, ctx.top_k = inverse, top_k
         return rows.index_select(0, order if top_k == 1 else order // top_k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _OrderContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_copies = d_rows.index_select(0, ctx.inverse)
         d_in = d_copies if ctx.top_k == 1 else d_copies.view(-1, ctx.top_k, d_rows.shape[1]).sum(1)
         return d_in, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Who sends how many rows where, as the host knows it.
-
-    Attributes:
-        order, inverse: slots sorted by expert, and back; int64 [T * K].
-        sent, received: rows to and from each rank.
-        local_order, local_inverse: received rows sorted by expert, and back; int64 [N].
-        ends: int32 [e], where each local expert's rows end.
-    """
+class Exchange(NamedTuple):
+    """Who sends how many rows where, as the host knows it: slots sorted by expert and back, int64 [T * K]; rows to and
+    from each rank; received rows sorted by expert and back, int64 [N]; where each local expert's end, int32 [e]."""
 
     order: torch.Tensor
     inverse: torch.Tensor
@@ -145,7 +128,6 @@ def stock_layer(
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """The inverse permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse

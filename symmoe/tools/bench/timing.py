@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,27 +34,18 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 WARM_UP = 3
 BLOCK = 10
-
-Mark = Any  # a point in time as a Clock takes it
-
-
-class Clock(Protocol):
-    """Takes points in time and says how far they are apart."""
-
-    def mark(self) -> Mark:
-        """Now, on the stream or on the host."""
-
-    def intervals_ms(self, marks: Sequence[Mark]) -> list[float]:
-        """Milliseconds between neighbouring marks; waits until they have been reached."""
+Mark = Any  # a point in time as a clock takes it
 
 
 class HostClock:
-    """Time of the host, which does not wait for a GPU."""
+    """Takes points in time on the host, which does not wait for a GPU, and says how far they are apart."""
 
-    def mark(self) -> float:
+    def mark(self) -> Mark:
+        """Now."""
         return time.perf_counter()
 
-    def intervals_ms(self, marks: Sequence[float]) -> list[float]:
+    def intervals_ms(self, marks: Sequence[Mark]) -> list[float]:
+        """Milliseconds between neighbouring marks; waits until they have been reached."""
         return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
 
 
@@ -66,8 +57,8 @@ class StreamMark(NamedTuple):
     reached: torch.cuda.Event
 
 
-class StreamClock:
-    """Time of the current CUDA stream, by events."""
+class StreamClock(HostClock):
+    """The same on the current CUDA stream, by events."""
 
     def mark(self) -> StreamMark:
         event = torch.cuda.Event(enable_timing=True)
@@ -79,7 +70,7 @@ class StreamClock:
         return [start.event.elapsed_time(end.event) for start, end in itertools.pairwise(marks)]
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> HostClock:
     """The clock of what runs on a device."""
     return StreamClock() if device.type == "cuda" else HostClock()
 
@@ -89,26 +80,24 @@ class Variant:
     """One way to do what is measured.
 
     Attributes:
-        name: the name in records.
         directions: what lies between neighbouring marks of a call.
         call: does it once and returns its marks, one more than there are directions.
         verify: does it once and returns the largest relative error of its results (0 where they must be exact).
-        max_error: the largest error that is allowed.
         reuses_marks: the marks of a call are those of the call before (a captured graph records the same events).
     """
 
     name: str
     directions: tuple[str, ...]
-    call: Callable[[Clock], Sequence[Mark]]
+    call: Callable[[HostClock], Sequence[Mark]]
     verify: Callable[[], float]
     max_error: float = 0.0
     reuses_marks: bool = False
 
 
-def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
+def in_steps(*steps: Callable[[], object]) -> Callable[[HostClock], list[Mark]]:
     """A Variant's call: the steps one after the other, with marks around each."""
 
-    def call(clock: Clock) -> list[Mark]:
+    def call(clock: HostClock) -> list[Mark]:
         marks = [clock.mark()]
         for step in steps:
             step()
@@ -119,11 +108,8 @@ def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
 
 
 def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
-    """The largest relative error of any rank. Collective.
-
-    Raises:
-        WrongResult: on every rank, if it is more than `max_error`.
-    """
+    """The largest relative error of any rank. Collective. Raises WrongResult on every rank if it is more than
+    `max_error`."""
     error = ranks.largest(error)
     if not error <= max_error:  # NaN is wrong too
         raise WrongResult(f"{name} is wrong: relative error {error:.3g}, allowed {max_error:.3g}")
@@ -133,16 +119,15 @@ def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> fl
 def measure(
     variants: Sequence[Variant],
     ranks: Ranks,
-    clock: Clock,
+    clock: HostClock,
     *,
     repetitions: int,
     block: int = BLOCK,
     align: Callable[[], None] | None = None,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Milliseconds [repetitions, directions] of every variant, by name, the largest of all ranks. Collective.
+    """Milliseconds [repetitions, directions] of verified variants, by name, the largest of all ranks. Collective.
 
     Args:
-        variants: verified variants.
         align: runs before every call; None is `ranks.align`.
     """
     align = align or ranks.align
@@ -176,15 +161,13 @@ class Run(NamedTuple):
     repetitions: int
 
     def measure(
-        self, variants: Sequence[Variant], *, clock: Clock | None = None, ahead: bool = False, block: int = BLOCK
+        self, variants: Sequence[Variant], *, clock: HostClock | None = None, ahead: bool = False, block: int = BLOCK
     ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
-        """(milliseconds [repetitions, directions], relative error) of every variant, by name. Collective.
+        """(milliseconds [repetitions, directions], relative error) of every variant, by name. Collective. Raises
+        WrongResult on every rank if one is wrong on any.
 
         Args:
             ahead: the host gets a head start: for calls that are so short that launches would hide their time.
-
-        Raises:
-            WrongResult: on every rank, if one is wrong on any.
         """
         errors = {v.name: largest_error(v.name, v.verify(), v.max_error, self.ranks) for v in variants}
         align, clock = self.ranks.align_ahead if ahead else self.ranks.align, clock or clock_for(self.ranks.device)
@@ -193,6 +176,5 @@ class Run(NamedTuple):
 
     def plan(self, problem: Problem, capacity: int | None = None) -> Plan:
         """A plan of the problem's routing. Collective."""
-        return make_plan(
-            problem.topk_idx, num_experts=problem.case.shape.num_experts, heap=self.heap, capacity=capacity
-        )
+        experts = problem.case.shape.num_experts
+        return make_plan(problem.topk_idx, num_experts=experts, heap=self.heap, capacity=capacity)

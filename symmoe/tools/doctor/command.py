@@ -14,7 +14,7 @@ from symmoe.tools.doctor.findings import Finding, render, worst_level
 from symmoe.tools.doctor.flight import diagnose, read_record
 from symmoe.tools.doctor.gpus import ask, check_gpus, check_links, read_gpus
 from symmoe.tools.doctor.machine import check_environment, check_limits, check_system, read_system
-from symmoe.tools.doctor.trial import MAX_GPUS, check_trial, run_trial
+from symmoe.tools.doctor.self_test import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
 
 _DESCRIPTION = """\
@@ -48,8 +48,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(args: argparse.Namespace) -> int:
+    def tell(findings: list[Finding]) -> None:
+        as_json = {"level": worst_level(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(json.dumps(as_json, indent=1) if args.json else render(findings), flush=True)
+
     if args.nodes:
-        return _examine_nodes(args)
+        from symmoe.tools.doctor.nodes import join_and_examine
+
+        if args.read:
+            raise ArgumentError("--nodes and --read exclude each other")
+        if args.ranks_per_node is not None and args.ranks_per_node < 1:
+            raise ArgumentError(f"ranks-per-node ({args.ranks_per_node}) must be at least 1")
+        findings = join_and_examine(os.environ, tell, args.ranks_per_node, sends=not args.no_self_test)
+        return int(worst_level(findings) == "problem")  # of every process, so that torchrun on every node ends with it
     # torchrun has started one per rank. They would only disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
@@ -60,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.no_self_test:
         print("The self-test takes some 10 s, longer the first time on GPUs...", file=sys.stderr, flush=True)
     findings = examine(dict(os.environ), self_test=not args.no_self_test)
-    _tell(findings, args)
+    tell(findings)
     return int(worst_level(findings) == "problem")
 
 
@@ -68,7 +79,7 @@ def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]
     """Looks at this machine, and runs the self-test: on up to 8 GPUs, one process each, else on 2 CPU processes."""
     system, versions, smi = read_system(environment), read_versions(), ask()
     gpus, visible = read_gpus(smi), environment.get("CUDA_VISIBLE_DEVICES")
-    has_gpu, used = bool(gpus.gpus), [gpu.smi_index for gpu in gpus.gpus]
+    has_gpu, used = bool(gpus.gpus), [smi.index_of(gpu) for gpu in gpus.gpus]
     links = {index: each for index, each in smi.links.items() if index in used}
     found = [
         *check_system(system, has_gpu=has_gpu),
@@ -83,31 +94,3 @@ def examine(environment: Mapping[str, str], *, self_test: bool) -> list[Finding]
         trial = run_trial(min(len(gpus.gpus), MAX_GPUS) or 2, environment)
         found += check_trial(trial, on_gpus=has_gpu, link_gbs=slowest or None)
     return found
-
-
-def _examine_nodes(args: argparse.Namespace) -> int:
-    from symmoe.tools.doctor.nodes import Worker, join_and_examine
-
-    if args.read:
-        raise ArgumentError("--nodes and --read exclude each other")
-    if args.ranks_per_node is not None and args.ranks_per_node < 1:
-        raise ArgumentError(f"ranks-per-node ({args.ranks_per_node}) must be at least 1")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if missing := [name for name in names if not os.environ.get(name, "").isdigit()]:
-        raise ArgumentError(
-            f"--nodes needs ranks that torchrun has started: {', '.join(missing)} not set (docs/nodes.md)"
-        )
-    worker = Worker(*(int(os.environ[name]) for name in names))
-    findings = join_and_examine(
-        worker,
-        os.environ,
-        lambda findings: _tell(findings, args),
-        ranks_per_node=args.ranks_per_node,
-        sends=not args.no_self_test,
-    )
-    return int(worst_level(findings) == "problem")  # of every process, so that torchrun on every node ends with it
-
-
-def _tell(findings: list[Finding], args: argparse.Namespace) -> None:
-    as_json = {"level": worst_level(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}
-    print(json.dumps(as_json, indent=1) if args.json else render(findings), flush=True)

@@ -15,14 +15,8 @@ _Arguments = ParamSpec("_Arguments")
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
-
-    Attributes:
-        level: "ok"; "note": it works, but not as well as it could, or is worth knowing; "problem": it does not work.
-        subject: what was checked.
-        text: what was found.
-        fix: the command or setting that helps; every problem has one.
-    """
+    """What was found of a subject. The level is "ok"; "note": it works, but not as well as it could, or is worth
+    knowing; "problem": it does not work. `fix` is the command or setting that helps; every problem has one."""
 
     level: str
     subject: str

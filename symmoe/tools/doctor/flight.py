@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from symmoe.checks.json_values import typed
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.flight_record import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Call:
     """A barrier, or (with signal_of) a wait for a signal."""
 
@@ -28,7 +26,7 @@ class Call:
     signal_of: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Error:
     """What the rank raised; of PeerTimeout and PeerAborted also which rank it was about."""
 
@@ -41,7 +39,7 @@ class Error:
     reported_by: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Status:
     """The status words of the rank's heap."""
 
@@ -51,7 +49,7 @@ class Status:
     kind: Any = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Record:
     """A flight record, as far as it is used here."""
 
@@ -70,6 +68,9 @@ class Record:
         return next(reversed([call for call in calls if call.epoch == epoch] or calls), None)
 
 
+Records = dict[int, Record]  # by rank
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What the records say; None is what no record says."""
@@ -86,30 +87,28 @@ class Diagnosis:
 
 
 def read_record(path: str) -> Record:
-    """A flight record from a file.
-
-    Raises:
-        ArgumentError: it cannot be read, or is no record. The text names the field.
-    """
+    """A flight record from a file. Raises ArgumentError: it cannot be read, or is none; the text names the field."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+        said = json.loads(data) if len(data) <= MAX_BYTES else None
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
-    try:
-        said = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
     return parse_record(said, path)
 
 
 def parse_record(said: Any, path: str) -> Record:
-    """A flight record from what JSON holds: files may come from anywhere. Raises ArgumentError."""
+    """A flight record from what JSON holds. Raises ArgumentError."""
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         raise ArgumentError(f"{path} is no flight record of this version ({FORMAT!r})")
-    record: Record = _of_json(Record, said, path)
+    try:
+        record: Record = typed(Record, said, path, exactly=False)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
     if len(record.epoch_of_rank) != record.num_ranks:
         raise ArgumentError(f"{path}: epoch_of_rank is not a number of each of {record.num_ranks} ranks")
     peer = record.error.rank if record.error.type in ("PeerTimeout", "PeerAborted") else 0
@@ -117,31 +116,6 @@ def parse_record(said: Any, path: str) -> Record:
         if not 0 <= rank < record.num_ranks:
             raise ArgumentError(f"{path}: {name} is {rank}, of {record.num_ranks} ranks")
     return record
-
-
-def _of_json(kind: Any, said: Any, where: str) -> Any:
-    """A value of that type from what JSON holds: a dataclass, list[...], a type or None, int, float or str."""
-    if hasattr(kind, "__dataclass_fields__"):
-        if not isinstance(said, dict):
-            raise ArgumentError(f"{where}: {ascii(said)[:60]} is no object")
-        hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
-        if missing := [f.name for f in fields if f.name not in said and f.default is dataclasses.MISSING]:
-            raise ArgumentError(f"{where} lacks {missing}")
-        known = {name: hint for name, hint in hints.items() if name in said}
-        return kind(**{name: _of_json(hint, said[name], f"{where}: {name}") for name, hint in known.items()})
-    if typing.get_origin(kind) is list and isinstance(said, list):
-        return [_of_json(typing.get_args(kind)[0], each, where) for each in said]
-    if isinstance(kind, types.UnionType):
-        return None if said is None else _of_json(typing.get_args(kind)[0], said, where)
-    fits = {
-        int: type(said) is int and -1 <= said < 1 << 63,
-        float: type(said) in (int, float) and 0 <= said < 253_402_300_800,  # until the year 10000; not NaN
-        str: isinstance(said, str) and not any("\ud800" <= char < "\ue000" for char in said),  # can be printed
-        Any: True,
-    }
-    if not fits.get(kind):
-        raise ArgumentError(f"{where} is {ascii(said)[:60]}")
-    return said
 
 
 def diagnose(records: Iterable[Record]) -> Diagnosis:
@@ -155,14 +129,21 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
     if len(sizes) > 1:
         raise ArgumentError(f"the records are of groups of {sizes} ranks: give those of one group")
     waits = {rank: record.error.rank for rank, record in by_rank.items() if record.error.type == "PeerTimeout"}
-    if waits:
-        return _timeout(by_rank, waits)
     told = {rank: record.error.rank for rank, record in by_rank.items() if record.error.type == "PeerAborted"}
     gave_up = [rank for rank, record in by_rank.items() if record.error.text.startswith("this rank gave up: ")]
-    return _abort(by_rank, told, gave_up) if told or gave_up else _error(by_rank)
+    if waits:
+        found = _timeout(by_rank, waits)
+    else:
+        found = _abort(by_rank, told, gave_up) if told or gave_up else _error(by_rank)
+    without = sorted(set(range(sizes[0])) - set(by_rank))
+    tail = f"; {_ranks(without)} left no record." if without else "."
+    return Diagnosis(*found[:-1], without, found[-1] + tail)
 
 
-def _timeout(by_rank: dict[int, Record], waits: dict[int, int]) -> Diagnosis:
+_Found = tuple[str, list[int], list[int], str | None, int | None, float | None, dict[str, Any] | None, str]
+
+
+def _timeout(by_rank: Records, waits: dict[int, int]) -> _Found:
     # It did not begin with a rank that itself waited in vain, unless ranks waited for each other in a circle.
     culprits = sorted(set(waits.values()) - set(waits)) or sorted(set(waits.values()))
     witnesses = sorted(rank for rank, missing in waits.items() if missing in culprits)
@@ -176,76 +157,53 @@ def _timeout(by_rank: dict[int, Record], waits: dict[int, int]) -> Diagnosis:
     sentence += f"; {_last_known(culprit, last_call)}"
     if culprit in by_rank and (late := [call for call in by_rank[culprit].calls if call.epoch >= error.expected]):
         sentence += f", and it came to '{late[0].phase}' too late, {_time(late[0].launched_unix_s)}"
-    return _diagnosis(
-        "timeout", by_rank, culprits, witnesses, (error.phase, error.expected), since, last_call, sentence
-    )
+    return "timeout", culprits, witnesses, error.phase, error.expected, since, last_call, sentence
 
 
-def _abort(by_rank: dict[int, Record], told: dict[int, int], gave_up: list[int]) -> Diagnosis:
+def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> _Found:
     culprits = sorted(set(gave_up) | set(told.values()))
     witnesses = sorted(set(told) - set(culprits))
     status = by_rank[witnesses[0]].status if witnesses else None
     place = (status.phase, status.epoch) if status else (None, None)
     source = by_rank[next(rank for rank in (*culprits, *witnesses) if rank in by_rank)].error.text
     reason = source.partition("gave up: ")[2].partition(" (flight record")[0] or source
-    last_call = _last_call(by_rank, culprits[0], None, 0, []) if culprits[0] in by_rank else None
+    last_call = _last_call(by_rank, culprits[0]) if culprits[0] in by_rank else None
     sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}"
     sentence += f"; {_ranks(witnesses)} found out at '{place[0]}' (epoch {place[1]})" if witnesses else ""
     sentence += f"; {_last_known(culprits[0], last_call)}" if last_call else ""
-    since = _since(by_rank, witnesses, *place)
-    return _diagnosis("abort", by_rank, culprits, witnesses, place, since, last_call, sentence)
+    return "abort", culprits, witnesses, *place, _since(by_rank, witnesses, *place), last_call, sentence
 
 
-def _error(by_rank: dict[int, Record]) -> Diagnosis:
+def _error(by_rank: Records) -> _Found:
     rank, record = max(by_rank.items(), key=lambda item: item[1].written_unix_s)
     status, error = record.status, record.error
     # The epoch of a plan is in another place: its status has other words there.
     epoch = status.epoch if status.kind in ("fault", "mismatch") else record.barrier_epoch
     text = error.text.partition(" (flight record")[0].rstrip(". ")
     sentence = f"{_ranks(sorted(by_rank))} raised {error.type} at '{status.phase}' (epoch {epoch}): {text}"
-    since, last_call = _since(by_rank, [rank], status.phase, epoch), _last_call(by_rank, rank, None, 0, [])
     culprits = [status.peer] if status.peer >= 0 else []
-    return _diagnosis("error", by_rank, culprits, sorted(by_rank), (status.phase, epoch), since, last_call, sentence)
+    since = _since(by_rank, [rank], status.phase, epoch)
+    return "error", culprits, sorted(by_rank), status.phase, epoch, since, _last_call(by_rank, rank), sentence
 
 
-def _diagnosis(
-    kind: str,
-    by_rank: dict[int, Record],
-    culprits: list[int],
-    witnesses: list[int],
-    place: tuple[str | None, int | None],
-    since: float | None,
-    last_call: dict[str, Any] | None,
-    sentence: str,
-) -> Diagnosis:
-    without = sorted(set(range(next(iter(by_rank.values())).num_ranks)) - set(by_rank))
-    sentence += f"; {_ranks(without)} left no record." if without else "."
-    return Diagnosis(kind, culprits, witnesses, *place, since, last_call, without, sentence)
-
-
-def _since(by_rank: dict[int, Record], ranks: Sequence[int], phase: str | None, epoch: int | None) -> float | None:
+def _since(by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None) -> float | None:
     """When the first of these ranks launched the call."""
     calls = [by_rank[rank].call(phase, epoch) for rank in ranks]
     return min((call.launched_unix_s for call in calls if call), default=None)
 
 
 def _last_call(
-    by_rank: dict[int, Record], rank: int, before: int | None, seen: int, witnesses: list[int]
+    by_rank: Records, rank: int, before: int | None = None, seen: int = 0, witnesses: Sequence[int] = ()
 ) -> dict[str, Any] | None:
     """What is known of a rank's last call (before that epoch), from its own record or from the records of others."""
     if rank in by_rank:
         calls = [call for call in by_rank[rank].calls if before is None or call.epoch < before]
-        last = calls[-1] if calls else None
-        found = last and {"phase": last.phase, "epoch": last.epoch, "at_unix_s": last.launched_unix_s, "own": True}
-        return found or None
+        found = [{"phase": c.phase, "epoch": c.epoch, "at_unix_s": c.launched_unix_s, "own": True} for c in calls[-1:]]
+        return found[0] if found else None
     epoch = max([seen, *(by_rank[witness].epoch_of_rank[rank] for witness in witnesses)])
-    same = [  # all ranks make the same calls
-        call.phase
-        for witness in witnesses
-        for call in reversed(by_rank[witness].calls)
-        if call.epoch == epoch and call.signal_of is None
-    ]
-    return {"phase": same[0] if same else None, "epoch": epoch, "at_unix_s": None, "own": False}
+    calls = [call for witness in witnesses for call in reversed(by_rank[witness].calls)]  # all ranks make the same
+    phase = next((call.phase for call in calls if call.epoch == epoch and call.signal_of is None), None)
+    return {"phase": phase, "epoch": epoch, "at_unix_s": None, "own": False}
 
 
 def _last_known(rank: int, call: dict[str, Any] | None) -> str:
@@ -257,10 +215,11 @@ def _last_known(rank: int, call: dict[str, Any] | None) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _time(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+    try:
+        return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s:g} s"  # no time of this world

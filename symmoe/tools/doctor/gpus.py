@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from symmoe.kernels import architectures
 from symmoe.tools.doctor.findings import Said, about
 from symmoe.tools.doctor.versions import release
+from symmoe.tools.facts import output_of
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
 _FIELDS = ("index", "uuid", "name", "driver_version", "memory.used", "compute_mode", "mig.mode.current")
 _DRIVERS = {12: (525,), 13: (580,)}  # the oldest for each major version of CUDA
 _REINSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
-_BUSY_BYTES = 2 << 30  # more than what contexts of a process or two take
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU as nvidia-smi numbers it, which is not always how torch does. None: nvidia-smi does not say."""
-
-    index: int
-    uuid: str
-    name: str
-    driver: str
-    used_bytes: int | None
-    compute_mode: str  # "Default", "Exclusive_Process" or "Prohibited"
-    has_mig: bool  # the GPU is divided into instances
+_BUSY_MIB = 2 << 10  # more than what contexts of a process or two take
+Device = Mapping[str, str]  # a GPU as nvidia-smi has it: a value for each of _FIELDS
 
 
 class Links(NamedTuple):
@@ -46,23 +33,17 @@ class Links(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All answers of nvidia-smi: the machine's GPUs, whether torch sees them or not; by pair of indices, smaller first,
-    how two GPUs are connected (NV18, PIX, PHB...); NVLinks by index."""
+    """All answers of nvidia-smi, which does not always number as torch does: the machine's GPUs, by index; by pair of
+    indices, smaller first, how two GPUs are connected (NV18, PIX, PHB...); NVLinks by index."""
 
-    devices: tuple[Device, ...] = ()
+    devices: Mapping[int, Device] = {}
     topology: Mapping[tuple[int, int], str] = {}
     links: Mapping[int, Links] = {}
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as torch numbers it, and as nvidia-smi does; None: it does not know it."""
-
-    index: int
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    smi_index: int | None
+    def index_of(self, gpu: Any) -> int | None:
+        """The index of a GPU of torch; None if nvidia-smi does not know it."""
+        uuid = str(gpu.uuid).lower()
+        return next((i for i, each in self.devices.items() if each["uuid"].removeprefix("GPU-").lower() == uuid), None)
 
 
 class Pair(NamedTuple):
@@ -74,11 +55,17 @@ class Pair(NamedTuple):
     connection: str | None
     can_access: bool
 
+    @property
+    def is_slow(self) -> bool:
+        """Not known to be NVLink."""
+        return self.connection is None or not self.connection.startswith("NV")
+
 
 class Gpus(NamedTuple):
-    """The GPUs that torch sees, all pairs of them, and why it sees none although it was built for CUDA."""
+    """The properties of the GPUs that torch sees, all pairs of them, and why it sees none although it was built for
+    CUDA."""
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Any, ...] = ()
     pairs: tuple[Pair, ...] = ()
     error: str = ""
 
@@ -90,9 +77,14 @@ def read_gpus(smi: Report) -> Gpus:
             warnings.simplefilter("always")
             if not torch.cuda.is_available():
                 return Gpus(error=" ".join(str(each.message) for each in caught))
-            indices = {_bare(device.uuid): device.index for device in smi.devices}
-            gpus = tuple(_gpu(index, indices) for index in range(torch.cuda.device_count()))
-            return Gpus(gpus=gpus, pairs=tuple(_pair(*two, smi) for two in itertools.combinations(gpus, 2)))
+            gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            pairs, indices = [], [smi.index_of(gpu) for gpu in gpus]
+            for two in itertools.combinations(range(len(gpus)), 2):
+                known = sorted(index for at in two if (index := indices[at]) is not None)
+                connection = smi.topology.get((known[0], known[1])) if len(known) == 2 else None
+                access = all(torch.cuda.can_device_access_peer(*order) for order in (two, two[::-1]))
+                pairs.append(Pair(*two, connection, access))
+            return Gpus(tuple(gpus), tuple(pairs))
     except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, a driver that was replaced
         return Gpus(error=str(error).split("\n", 1)[0])
 
@@ -105,78 +97,57 @@ def check_gpus(gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str 
         torch_cuda: the CUDA that torch was built with; None for a CPU build.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
     """
+    version, driver = next((each["driver_version"] for each in smi.devices.values()), ""), list[Said]()
+    needed = _DRIVERS.get(release(torch_cuda)[0], (0,)) if torch_cuda else (0,)
+    if version and release(version) < needed:
+        text = f"driver {version} is too old for torch's CUDA {torch_cuda}: {needed[0]} or newer"
+        driver = [("problem", text, f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}")]
     if not gpus.gpus:
-        yield from _check_none(gpus.error, smi, torch_cuda, visible)
+        yield from _check_none(gpus.error, smi, torch_cuda, visible, driver)
         return
     if torch_cuda is None:
         text = f"torch sees {gpus.gpus[0].name}, but is not built for CUDA: symmoe runs on NVIDIA GPUs and on CPUs"
         yield "problem", text, _REINSTALL
         return
-    yield from _check_driver(smi, torch_cuda)
-    for gpu in gpus.gpus:
-        major, minor = gpu.capability
-        known = f"GPU {gpu.index} ({gpu.name}) has compute capability {major}.{minor}: "
-        known += architectures.status(gpu.capability)
-        if gpu.capability < architectures.LEAST:
+    yield from driver
+    for index, gpu in enumerate(gpus.gpus):
+        capability = gpu.major, gpu.minor
+        known = f"GPU {index} ({gpu.name}) has compute capability {gpu.major}.{gpu.minor}: "
+        known += architectures.status(capability)
+        if capability < architectures.LEAST:
             yield "problem", f"{known} below 8.0", "export CUDA_VISIBLE_DEVICES=... with GPUs of 8.0 (Ampere) or newer"
         elif not known.endswith("measured"):
             yield "note", f"{known} (docs/doctor.md); measured is 9.0 (Hopper)", ""
-    used = {gpu.smi_index for gpu in gpus.gpus}
-    for device in smi.devices:
-        if device.index in used:
-            yield from _check_device(device)
-    names = Counter((gpu.name, gpu.capability, gpu.memory_bytes) for gpu in gpus.gpus)
+    used = {smi.index_of(gpu) for gpu in gpus.gpus}
+    for index, device in smi.devices.items():
+        label, used_mib = f"GPU {index} (as nvidia-smi numbers it)", device["memory.used"]
+        if index not in used:
+            continue
+        if device["compute_mode"] == "Prohibited":
+            fix = f"as root: nvidia-smi -i {index} -c DEFAULT"
+            yield "problem", f"{label} takes no processes: compute mode Prohibited", fix
+        if device["mig.mode.current"] == "Enabled":
+            text = f"{label} is divided (MIG): its instances have no peer access"
+            yield "note", text, f"as root, with the GPU idle: nvidia-smi -i {index} -mig 0"
+        if used_mib.isdigit() and int(used_mib) > _BUSY_MIB:
+            text = f"{label} is in use: {int(used_mib) / 1024:.0f} GiB are taken, and figures are worth less"
+            yield "note", text, "nvidia-smi lists the processes: end them, or take other GPUs"
+    names = Counter((gpu.name, gpu.major, gpu.minor, gpu.total_memory) for gpu in gpus.gpus)
     if len(names) > 1:
         text = "the GPUs are not alike: every call of all ranks takes as long as on the slowest"
         yield "note", text, "CUDA_VISIBLE_DEVICES=... with those that are"
-    kinds = [
-        f"{count} x {name} ({capability[0]}.{capability[1]}, {num_bytes / 2**30:.0f} GiB)"
-        for (name, capability, num_bytes), count in names.items()
-    ]
-    driver = f", driver {smi.devices[0].driver}" if smi.devices else ", driver unknown: nvidia-smi does not answer"
-    yield "ok", ", ".join(kinds) + driver, ""
+    kinds = [f"{n} x {name} ({a}.{b}, {size / 2**30:.0f} GiB)" for (name, a, b, size), n in names.items()]
+    yield "ok", f"{', '.join(kinds)}, driver {version or 'unknown: nvidia-smi does not answer'}", ""
 
 
-@about("links")
-def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None) -> Iterator[Said]:
-    """The connections between GPUs.
-
-    Args:
-        links: links of the GPUs that are used, by the index of nvidia-smi.
-        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-    """
-    if blocked := [pair for pair in pairs if not pair.can_access]:
-        text = f"no peer access between GPUs {_listed(blocked)}: a heap over them cannot be built"
-        group = _largest_group([pair for pair in pairs if pair.can_access], visible)
-        fix = "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
-        if group:
-            fix = f"export CUDA_VISIBLE_DEVICES={group}, GPUs that reach each other; nvidia-smi topo -p2p r has all"
-        yield "problem", text, fix
-    slow = [pair for pair in pairs if pair.can_access and pair.connection and not _is_nvlink(pair)]
-    if slow:
-        text = f"GPUs {_listed(slow)} reach each other over PCIe, not NVLink: it works, several times slower"
-        group = _largest_group([pair for pair in pairs if pair.can_access and _is_nvlink(pair)], visible)
-        yield "note", text, f"export CUDA_VISIBLE_DEVICES={group}" if group else ""
-    if down := {index: each for index, each in links.items() if each.num_down and each.num_up}:
-        which = ", ".join(f"{each.num_down} of GPU {index}" for index, each in down.items())
-        text = f"NVLinks that are down: {which} (as nvidia-smi numbers them)"
-        fix = "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot"
-        yield "note", text, fix
-    if fine := [pair for pair in pairs if pair.can_access and pair not in slow]:
-        kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
-        rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
-        rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
-        which = "each pair" if len(fine) == len(pairs) else f"GPUs {_listed(fine)}"
-        yield "ok", f"peer access between {which}, by {', '.join(kinds)}{rate}", ""
-
-
-def _check_none(error: str, smi: Report, torch_cuda: str | None, visible: str | None) -> Iterator[Said]:
+def _check_none(
+    error: str, smi: Report, torch_cuda: str | None, visible: str | None, driver: list[Said]
+) -> Iterator[Said]:
     if not smi.devices:
         text = f"no NVIDIA GPU{f' ({error})' if error else ''}: ranks are processes on the CPU, to develop and to test"
         yield "note", text, "docker run --gpus all, if this container's host has GPUs"
         return
-    listed = f"nvidia-smi lists {len(smi.devices)} x {smi.devices[0].name}, torch sees none"
-    driver = list(_check_driver(smi, torch_cuda)) if torch_cuda else []
+    listed = f"nvidia-smi lists {len(smi.devices)} x {next(iter(smi.devices.values()))['name']}, torch sees none"
     if torch_cuda is None:
         yield "problem", f"{listed}: this torch is built for CPUs", _REINSTALL
     elif visible is not None and visible.split(",")[0].strip() in ("", "-1"):
@@ -191,44 +162,49 @@ def _check_none(error: str, smi: Report, torch_cuda: str | None, visible: str | 
         yield "problem", f"{listed}: {error or 'it does not say why'}", fix
 
 
-def _check_driver(smi: Report, torch_cuda: str) -> Iterator[Said]:
-    needed = _DRIVERS.get(release(torch_cuda)[0], (0,))
-    if smi.devices and release(smi.devices[0].driver) < needed:
-        text = f"driver {smi.devices[0].driver} is too old for torch's CUDA {torch_cuda}: {needed[0]} or newer"
-        yield "problem", text, f"install driver {needed[0]}: apt-get install nvidia-driver-{needed[0]}"
-
-
-def _check_device(device: Device) -> Iterator[Said]:
-    label = f"GPU {device.index} (as nvidia-smi numbers it)"
-    if device.compute_mode == "Prohibited":
-        fix = f"as root: nvidia-smi -i {device.index} -c DEFAULT"
-        yield "problem", f"{label} takes no processes: compute mode Prohibited", fix
-    if device.has_mig:
-        text = f"{label} is divided (MIG): its instances have no peer access"
-        yield "note", text, f"as root, with the GPU idle: nvidia-smi -i {device.index} -mig 0"
-    if device.used_bytes is not None and device.used_bytes > _BUSY_BYTES:
-        text = f"{label} is in use: {device.used_bytes / 2**30:.0f} GiB are taken, and figures are worth less"
-        yield "note", text, "nvidia-smi lists the processes: end them, or take other GPUs"
+@about("links")
+def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None) -> Iterator[Said]:
+    """The connections between GPUs; links of those that are used, by the index of nvidia-smi."""
+    reached = [pair for pair in pairs if pair.can_access]
+    slow = [pair for pair in reached if pair.connection and pair.is_slow]
+    if blocked := [pair for pair in pairs if not pair.can_access]:
+        text = f"no peer access between GPUs {_listed(blocked)}: a heap over them cannot be built"
+        fix = "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
+        if group := _largest_group(reached, visible):
+            fix = f"export CUDA_VISIBLE_DEVICES={group}, GPUs that reach each other; nvidia-smi topo -p2p r has all"
+        yield "problem", text, fix
+    if slow:
+        text = f"GPUs {_listed(slow)} reach each other over PCIe, not NVLink: it works, several times slower"
+        group = _largest_group([pair for pair in reached if not pair.is_slow], visible)
+        yield "note", text, f"export CUDA_VISIBLE_DEVICES={group}" if group else ""
+    if down := [f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up]:
+        fix = "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot"
+        yield "note", f"NVLinks that are down: {', '.join(down)} (as nvidia-smi numbers them)", fix
+    if fine := [pair for pair in reached if pair not in slow]:
+        kinds = sorted({pair.connection or "unknown to nvidia-smi" for pair in fine})
+        rates = sorted({f"{each.gbs:.0f}" for each in links.values() if each.num_up})
+        rate = f"; {' or '.join(rates)} GB/s per GPU and direction" if rates else ""
+        which = "each pair" if len(fine) == len(pairs) else f"GPUs {_listed(fine)}"
+        yield "ok", f"peer access between {which}, by {', '.join(kinds)}{rate}", ""
 
 
 def ask() -> Report:
     """Starts nvidia-smi up to three times, at most 10 s each."""
-    devices = parse_devices(_output_of(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
+
+    def answer(*arguments: str) -> str:
+        return output_of("nvidia-smi", *arguments, timeout_s=_TIMEOUT_S)
+
+    devices = parse_devices(answer(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
     if not devices:
         return Report()
-    return Report(devices, parse_topology(_output_of("topo", "-m")), parse_links(_output_of("nvlink", "-s")))
+    return Report(devices, parse_topology(answer("topo", "-m")), parse_links(answer("nvlink", "-s")))
 
 
-def parse_devices(text: str) -> tuple[Device, ...]:
+def parse_devices(text: str) -> dict[int, Device]:
     """The devices in the answer to a query of all fields, as CSV without a header and without units."""
-    devices = []
-    for line in text.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == len(_FIELDS) and values[0].isdigit():  # not "No devices were found", or a warning
-            index, uuid, name, driver, used, compute_mode, mig = values
-            used_bytes = int(used) << 20 if used.isdigit() else None
-            devices.append(Device(int(index), uuid, name, driver, used_bytes, compute_mode, mig == "Enabled"))
-    return tuple(devices)
+    lines = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
+    found = [dict(zip(_FIELDS, values, strict=True)) for values in lines if len(values) == len(_FIELDS)]
+    return {int(each["index"]): each for each in found if each["index"].isdigit()}  # and no warnings
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
@@ -251,58 +227,14 @@ def parse_links(text: str) -> dict[int, Links]:
     return links
 
 
-def _output_of(*arguments: str) -> str:
-    """What nvidia-smi prints; "" if it is not there, fails or takes too long."""
-    command = ("nvidia-smi", *arguments)
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=True, timeout=_TIMEOUT_S
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def _largest_group(pairs: Sequence[Pair], visible: str | None) -> str:
     """The largest set of GPUs of which each two are among the pairs, for CUDA_VISIBLE_DEVICES; "" without pairs."""
-    linked = {frozenset((pair.first, pair.second)) for pair in pairs}
-    indices = sorted(frozenset().union(*linked))
-    for size in range(len(indices), 1, -1):
-        for group in itertools.combinations(indices, size):
-            if all(frozenset(two) in linked for two in itertools.combinations(group, 2)):
-                return ",".join(visible.split(",")[index].strip() if visible else str(index) for index in group)
-    return ""
+    linked = {(pair.first, pair.second) for pair in pairs}
+    indices = sorted({index for two in linked for index in two})
+    groups = (group for size in range(len(indices), 1, -1) for group in itertools.combinations(indices, size))
+    best = next((group for group in groups if linked.issuperset(itertools.combinations(group, 2))), ())
+    return ",".join(visible.split(",")[index].strip() if visible else str(index) for index in best)
 
 
 def _listed(pairs: Sequence[Pair]) -> str:
-    kinds = [f" ({pair.connection})" if pair.connection else "" for pair in pairs]
-    return ", ".join(f"{pair.first}-{pair.second}{kind}" for pair, kind in zip(pairs, kinds, strict=True))
-
-
-def _is_nvlink(pair: Pair) -> bool:
-    return pair.connection is not None and pair.connection.startswith("NV")
-
-
-def _gpu(index: int, smi_indices: Mapping[str, int]) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    return Gpu(
-        index=index,
-        name=properties.name,
-        capability=(properties.major, properties.minor),
-        memory_bytes=properties.total_memory,
-        smi_index=smi_indices.get(_bare(str(properties.uuid))),
-    )
-
-
-def _pair(first: Gpu, second: Gpu, smi: Report) -> Pair:
-    indices = [gpu.smi_index for gpu in (first, second) if gpu.smi_index is not None]
-    both = (first.index, second.index)
-    return Pair(
-        first=first.index,
-        second=second.index,
-        connection=smi.topology.get((min(indices), max(indices))) if len(indices) == 2 else None,
-        can_access=all(torch.cuda.can_device_access_peer(*order) for order in (both, both[::-1])),
-    )
-
-
-def _bare(uuid: str) -> str:
-    return uuid.removeprefix("GPU-").lower()
+    return ", ".join(f"{a}-{b}{f' ({connection})' if connection else ''}" for a, b, connection, _ in pairs)

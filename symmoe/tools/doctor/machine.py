@@ -30,7 +30,7 @@ _NAMES = {
 _SHOWN = 80  # characters of a value
 _ON = {"1", "true", "yes", "on", "y", "t"}
 # Variables of ranks on GPUs: values that hurt ("on", "off", or all but these), how much, and why.
-_HURTS: dict[str, tuple[str, str, str]] = {
+_HURTS = {
     "TRITON_INTERPRET": ("on", "problem", "kernels run in Triton's interpreter on the CPU, not on the GPUs"),
     "NVSHMEM_DISABLE_P2P": ("on", "problem", "ranks get no address of peers' memory, and no heap can be built"),
     "NVSHMEM_DISABLE_NVLS": ("off", "note", "NVSHMEM sets up NVLink multicast, which symmoe does not use"),
@@ -72,20 +72,27 @@ def read_system(environment: Mapping[str, str]) -> System:
     shm = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
     found = (shutil.which(name, path=environment.get("PATH")) for name in compilers)
-    processes = [limit for limit in (_soft_limit(resource.RLIMIT_NPROC), _processes_left()) if limit is not None]
+    soft = [resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)]
+    processes = [resource.getrlimit(resource.RLIMIT_NPROC)[0], _processes_left()]
+    files, locked = (None if limit == resource.RLIM_INFINITY else limit for limit in soft)
+    problem = host_backend.preflight()
+    try:
+        os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
+    except OSError as error:
+        problem = problem or f"memfd_create: {error.strerror}"
     return System(
         os_name=platform.system(),
         os_release=platform.release(),
         machine=platform.machine(),
         python=platform.python_version(),
-        host_problem=host_backend.preflight() or _memfd_problem(),
+        host_problem=problem,
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         free_bytes=host_backend.available_bytes(),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,
-        max_files=_soft_limit(resource.RLIMIT_NOFILE),
-        max_locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
-        max_processes=min(processes, default=None),
+        max_files=files,
+        max_locked_bytes=locked,
+        max_processes=min((each for each in processes if each not in (None, resource.RLIM_INFINITY)), default=None),
         compiler=next((path for path in found if path), None),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
     )
@@ -117,38 +124,32 @@ def check_system(system: System, *, has_gpu: bool) -> Iterator[Said]:
 @about("limits")
 def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
     """Memory, /dev/shm (the host heap does not lie there; NCCL's buffers do), open files and processes."""
-    free, total, is_fine = system.shm_free_bytes, system.shm_bytes, True
-    for said in _limits(system, "problem" if has_gpu else "note"):
-        is_fine = False
-        yield said
-    if is_fine:
-        files = "no limit" if system.max_files is None else str(system.max_files)
-        locked = "no limit" if system.max_locked_bytes is None else _size(system.max_locked_bytes)
-        text = f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files}, locked memory {locked}"
-        yield "ok", f"{text} (more is for RDMA, which symmoe does not use)", ""
-
-
-def _limits(system: System, without_shm: str) -> Iterator[Said]:
-    free, total = system.shm_free_bytes, system.shm_bytes
+    free, total, files = system.shm_free_bytes, system.shm_bytes, system.max_files
+    found, without_shm = list[Said](), "problem" if has_gpu else "note"
     if system.free_bytes is not None and system.free_bytes < _NEEDED_MEMORY_BYTES:
         text = f"{_size(system.free_bytes)} of memory are free; two ranks take {_size(_NEEDED_MEMORY_BYTES)}"
-        yield "problem", text, "end other jobs, or docker run --memory=8g"
+        found.append(("problem", text, "end other jobs, or docker run --memory=8g"))
     if free is None or total is None:
         text = "there is no /dev/shm: NCCL, NVSHMEM and DataLoader workers need it, the host heap does not"
-        yield without_shm, text, _FIX_SHM
+        found.append((without_shm, text, _FIX_SHM))
     elif free < _NEEDED_SHM_BYTES:
         text = f"/dev/shm has {_size(free)} of {_size(total)} free: too little for NCCL, NVSHMEM and DataLoader workers"
-        yield without_shm, text, _FIX_SHM
+        found.append((without_shm, text, _FIX_SHM))
     elif total < _GOOD_SHM_BYTES:
         text = f"/dev/shm has {_size(total)}: the batches of DataLoader workers may not fit (bus error)"
-        yield "note", text, _FIX_SHM
-    if system.max_files is not None and system.max_files < _GOOD_FILES:
-        text = f"{system.max_files} open files per process: connections to peers and shared memory take some each"
-        level = "problem" if system.max_files < _NEEDED_FILES else "note"
-        yield level, text, "ulimit -n 65536, or docker run --ulimit nofile=65536"
+        found.append(("note", text, _FIX_SHM))
+    if files is not None and files < _GOOD_FILES:
+        text = f"{files} open files per process: connections to peers and shared memory take some each"
+        level = "problem" if files < _NEEDED_FILES else "note"
+        found.append((level, text, "ulimit -n 65536, or docker run --ulimit nofile=65536"))
     if system.max_processes is not None and system.max_processes < _GOOD_PROCESSES:
         text = f"{system.max_processes} more processes and threads may be started; a rank has a hundred or so"
-        yield "note", text, "ulimit -u 65536, or docker run --pids-limit=-1"
+        found.append(("note", text, "ulimit -u 65536, or docker run --pids-limit=-1"))
+    yield from found
+    if not found:
+        locked = "no limit" if system.max_locked_bytes is None else _size(system.max_locked_bytes)
+        text = f"/dev/shm {_size(free or 0)} of {_size(total or 0)} free, open files {files or 'no limit'}, "
+        yield "ok", f"{text}locked memory {locked} (more is for RDMA, which symmoe does not use)", ""
 
 
 @about("environment")
@@ -160,7 +161,9 @@ def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_core
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
     shown = {name: f"{name}={_short(environment[name])}" for name in matters}
     for name, (values, level, text) in _HURTS.items():
-        if has_gpu and name in environment and _is_one_of(environment[name], values):
+        value = environment.get(name, "").strip().lower()
+        hurts = (value in _ON) == (values == "on") if values in ("on", "off") else value not in values.split()
+        if has_gpu and name in environment and hurts:
             yield level, f"{shown[name]}: {text}", f"unset {name}"
     for name in matters:
         if name.startswith("SYMMOE_") and name not in _FOLDERS:
@@ -176,12 +179,6 @@ def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_core
     yield "ok", " ".join(shown.values()) or "no variable that matters is set", ""
 
 
-def _is_one_of(value: str, values: str) -> bool:
-    """Whether a value is one of those that hurt."""
-    value = value.strip().lower()
-    return (value in _ON) == (values == "on") if values in ("on", "off") else value not in values.split()
-
-
 def _is_writable(folder: Path) -> bool:
     """Whether files can be made there; for a folder that does not exist yet, whether it can be made."""
     existing = next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), Path("/"))
@@ -193,15 +190,6 @@ def _short(value: str) -> str:
     return shown.encode("unicode_escape").decode() if shown else "''"
 
 
-def _memfd_problem() -> str:
-    """Why an anonymous file cannot be made; "" if it can."""
-    try:
-        os.close(os.memfd_create("symmoe-doctor", os.MFD_CLOEXEC))
-    except OSError as error:
-        return f"memfd_create: {error.strerror}"
-    return ""
-
-
 def _processes_left() -> int | None:
     """What the limit of this process's control group (version 2) leaves; None if it has no limit."""
     try:
@@ -211,11 +199,6 @@ def _processes_left() -> int | None:
     except (OSError, StopIteration):
         return None
     return None if limit == "max" else max(0, int(limit) - int(used))
-
-
-def _soft_limit(which: int) -> int | None:
-    soft = resource.getrlimit(which)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _size(num_bytes: int) -> str:

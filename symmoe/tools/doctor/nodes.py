@@ -86,55 +86,53 @@ class RanksMissing(Exception):
         self.ranks = tuple(ranks)
 
 
-class Board:
+class Board(NamedTuple):
     """Where every rank puts what it has found on a store of torch, and reads what the others have. Collective."""
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, wait_s: float) -> None:
-        self._store, self._rank, self._num_ranks, self._wait_s = store, rank, num_ranks, wait_s
+    store: Any
+    rank: int
+    num_ranks: int
+    wait_s: float = _WAIT_S
 
     def gather(self, what: str, mine: Any, ranks: Iterable[int] | None = None) -> list[Any]:
         """What every rank (or those of `ranks`) has put under that name, as JSON has it, in rank order. Raises
         RanksMissing."""
-        self._store.set(f"symmoe-doctor/{what}/{self._rank}", json.dumps(mine))
-        deadline, said, missing = time.monotonic() + self._wait_s, [], []
-        for rank in range(self._num_ranks) if ranks is None else ranks:
+        self.store.set(f"symmoe-doctor/{what}/{self.rank}", json.dumps(mine))
+        deadline, said, missing = time.monotonic() + self.wait_s, [], []
+        for rank in range(self.num_ranks) if ranks is None else ranks:
             key, left_s = f"symmoe-doctor/{what}/{rank}", max(1e-3, deadline - time.monotonic())
             try:
-                self._store.wait([key], timedelta(seconds=left_s))
-                said.append(json.loads(self._store.get(key)))
+                self.store.wait([key], timedelta(seconds=left_s))
+                said.append(json.loads(self.store.get(key)))
             except RuntimeError:  # of some stores a DistError, of others not
                 missing.append(rank)
         if missing:
             raise RanksMissing(what, missing)
         return said
 
-    def leave(self) -> None:
-        """Returns when rank 0 leaves, on rank 0 when the others do, or when that takes too long: torchrun ends a node's
-        ranks when one has failed, and rank 0 may keep the store."""
-        with contextlib.suppress(RanksMissing):
-            self.gather("leaves", None, None if self._rank == 0 else [0])
-
 
 def join_and_examine(
-    worker: Worker,
-    environment: Mapping[str, str],
-    tell: Callable[[list[Finding]], None],
-    *,
-    ranks_per_node: int | None,
-    sends: bool,
+    environment: Mapping[str, str], tell: Callable[[list[Finding]], None], ranks_per_node: int | None, *, sends: bool
 ) -> list[Finding]:
     """:func:`examine_nodes` of the job that torchrun has started. Rank 0 tells; where ranks do not find each other, the
-    first one of each node."""
+    first one of each node. Raises ArgumentError without torchrun."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if missing := [name for name in names if not environment.get(name, "").isdigit()]:
+        text = f"--nodes needs ranks that torchrun has started: {', '.join(missing)} not set (docs/nodes.md)"
+        raise ArgumentError(text)
+    worker = Worker(*(int(environment[name]) for name in names))
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
-        board = Board(store, worker.rank, worker.num_ranks, _WAIT_S)
-        findings = examine_nodes(worker, store, board, environment, ranks_per_node=ranks_per_node, sends=sends)
+        board = Board(store, worker.rank, worker.num_ranks)
+        findings = examine_nodes(worker, board, environment, ranks_per_node, sends=sends)
         if worker.rank == 0:
             tell(findings)
-        board.leave()
+        # Rank 0 may keep the store, and torchrun ends a node's ranks when one has failed: all leave together.
+        with contextlib.suppress(RanksMissing):
+            board.gather("leaves", None, None if worker.rank == 0 else [0])
         return findings
-    except RanksMissing as missing:
-        text, fix = str(missing), "see what they have printed; py-spy dump --pid ... says where they are"
+    except RanksMissing as error:
+        text, fix = str(error), "see what they have printed; py-spy dump --pid ... says where they are"
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
@@ -147,18 +145,12 @@ def join_and_examine(
 
 
 def examine_nodes(
-    worker: Worker,
-    store: Any,
-    board: Board,
-    environment: Mapping[str, str],
-    *,
-    ranks_per_node: int | None,
-    sends: bool = True,
+    worker: Worker, board: Board, environment: Mapping[str, str], ranks_per_node: int | None, *, sends: bool = True
 ) -> list[Finding]:
     """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded.
 
     Args:
-        store: of torch, of all ranks, on which no rails have been tried yet; `board` is over it.
+        board: on whose store no rails have been tried yet.
         ranks_per_node: cuts machines into virtual nodes; None: each machine is a node.
 
     Raises:
@@ -182,7 +174,7 @@ def examine_nodes(
         refused = [dict(each) for each in board.gather("reach", [*unreachable(mates, _REACH_S).items()])]
     found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
     if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
-        tried = try_rail(worker, store, topology, has_gpu=bool(mine.gpu))
+        tried = try_rail(worker, board.store, topology, has_gpu=bool(mine.gpu))
         found += check_rails(topology, [Exchange(**each) for each in board.gather("rails", asdict(tried))])
     return found
 
@@ -190,12 +182,12 @@ def examine_nodes(
 def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
     smi, nccl = ask(), 0
-    gpus = read_gpus(smi).gpus
-    gpu = gpus[worker.local_rank] if worker.local_rank < len(gpus) else None
-    uuid = next((device.uuid for device in smi.devices if gpu is not None and device.index == gpu.smi_index), None)
+    gpu = next(iter(read_gpus(smi).gpus[worker.local_rank :]), None)
+    index = None if gpu is None else smi.index_of(gpu)
     with contextlib.suppress(BackendUnavailable):
         nccl = Nccl().version if gpu is not None else 0
-    place, installed, nics = find_place(uuid), read_versions().installed, read_nics()
+    place = find_place(None if index is None else smi.devices[index]["uuid"])
+    installed, nics = read_versions().installed, read_nics()
     return Facts(
         host=socket.gethostname(),
         machine=place.machine,
@@ -213,19 +205,21 @@ def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoin
 
 def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     """RDMA devices, such as "mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", and whether they have a link."""
+
+    def said(device: Path, pattern: str) -> list[str]:
+        texts = []
+        for path in device.glob(f"ports/{pattern}"):
+            with contextlib.suppress(OSError):  # the kernel does not say
+                texts.append(path.read_text(encoding="utf-8").strip())
+        return texts
+
     nics = {}
     for device in sorted(folder.glob("*")):
-        about = [_text(path) for name in ("link_layer", "rate") for path in device.glob(f"ports/1/{name}")]
-        is_up = any("ACTIVE" in _text(path) for path in device.glob("ports/*/state"))
-        nics[f"{device.name} ({', '.join(filter(None, about)) or 'RDMA'})"] = is_up
+        about = [text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text]
+        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = any(
+            "ACTIVE" in text for text in said(device, "*/state")
+        )
     return nics
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""  # the kernel does not say
 
 
 def try_rail(worker: Worker, store: Any, topology: Topology, *, has_gpu: bool) -> Exchange:
@@ -311,11 +305,15 @@ def check_nodes(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
         yield "ok", f"{text}; rails: {rails}", ""
 
 
+def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> list[Finding]:
+    """RDMA devices of every machine; by which network devices hosts talk to each other, and which ranks cannot connect
+    to which (refused: by rank, why it cannot connect to some of its rail); what NCCL has to know."""
+    return [*_check_nics(facts), *_check_sockets(facts, topology, refused), *_check_nccl(facts, topology)]
+
+
 @about("nics")
-def check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
-    """RDMA devices of every machine."""
-    kinds = _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts])
-    for (up, down), ranks in kinds.items():
+def _check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
+    for (up, down), ranks in _ranks_by([(tuple(each.nics_up), tuple(each.nics_down)) for each in facts]).items():
         where = ", ".join(dict.fromkeys(facts[rank].host for rank in ranks))
         if down:
             fix = "ibstat says why; NCCL_IB_HCA=... names those that are up"
@@ -328,20 +326,15 @@ def check_nics(facts: Sequence[Facts]) -> Iterator[Said]:
 
 
 @about("sockets")
-def check_sockets(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> Iterator[Said]:
-    """By which network devices hosts talk to each other, and which ranks cannot connect to which (refused: by rank, why
-    it cannot connect to some of its rail)."""
+def _check_sockets(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> Iterator[Said]:
     problems = {problem: ranks for problem, ranks in _ranks_by([each.problem for each in facts]).items() if problem}
     for problem, ranks in problems.items():
         fix = f"export {DEVICE_VARIABLE}=... with a device that `ip -br addr` lists there"
         yield "problem", f"rank {listed(ranks)}: {problem}", fix
     pairs = [(rank, mate, why) for rank, its in enumerate(refused) for mate, why in its.items()]
     if pairs:
-        shown = [
-            f"rank {rank} on node {topology.node_of(rank)} cannot connect to rank {mate} on node "
-            f"{topology.node_of(mate)} at {facts[mate].endpoint}: {why}"
-            for rank, mate, why in pairs
-        ]
+        where = [f"rank {rank} on node {topology.node_of(rank)}" for rank in range(len(facts))]
+        shown = [f"{where[a]} cannot connect to {where[b]} at {facts[b].endpoint}: {why}" for a, b, why in pairs]
         fix = f"export {DEVICE_VARIABLE}=... on every node: the device of the network between them (`ip -br addr`)"
         if any(not facts[mate].endpoint.is_loopback for _, mate, _ in pairs):
             fix += "; let the firewall pass all TCP ports between the nodes"
@@ -354,8 +347,7 @@ def check_sockets(facts: Sequence[Facts], topology: Topology, refused: Sequence[
 
 
 @about("nccl")
-def check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
-    """What NCCL has to know."""
+def _check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     on_gpus = [rank for rank, each in enumerate(facts) if each.gpu and topology.num_nodes > 1]
     if unordered := [rank for rank in on_gpus if facts[rank].launch_order != "1"]:
         text = f"{LAUNCH_ORDER}=1 is not set on ranks {listed(unordered)}: where FSDP or DDP run at the same time as "
@@ -364,11 +356,6 @@ def check_nccl(facts: Sequence[Facts], topology: Topology) -> Iterator[Said]:
     elif old := [rank for rank in on_gpus if facts[rank].nccl < _KNOWS_LAUNCH_ORDER]:
         text = f"NCCL of ranks {listed(old)} is older than 2.26, and does not know {LAUNCH_ORDER}"
         yield "note", text, "a torch with a newer NCCL: 2.11 brings 2.28"
-
-
-def check_network(facts: Sequence[Facts], topology: Topology, refused: Sequence[Mapping[int, str]]) -> list[Finding]:
-    """NICs, sockets and NCCL."""
-    return [*check_nics(facts), *check_sockets(facts, topology, refused), *check_nccl(facts, topology)]
 
 
 @about("rails")

@@ -1,22 +1,29 @@
-"""One rank of the self-test, in a separate process: `python -m symmoe.tools.doctor.self_test`. trial.py starts it.
+"""The self-test: :func:`run_trial` starts ranks, ends them in time, and says what came of it; `python -m
+symmoe.tools.doctor.self_test` is one of them.
 
-Builds a heap, sends integers to experts that multiply them and back, compares every sum, and times dispatch, combine
-and a plain copy of as many bytes between peers.
+A rank builds a heap, sends integers to experts that multiply them and back, compares every sum, and times dispatch,
+combine and a plain copy of as many bytes between peers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from symmoe.dispatch.plan import make_plan
 from symmoe.errors import PeerError, WrongResult
@@ -25,36 +32,132 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
+from symmoe.tools.doctor.findings import Said, about
 
+DEADLINE_S = 180  # most of it is Triton's first compilation of the kernels, if there are GPUs
+MAX_GPUS = 8
+_RANK = (sys.executable, "-m", "symmoe.tools.doctor.self_test")
+_POLL_S = 0.05
+_MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
 _WAITS = 3  # a wait on the heap takes at most the deadline's third: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _HIDDEN = 2, 64
 _REPETITIONS = 10
 _GRACE_S = 5.0
 _SPARE_BYTES = 32 << 20  # of the heap, in addition to what is below
+# What is timed: tokens of a rank, each sent to one other rank; their width and dtype.
+_LOADS = {"cpu": (512, 1024, torch.float32), "cuda": (8192, 7168, torch.bfloat16)}
 
 
-class Load(NamedTuple):
-    """What is timed: tokens of a rank, each sent to one other rank."""
+class Trial(NamedTuple):
+    """The result of the self-test: figures as :func:`run` returns them, or the type of an exception (or how a process
+    ended) and its text (or the last line that the process has printed); seconds until the last process had ended."""
 
-    num_tokens: int
-    hidden: int
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_tokens * self.hidden * self.dtype.itemsize
+    num_ranks: int
+    took_s: float
+    figures: Mapping[str, float] | None = None
+    error: str = ""
+    text: str = ""
 
 
-_LOADS = {"cpu": Load(512, 1024, torch.float32), "cuda": Load(8192, 7168, torch.bfloat16)}
+def run_trial(
+    num_ranks: int, environment: Mapping[str, str], *, deadline_s: float | None = None, command: Sequence[str] = _RANK
+) -> Trial:
+    """Runs the self-test on this machine; all its processes have ended when this returns.
+
+    Args:
+        environment: environment of the processes; variables for threads and interfaces are set here.
+        deadline_s: time after which they are killed; None: DEADLINE_S, up to ten times longer on a busy machine.
+        command: command of one rank; gets the arguments of :func:`main`.
+    """
+    load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    deadline_s = DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
+    variables = {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SYMMOE_FLIGHT_DIR": ""}
+    variables["TORCHELASTIC_RESTART_COUNT"] = "0"  # which torch asks for
+    start, ranks = time.monotonic(), range(num_ranks)
+    with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as folder:
+        known = {"store": f"{folder}/store", "num-ranks": num_ranks, "deadline-s": math.ceil(deadline_s) + 1}
+        arguments = [known | {"rank": rank, "out": f"{folder}/found-{rank}"} for rank in ranks]
+        processes = start_processes(
+            "symmoe-doctor",
+            command[0],
+            {rank: (*command[1:], *(f"--{key}={value}" for key, value in arguments[rank].items())) for rank in ranks},
+            dict.fromkeys(ranks, variables),
+            DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
+        try:
+            ended = processes.wait(deadline_s, period=_POLL_S)
+        finally:
+            groups = processes.pids().values()
+            processes.close(signal.SIGKILL)
+            for group in groups:  # whatever they have started, also those that had ended by themselves
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+        took_s = time.monotonic() - start
+        if ended is not None and not ended.is_failed():
+            return Trial(num_ranks, took_s, json.loads(Path(folder, "found-0").read_text()))
+        failures = {} if ended is None else ended.failures
+        return Trial(num_ranks, took_s, None, *_first_error(Path(folder), failures, num_ranks))
+
+
+def _first_error(folder: Path, failures: Mapping[int, ProcessFailure], num_ranks: int) -> tuple[str, str]:
+    """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
+    causes: list[tuple[int, tuple[str, str]]] = []
+    for rank in failures or range(num_ranks):
+        path = folder / f"found-{rank}"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if "error" in found:
+            causes.append((2 if found["error"].startswith("Peer") else 0, (found["error"], found["text"])))
+            continue
+        logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob(f"**/{rank}/std*.log")))
+        last = next((line.strip() for line in reversed(logs.split("\n")) if line.strip()), "it has printed nothing")
+        code = failures[rank].exitcode if rank in failures else None
+        how = f"ended with status {code}" if code else "did not end in time"
+        if code and code < 0:
+            how = f"was ended by {failures[rank].signal_name()}"
+        # torch ends the others by SIGTERM, once one has failed.
+        causes.append((3 if code in (None, -signal.SIGTERM) else 1, (f"rank {rank} {how}", last)))
+    return min(causes, key=lambda cause: cause[0])[1]
+
+
+@about("self-test")
+def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> Iterator[Said]:
+    """Findings from the self-test; link_gbs: GB/s of all NVLinks of a GPU in one direction, None is unknown."""
+    where = "GPU" if on_gpus else "CPU"
+    ranks = f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
+    figures = trial.figures
+    if figures is None:
+        fix = f"{'NVSHMEM_DEBUG=INFO ' * on_gpus}torchrun --nproc-per-node=2 examples/dispatch_roundtrip.py shows more"
+        if "pip install" in trial.text:
+            fix = trial.text[trial.text.index("pip install") :]
+        elif "SIGKILL" in trial.error or "SIGBUS" in trial.error:
+            fix = "give it memory: end other jobs, or docker run --memory=8g"
+        elif trial.error == "WrongResult":
+            fix = "symmoe doctor --json > doctor.json, and open an issue with it"
+        yield "problem", f"{ranks}: {trial.error}: {trial.text}", fix
+        return
+    text = f"{ranks}: heap built in {figures['heap_s']:.2g} s; dispatch and combine are exact"
+    if "copy_gbs" in figures:
+        dispatch, combine, copy = (figures[f"{name}_gbs"] for name in ("dispatch", "combine", "copy"))
+        if on_gpus and link_gbs and copy < _MODEST_LINK * link_gbs:
+            slow = f"a plain copy to a peer moves {copy:.0f} GB/s of the {link_gbs:.0f} GB/s of its links"
+            yield "note", slow, "end what else uses the GPUs; nvidia-smi nvlink -e"
+        if on_gpus and dispatch < _MODEST_DISPATCH * copy:
+            slow = f"dispatch moves {dispatch:.0f} GB/s, a plain copy {copy:.0f}"
+            fix = f"torchrun --nproc-per-node={trial.num_ranks} benchmarks/bench.py dispatch measures it at length"
+            yield "note", slow, fix
+        link = f" of {link_gbs:.0f}" if on_gpus and link_gbs else ""
+        text += f"; dispatch {dispatch:.3g}, combine {combine:.3g}, plain copy {copy:.3g}{link} GB/s per rank"
+    yield "ok", f"{text} ({trial.took_s:.0f} s in all)", ""
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. Writes what it has found, or the error, to `--out` as JSON."""
     parser = argparse.ArgumentParser(prog="symmoe.tools.doctor.self_test", description=__doc__)
-    for name in ("store", "out"):
-        parser.add_argument(f"--{name}", required=True)
-    for name in ("rank", "num-ranks", "deadline-s"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    for name, kind in (("store", str), ("out", str), ("rank", int), ("num-ranks", int), ("deadline-s", int)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
     args = parser.parse_args(argv)
     signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
     found: dict[str, Any]
@@ -81,16 +184,14 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
     Raises:
         WrongResult: on every rank, if sums are wrong on any.
     """
-    load = _LOADS[ranks.device.type]
+    num_tokens, hidden, dtype = _LOADS[ranks.device.type]
     start = time.perf_counter()
     # Rows, what the plain copy brings, and in combine a place for sums of as many tokens from each peer.
-    num_bytes = (3 + ranks.num_ranks - 1) * load.num_bytes + _SPARE_BYTES
+    num_bytes = (3 + ranks.num_ranks - 1) * num_tokens * hidden * dtype.itemsize + _SPARE_BYTES
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=wait_s, start_timeout_s=wait_s) as heap:
         found = {"heap_s": ranks.largest(time.perf_counter() - start)}
-        check(heap, ranks, load.dtype)
-        if ranks.num_ranks > 1:
-            found |= speeds(heap, ranks, load)
-    return found
+        check(heap, ranks, dtype)
+        return found | (speeds(heap, ranks) if ranks.num_ranks > 1 else {})
 
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -116,24 +217,21 @@ def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
         raise WrongResult("dispatch or combine moved wrong rows")
 
 
-def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
+def speeds(heap: SymmetricHeap, ranks: Ranks) -> dict[str, float]:
     """GB/s per rank and direction of dispatch, combine and a plain copy, all ranks at once. Collective."""
-    token = torch.arange(load.num_tokens)
-    destination = (ranks.rank + 1 + token % (ranks.num_ranks - 1)) % ranks.num_ranks  # one expert per rank
+    num_tokens, hidden, dtype = _LOADS[ranks.device.type]
+    token, others = torch.arange(num_tokens), ranks.num_ranks - 1
+    destination = (ranks.rank + 1 + token % others) % ranks.num_ranks  # one expert per rank
     plan = make_plan(destination[:, None].to(heap.device), num_experts=ranks.num_ranks, heap=heap)
-    x = torch.ones((load.num_tokens, load.hidden), dtype=load.dtype, device=heap.device)
-    share = load.num_tokens // (ranks.num_ranks - 1)  # tokens that the copy sends to each rank
+    x = torch.ones((num_tokens, hidden), dtype=dtype, device=heap.device)
+    share = num_tokens // others  # tokens that the copy sends to each rank
     peers = [(ranks.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]  # not all to one at a time
     with (
-        heap.lease((plan.row_capacity, load.hidden), load.dtype, name="rows") as rows,
-        heap.lease((ranks.num_ranks * share, load.hidden), load.dtype, name="copy") as copied,
+        heap.lease((plan.row_capacity, hidden), dtype, name="rows") as rows,
+        heap.lease((ranks.num_ranks * share, hidden), dtype, name="copy") as copied,
     ):
         out, here = rows.tensor, slice(ranks.rank * share, (ranks.rank + 1) * share)
         targets = [copied.peer(peer)[here] for peer in peers]
-
-        def copy() -> None:
-            for target in targets:
-                target.copy_(x[:share])
 
         def align() -> None:
             ranks.head_start()
@@ -143,11 +241,11 @@ def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
         steps = {
             "dispatch": lambda: dispatch_tokens(x, plan, out=out),
             "combine": lambda: combine_tokens(plan.rows_of(out), plan),
-            "copy": copy,
+            "copy": lambda: [target.copy_(x[:share]) for target in targets],
         }
         variants = [Variant(name, ("forward",), in_steps(step), lambda: 0.0) for name, step in steps.items()]
         times = measure(variants, ranks, clock_for(heap.device), repetitions=_REPETITIONS, align=align)
-    return {f"{name}_gbs": load.num_bytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
+        return {f"{name}_gbs": x.nbytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
 
 
 if __name__ == "__main__":

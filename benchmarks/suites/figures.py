@@ -1,0 +1,143 @@
+"""What a checkout measures of a step besides its time: bytes that travel, memory at the peak, and what it launches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from symmoe.dispatch.plan import Plan
+from symmoe.tools.bench.layer import Choice
+from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import Record
+from symmoe.tools.bench.steps import host_figures
+from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, clock_for
+
+Step = Callable[[], object]
+_TRACED = "traced step"
+# CUDA runtime and driver calls that return only when the GPU has got somewhere.
+_WAITING_CALLS = {
+    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
+}
+_COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
+
+
+def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> tuple[Record, Record]:
+    """Bytes that travel forward and backward, and the peak of memory if the host launches the step. Collective."""
+    memory = {} if variant.reuses_marks else peak_memory(run, variant)
+    plan, config, found = run.plan(problem), choice.config(problem.case.shape), []
+    for direction in DIRECTIONS:
+        # Rows that leave a rank in dispatch and arrive in combine.
+        sent = dispatch_bytes(plan, config.sent_row_bytes(direction, DTYPE.itemsize))
+        received = combine_bytes(plan, config.order, problem.case.shape.hidden * DTYPE.itemsize)
+        found.append({"wire_bytes": sum(wire_bytes(each, run.ranks) for each in (sent, received)), **memory})
+    return found[0], found[1]
+
+
+def dispatch_bytes(plan: Plan, row_bytes: int) -> npt.NDArray[np.int64]:
+    """int64 [R]: bytes of rows that this rank sends to each rank, itself included."""
+    return (plan.token_to_packed_row >= 0).sum(0).cpu().numpy().astype(np.int64) * row_bytes
+
+
+def combine_bytes(plan: Plan, order: str, row_bytes: int) -> npt.NDArray[np.int64]:
+    """int64 [R]: bytes of rows that come to this rank from each rank in a combine, itself included."""
+    if order == "rank":
+        count = (plan.token_to_primary_row >= 0).sum(0)
+    else:
+        ranks = plan.slot_to_rank[plan.slot_to_row >= 0].long()
+        count = torch.bincount(ranks, minlength=plan.heap.num_ranks)
+    return count.cpu().numpy().astype(np.int64) * row_bytes
+
+
+def wire_bytes(moved: npt.NDArray[np.int64], ranks: Ranks) -> int:
+    """The bytes that leave a rank, from the bytes that move to or from each: the largest of all ranks. Collective."""
+    return int(ranks.largest(float(moved.sum() - moved[ranks.rank])))
+
+
+def peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:
+    """Bytes that one step takes at its peak beyond what was there before: ordinary memory of a GPU, and the heap."""
+    on_gpu, heap = run.ranks.device.type == "cuda", run.heap
+    before = 0
+    if on_gpu:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    leased = heap.leased_bytes
+    heap.memory.arena.high_water_bytes = leased
+    variant.call(clock_for(run.ranks.device))
+    if on_gpu:
+        torch.cuda.synchronize()
+    return {
+        "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
+        "peak_heap_bytes": heap.high_water_bytes - leased,
+    }
+
+
+def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:
+    """What a step asks of the host; on GPUs also its kernels, calls that wait for the GPU, copies from device to device
+    and allocations. Collective."""
+    figures, counted = host_figures(step, problem, ranks), ("launches", "waits", "copies", "allocations")
+    if ranks.device.type != "cuda":
+        return figures | dict.fromkeys(counted)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    step()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    trace = trace_step(step, row_numel=problem.case.num_slots * problem.case.shape.hidden)
+    counts = (trace.kernels.total(), trace.waits.total(), trace.copies_on_device.total(), allocations)
+    return figures | dict(zip(counted, counts, strict=True))
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step as torch.profiler saw it, by name how often: kernels; copies by the driver ("Memcpy DtoD (Device ->
+    Device)", "Memset (Device)", ...); calls that wait for the GPU; copies of large tensors by torch's operators."""
+
+    kernels: Counter[str]
+    copies: Counter[str]
+    waits: Counter[str]
+    row_copies: Counter[str]
+
+    @property
+    def copies_on_device(self) -> Counter[str]:
+        """Copies from device to device, by whatever."""
+        return Counter({k: n for k, n in self.copies.items() if "DtoD" in k or "PtoP" in k}) + self.row_copies
+
+    @property
+    def findings(self) -> list[str]:
+        """What a zero-copy step with static capacity must not have."""
+        return [f"{count} x {name}" for name, count in (self.copies_on_device + self.waits).items()]
+
+
+def trace_step(step: Step, *, row_numel: int) -> StepTrace:
+    """Profiles one call of `step`, which has run before. Synchronises.
+
+    Args:
+        row_numel: elements from which a copy by a torch operator counts.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        with torch.profiler.record_function(_TRACED):
+            step()
+        torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
+    events = profiler.events()
+    whole = next(e.time_range for e in events if e.name == _TRACED and e.device_type.name == "CPU")
+    trace = StepTrace(*(Counter[str]() for _ in range(4)))
+    for event in events:
+        if event.device_type.name == "CUDA":
+            if event.name != _TRACED:
+                (trace.copies if event.name.startswith(("Memcpy", "Memset")) else trace.kernels)[event.name] += 1
+        elif whole.start <= event.time_range.start <= whole.end:
+            shape = event.input_shapes[0] if event.input_shapes else None
+            if event.name in _WAITING_CALLS:
+                trace.waits[event.name] += 1
+            elif event.name in _COPYING_OPERATORS and shape and math.prod(shape) >= row_numel:
+                trace.row_copies[f"{event.name} {shape}"] += 1
+    return trace

@@ -1,0 +1,29 @@
+"""Operands of kernels that are more than one tensor, in the words of contract/__init__.py.
+
+They are plain tuples, the only ones in which a tape finds tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from symmoe.kernels.tensor_table import TensorTable
+
+MaybeTensor = Tensor | None
+Matrices = Tensor | TensorTable  # a packed tensor, or matrices anywhere
+Rows = Tensor | tuple[Tensor, MaybeTensor]  # rows; or a tensor of rows, and which of them stands for row r
+Bias = Tensor | tuple[MaybeTensor, MaybeTensor] | None  # [G, O]; or that, and what multiplies it for row r, fp32[N]
+Quantized = tuple[Matrices, Matrices, MaybeTensor]  # data, scale, and the global scale if the format has one
+
+
+def as_pair(operand: Any) -> tuple[Any, Any]:
+    """Rows and their index, or a bias and its scale; None for a second one that is not given."""
+    return operand if isinstance(operand, tuple) else (operand, None)
+
+
+def num_rows(rows: Rows) -> int:
+    """N."""
+    tensor, row_index = as_pair(rows)
+    return int((tensor if row_index is None else row_index).shape[0])
