@@ -176,7 +176,7 @@ def test_only_the_backends_read_the_environment(path: Path):
 
 @pytest.mark.parametrize("module", ["twin", "gpu"])
 def test_every_kernel_has_the_signature_of_the_contract(module: str):
-    """Names, kinds and defaults of parameters; types stand in the contract. A quantised launcher may take a `config` as well."""
+    """Names, kinds and defaults of parameters. A quantised launcher may take a `config` as well."""
     if module == "gpu":
         pytest.importorskip("triton")
     from symmoe.kernels import Kernels
