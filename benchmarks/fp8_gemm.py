@@ -27,6 +27,7 @@ from one_gpu import medians_in_turn_ms, parser_of, write
 from symmoe import kernels
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.gemm_parts import range_of
+from symmoe.kernels.operands import Operand, ScatteredWeight
 from symmoe.kernels.quantized_gemm import BLOCK, num_blocks
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
@@ -111,12 +112,13 @@ def product(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) ->
         return dequantised(rows[spans[g]], row_scale[spans[g]]) @ dequantised(weight[g], by_row).T
 
     op = Op(name, 2 * N * O * C, expected, lambda: out.fill_(torch.nan))
-    op.ways["fp8"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weight, weight_scale, row_range, out)
+    left, right = Operand(rows, row_scale), Operand(weight, weight_scale)
+    op.ways["fp8"] = lambda: ops.grouped_gemm_quantized(left, right, row_range, out)
     op.checked["fp8"] = op.checked["scattered"] = lambda g: out[spans[g]]
     weights, scales = scattered(weight), scattered(weight_scale)
-    tables = kernel_matrices({"weight": weights, "scale": scales})
+    tables = ScatteredWeight(*kernel_matrices({"weight": weights, "scale": scales}))
     op.kept = [*weights, *scales]
-    op.ways["scattered"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, *tables, row_range, out)
+    op.ways["scattered"] = lambda: ops.grouped_gemm_quantized(left, tables, row_range, out)
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
         op.ways["torch rows"] = lambda: torch._scaled_grouped_mm(
@@ -144,7 +146,7 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
         for data in (dout, rows):
             data.view(torch.uint8)[:, span.stop : end] = 0
     dout_scale, rows_scale = numbers.scale(P // BLOCK, O).t(), numbers.scale(P // BLOCK, C).t()
-    operands = (dout, dout_scale, rows, rows_scale, row_range)
+    operands = (Operand(dout, dout_scale), Operand(rows, rows_scale), row_range)
     out = torch.empty(G, O, C, dtype=BF16, device=numbers.device)
     main_grad = torch.zeros(G, O, C, dtype=FP32, device=numbers.device)
 
@@ -161,13 +163,13 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
             tensor.zero_()
 
     op = Op(name, 2 * N * O * C, expected, blank)
-    op.ways["fp8"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, out)
+    op.ways["fp8"] = lambda: ops.grouped_gemm_wgrad_quantized(*operands, out)
     op.checked["fp8"] = lambda g: out[g]
-    op.ways["add fp32"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, main_grad, accumulate=True)
+    op.ways["add fp32"] = lambda: ops.grouped_gemm_wgrad_quantized(*operands, main_grad, accumulate=True)
     op.checked["add fp32"] = lambda g: main_grad[g]
     main_grads = scattered(main_grad)
     (table,) = kernel_matrices({"main_grad": main_grads})
-    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, table, accumulate=True)
+    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_quantized(*operands, table, accumulate=True)
     op.checked["add to scattered"] = lambda g: main_grads[g]
     if numbers.device.type == "cuda":
         x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)

@@ -21,9 +21,8 @@ from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.weight_gradients import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import Operand, given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import Operand
 from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")

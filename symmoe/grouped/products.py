@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,17 +19,9 @@ from symmoe.grouped.rows_function import Gradients, RowInputs
 from symmoe.grouped.weight_gradients import Compute
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import Operand, given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import (
-    Operand,
-    gradient_columns,
-    gradient_rows,
-    multiply,
-    multiply_columns,
-    operand,
-    weight_operands,
-)
+from symmoe.precision.operands import gradient_columns, gradient_rows, weight_operands
 from symmoe.precision.recipes import Recipe
 
 
@@ -49,17 +40,14 @@ class LinearProducts:
         (layer,), transposed = self.layers, None
         weights, low = _split(layer, rows.tensors)
         (weight,) = kernel_matrices({"weight": weights})
+        ops, bias = kernels.for_device(out.device), (rows.biases[0], rows.scale)
         if layer.precision is None:
-            bias = rows.biases[0], rows.scale
-            kernels.for_device(out.device).grouped_gemm(
-                rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail
-            )
+            ops.grouped_gemm(rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail)
         else:
             recipe, held = layer.precision, layer.held_weight
-            left = operand(recipe.quantize(rows.x, rows.row_range))
+            left = recipe.quantize(rows.x, rows.row_range).operand()
             right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
-            options: dict[str, Any] = {"bias": rows.biases[0], "bias_scale": rows.scale, "zero_tail": zero_tail}
-            multiply(left, right, rows.row_range, out, **options)
+            ops.grouped_gemm_quantized(left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail)
         t = None
         if low is not None:
             t = low.down(rows.x, rows.row_range)
@@ -105,7 +93,7 @@ class LinearGradients:
             lines = gradient_rows(self._recipe, d_out, row_range, **sums)
             _, data, scale, global_scale = self._kept
             transposed = Operand(given("data", data), given("scale", scale), global_scale)
-            multiply(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
+            self._ops.grouped_gemm_quantized(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
         if self._low is not None:
             self._low.add_up_gradient(self._d_t, row_range, d_rows)
 
@@ -137,11 +125,12 @@ def _weight_gradient(
 ) -> None:
     """out [G, O, C] (+)= d_out_g^T x_g."""
     inputs.check()
+    ops = kernels.for_device(x.device)
     if recipe is None:
-        kernels.for_device(x.device).grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
+        ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
         return
-    left, right = gradient_columns(recipe, d_out, row_range), operand(recipe.quantize_columns(x, row_range))
-    multiply_columns(left, right, row_range, out, accumulate=accumulate)
+    left, right = gradient_columns(recipe, d_out, row_range), recipe.quantize_columns(x, row_range).operand()
+    ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
 
 
 def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:

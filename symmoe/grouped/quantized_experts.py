@@ -25,20 +25,12 @@ import torch
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.kernels import act_quantized
+from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.gemm_parts import Part
+from symmoe.kernels.operands import Operand
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import (
-    HeldWeight,
-    Operand,
-    gradient_columns,
-    gradient_rows,
-    gradient_seeds,
-    multiply,
-    multiply_columns,
-    operand,
-    weight_operands,
-)
+from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, gradient_seeds, weight_operands
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
@@ -91,15 +83,14 @@ class QuantizedWeights(ExpertWeights):
         is_fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
         a = recipe.empty("rows", num_rows, ffn, x.row_range) if is_fused else None
         for rows, part in arriving:
-            multiply(rows, w1, part.rows, h, bias=self.b1, num_sms=part.num_sms)
+            ops.grouped_gemm_quantized(rows, w1, part.rows, h, bias=(self.b1, None), num_sms=part.num_sms)
             if a is not None:
-                result = a.data, a.scale
-                ops.act_quantize(h, x.scale, part.rows, self.activation, recipe.row_format, rows=result)
+                ops.act_quantize(h, x.scale, part.rows, a.buffers, self.activation, recipe.row_format)
         if a is None:
             full = h.new_empty((num_rows, ffn))
             ops.scaled_activation(h, x.scale, full, self.activation)
             a = recipe.quantize(full, x.row_range)
-        return Hidden.with_weights(h, transposed1, transposed2), (operand(a), w2)
+        return Hidden.with_weights(h, transposed1, transposed2), (a.operand(), w2)
 
     def second_layer(
         self,
@@ -115,13 +106,12 @@ class QuantizedWeights(ExpertWeights):
         num_rows = hidden.h.shape[0]
         x = x.without_tail(num_rows)
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
-        multiply(
+        kernels.for_device(out.device).grouped_gemm_quantized(
             *a,
             x.row_range if part is None else part.rows,
             out[:num_rows],
             group_range=None if part is None else x.row_range,
-            bias=self.b2,
-            bias_scale=x.bias_scale,
+            bias=(self.b2, x.bias_scale),
             zero_tail=zero_tail,
             num_sms=None if part is None else part.num_sms,
         )
@@ -148,7 +138,7 @@ class QuantizedBackward(ExpertsBackward):
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
         received, dbias = self._received_gradients(), self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, x, parts, is_gradient=True, dbias=dbias):
-            multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
+            self._ops.grouped_gemm_quantized(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
         takes = act_quantized.takes_dact_quantize(da.shape[1], weights.activation, weights.recipe.row_format)
         if takes and h.dtype in act_quantized.H:
             self._differentiate_and_quantize(da, h)
@@ -161,15 +151,12 @@ class QuantizedBackward(ExpertsBackward):
         num_rows, ffn = da.shape
         numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, self.db1)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
-        made = (
-            recipe.empty("rows", num_rows, h.shape[1], x.row_range),
-            recipe.empty("columns", num_rows, h.shape[1], x.row_range),
-            recipe.empty("columns", num_rows, ffn, x.row_range),
-        )
-        inputs = da, h, x.scale, x.row_range, self.d_scale, workspace, activation, recipe.row_format
-        rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
-        self._ops.dact_quantize(*inputs, rows=rows, columns=columns, a_columns=a_columns, dbias=self.db1)
-        for_dgrad, for_wgrad, a_operand = map(operand, made)
+        rows = recipe.empty("rows", num_rows, h.shape[1], x.row_range)
+        columns = recipe.empty("columns", num_rows, h.shape[1], x.row_range)
+        a_columns = recipe.empty("columns", num_rows, ffn, x.row_range)
+        out = DactOperands(self.d_scale, rows.buffers, columns.buffers, a_columns.buffers, self.db1)
+        self._ops.dact_quantize(da, h, x.scale, x.row_range, out, workspace, activation, recipe.row_format)
+        for_dgrad, for_wgrad, a_operand = rows.operand(), columns.operand(), a_columns.operand()
         self._dh_rows, self._dh_columns, self._a_columns = lambda: for_dgrad, lambda: for_wgrad, lambda: a_operand
 
     def _differentiate(self, da: torch.Tensor, h: torch.Tensor) -> None:
@@ -182,7 +169,7 @@ class QuantizedBackward(ExpertsBackward):
         rows = None if self.db1 is None else gradient_rows(recipe, dh, x.row_range, dbias=self.db1)
         self._dh_rows = lambda: rows or gradient_rows(recipe, dh, x.row_range)
         self._dh_columns = lambda: gradient_columns(recipe, dh, x.row_range)
-        self._a_columns = lambda: operand(recipe.quantize_columns(a, x.row_range))
+        self._a_columns = lambda: recipe.quantize_columns(a, x.row_range).operand()
 
     def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
         if self._weights.wire.gradients is not None:  # otherwise the first step has made it
@@ -201,7 +188,7 @@ class QuantizedBackward(ExpertsBackward):
         """See ExpertsBackward."""
         assert self._transposed1 is not None  # forward has kept it for this
         dh, d_rows = self._dh_rows(), d_rows[: self._x.scale.shape[0]]
-        multiply(dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail)
+        self._ops.grouped_gemm_quantized(dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail)
         self._transposed1 = None  # weight gradients do not use it, and may run much later
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
@@ -209,10 +196,11 @@ class QuantizedBackward(ExpertsBackward):
         self._inputs.check()
         x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
         if wire is None:
-            right = operand(recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index))
+            right = recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index).operand()
         else:
-            right = operand(wire.columns(x.rows, x.row_range, self._dtype, x.row_index))
-        multiply_columns(self._dh_columns(), right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+            right = wire.columns(x.rows, x.row_range, self._dtype, x.row_index).operand()
+        left = self._dh_columns()
+        self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward."""
@@ -221,8 +209,9 @@ class QuantizedBackward(ExpertsBackward):
         if wire is None:
             left = gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
         else:
-            left = operand(wire.columns(received, x.row_range, self._dtype, x.row_index))
-        multiply_columns(left, self._a_columns(), x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+            left = wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
+        right = self._a_columns()
+        self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
 
 def _arriving(
@@ -246,12 +235,13 @@ def _arriving(
         return _part_by_part(weights, wire, received, x, parts, dbias)
     deque(() if parts is None else parts, maxlen=0)  # waits
     if wire is None:
-        seeds = gradient_seeds(recipe, received, x.row_range, x.row_index) if is_gradient else None
-        scale = None if dbias is None else x.bias_scale
-        rows = recipe.quantize(received, x.row_range, row_index=x.row_index, seeds=seeds, dbias=dbias, bias_scale=scale)
+        index, scale = x.row_index, None if dbias is None else x.bias_scale
+        seeds = gradient_seeds(recipe, received, x.row_range, index) if is_gradient else None
+        options = {"row_index": index, "seeds": seeds, "dbias": dbias, "bias_scale": scale}
+        rows = recipe.quantize(received, x.row_range, out=None, **options).operand()
     else:
-        rows = wire.quantized(received, x.row_range, x.row_index)
-    return ((operand(rows), Part(x.row_range)),)
+        rows = wire.quantized(received, x.row_range, x.row_index).operand()
+    return ((rows, Part(x.row_range)),)
 
 
 def _part_by_part(
@@ -265,15 +255,13 @@ def _part_by_part(
     recipe, ops = weights.recipe, kernels.for_device(received.device)
     num_rows = x.scale.shape[0]
     rows = recipe.empty("rows", num_rows, weights.w1.shape[2], x.row_range)
-    options, sums = {"row_index": x.row_index}, None
-    if dbias is not None:
-        sums = empty_row_sums(num_rows, dbias)
-        options |= {"bias_sums": sums, "bias_scale": x.bias_scale}
+    sums = None if dbias is None else (empty_row_sums(num_rows, dbias), x.bias_scale)
+    index, row_format = x.row_index, recipe.row_format
     for part in parts:
         if wire is None:
-            ops.quantize_rows(received, part.rows, rows.data, rows.scale, recipe.row_format, **options)
+            ops.quantize_rows(received, part.rows, rows.buffers, row_format, row_index=index, sums=sums)
         else:
             wire.unpack(received, part.rows, rows, x.row_index)
-        yield operand(rows), part
+        yield rows.operand(), part
     if dbias is not None and sums is not None:
-        ops.sum_dbias(sums, x.row_range, dbias)
+        ops.sum_dbias(sums[0], x.row_range, dbias)

@@ -28,6 +28,7 @@ def counted(name: str, kernel: Callable[..., Any], /, *args: Any, **kwargs: Any)
     arguments = inspect.signature(getattr(Kernels, name)).bind(None, *args, **kwargs).arguments
     if is_grouped:  # a row is multiplied by the features of a matrix
         matrices = arguments["out" if "wgrad" in name else "weight"]
+        matrices = matrices[0] if isinstance(matrices, tuple) else matrices  # quantised ones are an Operand
         _, out_features, in_features = matrices.shape
         numbers_per_byte = 2 if matrices.dtype == torch.uint8 else 1
         _product(arguments["row_range"], 0, out_features * in_features * numbers_per_byte)

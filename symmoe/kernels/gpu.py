@@ -1,7 +1,7 @@
 """Kernels for NVIDIA GPUs, in Triton and Gluon: they compute what kernels/contract says, same as the twins."""
 
 from symmoe.kernels.contract import kernels_in
-from symmoe.kernels.low_precision import act_quantized, fp8, quantize, scale_tiles, scaled, wire
+from symmoe.kernels.low_precision import act_quantized, products, quantize, scale_tiles, wire
 from symmoe.kernels.triton import (
     activation,
     bias,
@@ -17,7 +17,7 @@ from symmoe.kernels.triton import (
 )
 
 _KERNELS = {
-    **kernels_in(act_quantized, fp8, quantize, scale_tiles, scaled, wire, activation, bias, gemm, gemm_act),
+    **kernels_in(act_quantized, products, quantize, scale_tiles, wire, activation, bias, gemm, gemm_act),
     **kernels_in(plan, pointers, route, router_products, splits, sync, tokens),
 }
 globals().update(_KERNELS)

@@ -1,53 +1,74 @@
-"""Checks of operands of kernels."""
+"""Quantised operands of kernels as records, and checks of operands."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.tensor_table import TensorTable
 
+Buffers = tuple[torch.Tensor, torch.Tensor]  # data and scale, which a quantising kernel fills
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class Operand(NamedTuple):
+    """Quantised rows, columns or weights, ready for a grouped GEMM.
+
+    Attributes:
+        data: quantised numbers, as in precision.Quantized.
+        scale: compact fp32 scales, or 128x4 tiles of uint8 scales.
+        global_scale: fp32[G], or None where the format has none.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+
+class ScatteredWeight(NamedTuple):
+    """Quantised weights of G experts, each with memory of its own, e.g. from :func:`pack_weight_ptrs`. Nothing here
+    keeps that memory alive.
+
+    Attributes:
+        data: the matrices of Operand.data.
+        scale: the matrices of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512].
+        global_scale: as in Operand.
+    """
+
+    data: TensorTable
+    scale: TensorTable
+    global_scale: torch.Tensor | None = None
+
+
 def check_operand(
-    name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    tensor: torch.Tensor | TensorTable,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
 ) -> None:
-    """ArgumentError unless the tensor is contiguous, of this shape and of one of these dtypes."""
-    check_numbers(name, tensor, shape, dtypes)
-    if isinstance(tensor, torch.Tensor):  # matrices of a table are contiguous
-        check_contiguous(name, tensor)
+    """ArgumentError unless the tensor is contiguous, of this shape, of one of these dtypes, on the device if given."""
+    check_numbers(name, tensor, shape, dtypes, device)
+    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():  # matrices of a table are
+        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
 def check_numbers(
-    name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    tensor: torch.Tensor | TensorTable,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
 ) -> None:
-    """ArgumentError unless the tensor is of this shape and of one of these dtypes, with any strides."""
+    """Same as check_operand, with any strides."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
         raise ArgumentError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-
-
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """ArgumentError unless the tensor is contiguous."""
-    if not tensor.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-
-
-def check_out(
-    out: torch.Tensor,
-    shape: tuple[int, int],
-    num_groups: int,
-    bias: torch.Tensor | None,
-    bias_scale: torch.Tensor | None,
-) -> None:
-    """ArgumentError unless out is of this shape [N, O], bias [num_groups, O], bias_scale fp32 [N]; or no bias."""
-    check_operand("out", out, shape, FLOATS)
-    if bias is not None:
-        check_operand("bias", bias, (num_groups, shape[1]), FLOATS)
-    if bias_scale is not None:
-        check_operand("bias_scale", bias_scale, shape[:1], (torch.float32,))
+    if device is not None and tensor.device != device:
+        raise ArgumentError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def check_column_scale(name: str, scale: torch.Tensor) -> None:

@@ -1,120 +1,26 @@
-"""The operands of grouped GEMMs in a recipe's numbers, and their two products, for all kernels.
+"""Operands of grouped GEMMs in a recipe's numbers: gradients with their seeds, and weights that several calls share.
 
-    forward  rows, along features      x  weight               multiply          y
-    dgrad    d_y, along features       x  transposed weight    multiply          d_x
-    wgrad    d_y, along tokens         x  rows, along tokens   multiply_columns  d_weight
+    forward  rows, along features      x  weight               grouped_gemm_quantized        y
+    dgrad    d_y, along features       x  transposed weight    grouped_gemm_quantized        d_x
+    wgrad    d_y, along tokens         x  rows, along tokens   grouped_gemm_wgrad_quantized  d_weight
 
-An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128, one-byte ones in 128x4
-tiles (kernels/quantized_gemm.py). The weight is quantised in forward, for both directions; backward takes what forward
-has made. Gradients may be rounded stochastically (Recipe). No function synchronises the host.
+The weight is quantised in forward, for both directions; backward takes what forward has made. No function synchronises
+the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from symmoe import kernels
 from symmoe.errors import ArgumentError
+from symmoe.kernels.operands import Operand
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.streams import capture_id
 from symmoe.torch_internals import version_of
-
-
-class Operand(NamedTuple):
-    """Quantised rows, columns or weights, ready for a grouped GEMM.
-
-    Attributes:
-        data: quantised numbers, as in Quantized.
-        scale: compact fp32 scales, or tiles of uint8 scales.
-        global_scale: fp32[G], or None where the format has none.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor | None
-
-
-class ScatteredWeight(NamedTuple):
-    """Quantised weights of G experts, each with memory of its own, e.g. from :func:`pack_weight_ptrs`. Nothing here
-    keeps that memory alive.
-
-    Attributes:
-        data: the matrices of Quantized.data.
-        scale: the matrices of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512].
-        global_scale: as in Operand.
-    """
-
-    data: TensorTable
-    scale: TensorTable
-    global_scale: torch.Tensor | None
-
-
-def operand(quantized: Quantized) -> Operand:
-    """The numbers of a recipe with their scales laid out."""
-    if quantized.scale.dtype != torch.float32:
-        return Operand(quantized.data, quantized.swizzled_scale(), quantized.global_scale)
-    return Operand(quantized.data, quantized.scale, None)
-
-
-def multiply(
-    rows: Operand,
-    weight: Operand | ScatteredWeight,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    group_range: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
-    """out[r] = rows[r] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g, same as grouped_gemm.
-
-    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1. group_range: the row_range
-    of the whole groups, by which scales lie in tiles, if row_range has only some of their rows; else None.
-    """
-    ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
-    if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_fp8(*operands, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail, num_sms=num_sms)
-        return
-    ops.grouped_gemm_scaled(
-        *operands,
-        row_global_scale=rows.global_scale,
-        weight_global_scale=weight.global_scale,
-        group_range=group_range,
-        bias=bias,
-        bias_scale=bias_scale,
-        zero_tail=zero_tail,
-        num_sms=num_sms,
-    )
-
-
-def multiply_columns(
-    dout: Operand,
-    rows: Operand,
-    row_range: torch.Tensor,
-    out: torch.Tensor | TensorTable,
-    *,
-    accumulate: bool,
-    num_sms: int | None = None,
-) -> None:
-    """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, same as grouped_gemm_wgrad; out [G, O, C]."""
-    ops, operands = kernels.for_device(out.device), (dout.data, dout.scale, rows.data, rows.scale, row_range, out)
-    if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_wgrad_fp8(*operands, accumulate=accumulate, num_sms=num_sms)
-        return
-    ops.grouped_gemm_wgrad_scaled(
-        *operands,
-        dout_global_scale=dout.global_scale,
-        rows_global_scale=rows.global_scale,
-        accumulate=accumulate,
-        num_sms=num_sms,
-    )
 
 
 def gradient_seeds(
@@ -135,20 +41,10 @@ def gradient_seeds(
     return up_to[row_range].diff(dim=0)[0]
 
 
-def gradient_rows(
-    recipe: Recipe,
-    d_rows: torch.Tensor,
-    row_range: torch.Tensor,
-    row_index: torch.Tensor | None = None,
-    *,
-    dbias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-) -> Operand:
-    """The gradient rows of dgrad. row_index, dbias [G, O], bias_scale fp32[N]: as in Recipe.quantize."""
-    seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
-    return operand(
-        recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds, dbias=dbias, bias_scale=bias_scale)
-    )
+def gradient_rows(recipe: Recipe, d_rows: torch.Tensor, row_range: torch.Tensor, **options: Any) -> Operand:
+    """The gradient rows of dgrad. options: row_index, dbias and bias_scale of Recipe.quantize."""
+    seeds = gradient_seeds(recipe, d_rows, row_range, options.get("row_index"))
+    return recipe.quantize(d_rows, row_range, seeds=seeds, **options).operand()
 
 
 def gradient_columns(
@@ -158,7 +54,7 @@ def gradient_columns(
     seeds = gradient_seeds(recipe, d_rows, row_range, row_index)
     # Other random words than those that rounded the rows.
     seeds = None if seeds is None else seeds + 1
-    return operand(recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds))
+    return recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds).operand()
 
 
 Directions = tuple[Operand, Operand | None]
@@ -172,12 +68,12 @@ def weight_operands(
 
     held: the cache, which is searched first and then filled; None: the operands are made.
     """
-    if held is not None:
+    if held is not None and held.is_open_here():
         return held.operands(recipe, weight, transposed=transposed)
     if not transposed:
-        return operand(recipe.quantize_weight(weight)), None
+        return recipe.quantize_weight(weight).operand(), None
     forward, transposed_weight = recipe.quantize_weight_pair(weight)
-    return operand(forward), operand(transposed_weight)
+    return forward.operand(), transposed_weight.operand()
 
 
 class _Made(NamedTuple):
@@ -235,44 +131,31 @@ class HeldWeight:
                 )
         return None
 
+    def is_open_here(self) -> bool:
+        """Whether calls on the current stream may have the operands."""
+        return self._is_open and capture_id(self._device) == self._capture
+
     def operands(self, recipe: Recipe, weight: torch.Tensor | TensorTable, *, transposed: bool) -> Directions:
-        """Same as weight_operands."""
-        if not self._is_open or capture_id(self._device) != self._capture:
-            return weight_operands(recipe, weight, transposed=transposed)
+        """Same as weight_operands, where is_open_here."""
         if self._versions is None:
             self._versions = self._versions_now()
         made = self._dtype_to_made.get(weight.dtype)
+        stream = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
         if made is None or (transposed and made.directions[1] is None):
-            made = self._dtype_to_made[weight.dtype] = _make(recipe, weight, transposed)
-        _read_here(made)
+            made = _Made(weight_operands(recipe, weight, transposed=transposed), stream, None)
+            if stream is not None:
+                made = made._replace(is_there=stream.record_event())
+            self._dtype_to_made[weight.dtype] = made
+        if made.is_there is not None and stream is not None and stream != made.stream:
+            stream.wait_event(made.is_there)
+            for tensor in (*made.directions[0], *(made.directions[1] or ())):
+                if tensor is not None:
+                    tensor.record_stream(stream)
         forward, transposed_operand = made.directions
         return forward, transposed_operand if transposed else None
 
     def _versions_now(self) -> list[int]:
         return [0 if parameter.is_inference() else version_of(parameter) for parameter in self._parameters]
-
-
-def _make(recipe: Recipe, weight: torch.Tensor | TensorTable, transposed: bool) -> _Made:
-    directions = weight_operands(recipe, weight, transposed=transposed)
-    if weight.device.type != "cuda":
-        return _Made(directions, None, None)
-    stream, is_there = torch.cuda.current_stream(weight.device), torch.cuda.Event()
-    is_there.record(stream)
-    return _Made(directions, stream, is_there)
-
-
-def _read_here(made: _Made) -> None:
-    """Makes the current stream wait for operands of another one, and their memory for the current stream."""
-    if made.stream is None or made.is_there is None:
-        return
-    stream = torch.cuda.current_stream(made.stream.device)
-    if stream == made.stream:
-        return
-    stream.wait_event(made.is_there)
-    for operand in made.directions:
-        for tensor in operand or ():
-            if tensor is not None:
-                tensor.record_stream(stream)
 
 
 def _where(capture: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gemm_parts import bounds_of, equal_groups
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import Buffers, Operand, given
 from symmoe.kernels.twin import quantize as twin
 from symmoe.precision.block_scaled import swizzle_scales
 
@@ -63,6 +63,17 @@ class Quantized:
     def global_scale(self) -> torch.Tensor | None:
         """fp32[G], the factor of a group's scales, as a new tensor; None if the format has none."""
         return None if self.amax is None else twin.global_scale_of(self.amax)
+
+    @property
+    def buffers(self) -> Buffers:
+        """Data and scale, as kernels fill them."""
+        return self.data, self.scale
+
+    def operand(self) -> Operand:
+        """The operand of grouped GEMMs: scales as they are if they are fp32, in tiles otherwise."""
+        if self.scale.dtype == torch.float32:
+            return Operand(self.data, self.scale)
+        return Operand(self.data, self.swizzled_scale(), self.global_scale)
 
     def swizzled_scale(self) -> torch.Tensor:
         """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled.py).

@@ -7,7 +7,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -19,18 +19,15 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import FLOATS, check_column_scale, check_contiguous, check_operand
+from symmoe.kernels.operands import FLOATS, Buffers, check_column_scale, check_numbers, check_operand
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.block_scaled import check_signs, checked_row_range
 from symmoe.precision.quantized import Layout, Quantized
 
-Buffers = tuple[torch.Tensor, torch.Tensor]
-
 
 class Recipe(ABC):
-    """What all recipes do. No method is collective or synchronises the host; all can be captured in a CUDA graph.
-
-    The four methods are the operands of the three products of a layer:
+    """What all recipes do: the operands of the three products of a layer. No method is collective or synchronises the
+    host; all can be captured in a CUDA graph.
 
         forward  rows            x weight              contracted: features in
         dgrad    gradient rows   x weight_transposed   contracted: features out
@@ -84,14 +81,11 @@ class Recipe(ABC):
     ) -> Quantized:
         """An uninitialised result of quantize or quantize_columns, for kernels that fill it, but for what a global
         scale needs."""
-        row_format, lines, length = self.row_format, num_rows, features
+        lines, length = num_rows, features
         if layout == "columns":
             lines, length = features, TILE * max_tiles(num_rows, row_range.shape[1])
-        shapes = (lines, row_format.data_width(length)), (lines, row_format.num_blocks(length))
-        data, scale = _buffers(out, row_format, *shapes, row_range.device, of_columns=layout == "columns")
-        return Quantized(
-            data=data, scale=scale, block_format=row_format, layout=layout, num_rows=num_rows, row_range=row_range
-        )
+        fields = {"num_rows": num_rows, "row_range": row_range}
+        return _empty(self.row_format, layout, (lines, length), row_range.device, out, **fields)
 
     @torch.no_grad()
     def quantize(
@@ -130,11 +124,11 @@ class Recipe(ABC):
             check_operand("dbias", dbias, (row_range.shape[1], rows.shape[1]), FLOATS)
             if bias_scale is not None:
                 check_operand("bias_scale", bias_scale, (num_rows,), (torch.float32,))
-            sums = empty_row_sums(num_rows, dbias)
-        options = {"row_index": row_index, "amax": amax, "seeds": seeds, "bias_sums": sums, "bias_scale": bias_scale}
-        ops.quantize_rows(rows, row_range, result.data, result.scale, row_format, **options)
+            sums = empty_row_sums(num_rows, dbias), bias_scale
+        options = {"row_index": row_index, "amax": amax, "seeds": seeds}
+        ops.quantize_rows(rows, row_range, result.buffers, row_format, sums=sums, **options)
         if dbias is not None and sums is not None:
-            ops.sum_dbias(sums, row_range, dbias)
+            ops.sum_dbias(sums[0], row_range, dbias)
         return result if amax is None else dataclasses.replace(result, amax=amax)
 
     @torch.no_grad()
@@ -153,8 +147,8 @@ class Recipe(ABC):
         row_format, signs = self.row_format, self.column_signs
         result = self.empty("columns", num_rows, rows.shape[1], row_range, out)
         amax = _amax(row_format, rows, row_range, row_index, signs)
-        ops, operands = kernels.for_device(rows.device), (rows, row_range, result.data, result.scale, row_format)
-        ops.quantize_columns(*operands, row_index=row_index, amax=amax, signs=signs, seeds=seeds)
+        ops, options = kernels.for_device(rows.device), {"row_index": row_index, "amax": amax, "seeds": seeds}
+        ops.quantize_columns(rows, row_range, result.buffers, row_format, signs=signs, **options)
         return result if amax is None and signs is None else dataclasses.replace(result, amax=amax, signs=signs)
 
     def quantize_weight(self, weight: torch.Tensor | TensorTable, *, out: Buffers | None = None) -> Quantized:
@@ -285,34 +279,22 @@ def _quantize_weights(
     recipe: Recipe, weight: torch.Tensor | TensorTable, layout_to_out: dict[Layout, Buffers | None]
 ) -> list[Quantized]:
     """Weights in one layout, or in both by one read, in the caller's buffers if given."""
-    is_contiguous = isinstance(weight, TensorTable) or weight.is_contiguous()
-    if len(weight.shape) != 3 or weight.dtype not in FLOATS or not is_contiguous:
-        raise ArgumentError(
-            f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {FLOATS}"
-        )
-    num_groups, *widths = weight.shape
-    for name, width in zip(("O", "C"), widths, strict=True):
-        _check_width(recipe, f"{name} of weight", width)
-    raise_for(e4m3_problem(recipe, weight.device))
+    check_floats(recipe, "weight", weight, ("G", "O", "C"))
     ops, weight_format, amax = kernels.for_device(weight.device), recipe.weight_format, None
     if weight_format.has_global_scale:
-        amax = torch.empty(num_groups, dtype=torch.float32, device=weight.device)
+        amax = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
         ops.weight_amax(weight, amax)
+    num_groups, rows, columns = weight.shape
     results = []
     for layout, out in layout_to_out.items():
-        num_lines, width = widths if layout == "weight" else reversed(widths)
-        data_shape = num_groups, num_lines, weight_format.data_width(width)
-        scale_shape = num_groups, -(-num_lines // weight_format.block_lines), weight_format.num_blocks(width)
-        data, scale = _buffers(out, weight_format, data_shape, scale_shape, weight.device)
-        results.append(
-            Quantized(data=data, scale=scale, block_format=weight_format, layout=layout, num_rows=num_lines, amax=amax)
-        )
+        shape = (num_groups, rows, columns) if layout == "weight" else (num_groups, columns, rows)
+        results.append(_empty(weight_format, layout, shape, weight.device, out, num_rows=shape[1], amax=amax))
     one, other = results[0], results[-1]
     if math.prod(weight.shape) and one is not other:
-        ops.quantize_weight_pairs(weight, one.data, one.scale, other.data, other.scale, weight_format, amax=amax)
+        ops.quantize_weight_pairs(weight, one.buffers, other.buffers, weight_format, amax=amax)
     elif math.prod(weight.shape):
         lines = weight.mT if isinstance(weight, torch.Tensor) and one.layout == "weight_transposed" else weight
-        ops.quantize_weights(lines, one.data, one.scale, weight_format, amax=amax)
+        ops.quantize_weights(lines, one.buffers, weight_format, amax=amax)
     return results
 
 
@@ -324,32 +306,34 @@ def _row_range(
     row_index: torch.Tensor | None,
 ) -> torch.Tensor:
     """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
-    if rows.dim() != 2 or rows.dtype not in FLOATS or not rows.is_contiguous():
-        raise ArgumentError(f"rows is {rows.dtype} {list(rows.shape)}; it must be contiguous [N, C] of one of {FLOATS}")
-    _check_width(recipe, "features of rows", rows.shape[1])
-    raise_for(e4m3_problem(recipe, rows.device))
+    check_floats(recipe, "rows", rows, ("N", "C"))
     if row_index is not None:
-        is_list = row_index.dtype == torch.int32 and row_index.dim() == 1 and row_index.is_contiguous()
-        if not is_list or row_index.device != rows.device:
-            given = f"{row_index.dtype} {list(row_index.shape)} on {row_index.device}"
-            raise ArgumentError(f"row_index is {given}; it must be contiguous torch.int32 [N] on {rows.device}")
+        check_operand("row_index", row_index, (row_index.numel(),), (torch.int32,), rows.device)
     if row_start is None:
         row_start = equal_groups(1, (rows if row_index is None else row_index).shape[0], rows.device)
     row_range = checked_row_range(row_start, rows)
-    if seeds is None:
-        return row_range
-    num_groups = row_range.shape[1]
-    if not recipe.stochastic_gradients:
-        raise ArgumentError(f"seeds are given; {recipe} rounds to nearest")
-    if seeds.dtype != torch.int64 or seeds.shape != (num_groups,) or seeds.device != rows.device:
-        given = f"{seeds.dtype} {list(seeds.shape)} on {seeds.device}"
-        raise ArgumentError(f"seeds is {given}; it must be torch.int64 [{num_groups}] on {rows.device}")
+    if seeds is not None:
+        if not recipe.stochastic_gradients:
+            raise ArgumentError(f"seeds are given; {recipe} rounds to nearest")
+        check_numbers("seeds", seeds, (row_range.shape[1],), (torch.int64,), rows.device)
     return row_range
 
 
-def _check_width(recipe: Recipe, name: str, width: int) -> None:
-    if width == 0 or width % recipe.feature_multiple:
-        raise ArgumentError(f"{name} ({width}) must be a multiple of {recipe.feature_multiple} for {recipe}")
+def check_floats(recipe: Recipe, name: str, tensor: torch.Tensor | TensorTable, shape: tuple[str | int, ...]) -> None:
+    """ArgumentError unless a recipe takes these numbers: contiguous, of this shape, sizes behind letters but the first
+    multiples of feature_multiple, on a device that has the recipe's numbers."""
+    is_contiguous = isinstance(tensor, TensorTable) or tensor.is_contiguous()
+    fits = len(tensor.shape) == len(shape) and all(
+        isinstance(word, str) or word == size for word, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype not in FLOATS or not is_contiguous:
+        wanted = f"[{', '.join(map(str, shape))}] of one of {FLOATS}"
+        raise ArgumentError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be contiguous {wanted}")
+    for word, width in zip(shape[1:], tensor.shape[1:], strict=True):
+        if isinstance(word, str) and (width == 0 or width % recipe.feature_multiple):
+            text = f"must be a multiple of {recipe.feature_multiple} for {recipe}"
+            raise ArgumentError(f"{word} of {name} ({width}) {text}")
+    raise_for(e4m3_problem(recipe, tensor.device))
 
 
 def _amax(
@@ -367,32 +351,30 @@ def _amax(
     return amax
 
 
-def _buffers(
-    out: Buffers | None,
+def _empty(
     block_format: BlockFormat,
-    data_shape: tuple[int, ...],
-    scale_shape: tuple[int, ...],
+    layout: Layout,
+    shape: tuple[int, ...],
     device: torch.device,
-    *,
-    of_columns: bool = False,
-) -> Buffers:
-    """The caller's buffers for data and scale, checked, or new ones; fp32 scales of columns are block-major."""
+    out: Buffers | None,
+    **fields: Any,
+) -> Quantized:
+    """Numbers [..., lines, length] in the caller's buffers, checked, or in new ones. fields: others of the result."""
+    *groups, lines, length = shape
+    data_shape = *groups, lines, block_format.data_width(length)
+    scale_shape = *groups, -(-lines // block_format.block_lines), block_format.num_blocks(length)
+    data_dtype, scale_dtype, of_columns = block_format.data_dtype, block_format.scale_dtype, layout == "columns"
     if out is None:
-        data = torch.empty(data_shape, dtype=block_format.data_dtype, device=device)
-        is_turned = of_columns and block_format.scale_dtype == torch.float32
-        scale = torch.empty(
-            scale_shape[::-1] if is_turned else scale_shape, dtype=block_format.scale_dtype, device=device
-        )
-        return data, scale.t() if is_turned else scale
-    wanted = (data_shape, block_format.data_dtype), (scale_shape, block_format.scale_dtype)
-    for name, buffer, (shape, dtype) in zip(("data of out", "scale of out"), out, wanted, strict=True):
-        if buffer.shape != shape or buffer.dtype != dtype or buffer.device != device:
-            raise ArgumentError(
-                f"{name} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}; it must be {dtype} {list(shape)} "
-                f"on {device}"
-            )
-    check_contiguous("data of out", out[0])
-    (check_column_scale if of_columns else check_contiguous)("scale of out", out[1])
-    for buffer in out:
-        wrote_into(buffer)
-    return out
+        data = torch.empty(data_shape, dtype=data_dtype, device=device)
+        is_turned = of_columns and scale_dtype == torch.float32  # block-major
+        scale = torch.empty(scale_shape[::-1] if is_turned else scale_shape, dtype=scale_dtype, device=device)
+        scale = scale.t() if is_turned else scale
+    else:
+        data, scale = out
+        check_operand("data of out", data, data_shape, (data_dtype,), device)
+        (check_numbers if of_columns else check_operand)("scale of out", scale, scale_shape, (scale_dtype,), device)
+        if of_columns:
+            check_column_scale("scale of out", scale)
+        for buffer in out:
+            wrote_into(buffer)
+    return Quantized(data=data, scale=scale, block_format=block_format, layout=layout, **fields)

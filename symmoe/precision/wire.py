@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.kernels.architectures import e4m3_problem
-from symmoe.kernels.operands import FLOATS
 from symmoe.precision.quantized import Quantized
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.recipes import Recipe, check_floats
 
 # Dtype of travelling rows: 16-bit words, which hopper/rows.py takes too. No arithmetic is done with them.
 WORD = torch.bfloat16
@@ -47,11 +45,7 @@ class WireFormat:
         Raises:
             ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features, or its GPU has no E4M3 numbers.
         """
-        if x.dim() != 2 or x.dtype not in FLOATS or not x.is_contiguous() or x.shape[1] != self.hidden:
-            raise ArgumentError(
-                f"x is {x.dtype} {list(x.shape)}; it must be contiguous [T, {self.hidden}] of one of {FLOATS}"
-            )
-        raise_for(e4m3_problem(self.recipe, x.device))
+        check_floats(self.recipe, "x", x, ("T", self.hidden))
         sent = torch.empty((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
         kernels.for_device(x.device).encode_rows(x, sent, self.recipe.row_format)
         return sent.view(WORD)
@@ -69,9 +63,8 @@ class WireFormat:
         self, received: torch.Tensor, row_range: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
     ) -> None:
         """Fills the result of Recipe.empty as `quantized` does, the rows of row_range."""
-        data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
-        ops = kernels.for_device(received.device)
-        ops.unpack_rows(received.view(torch.uint8), row_range, data, scale, row_index=row_index)
+        wire, parts = received.view(torch.uint8), (rows.data.view(torch.uint8), rows.scale.view(torch.uint8))
+        kernels.for_device(received.device).unpack_rows(wire, row_range, parts, row_index=row_index)
 
     def columns(
         self, received: torch.Tensor, row_range: torch.Tensor, dtype: torch.dtype, row_index: torch.Tensor | None = None
@@ -79,10 +72,8 @@ class WireFormat:
         """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
         columns = self.recipe.empty("columns", num_rows, self.hidden, row_range)
-        ops, row_format = kernels.for_device(received.device), self.recipe.row_format
-        ops.requantize_columns(
-            received.view(torch.uint8), row_range, columns.data, columns.scale, row_format, dtype, row_index=row_index
-        )
+        ops, wire, row_format = kernels.for_device(received.device), received.view(torch.uint8), self.recipe.row_format
+        ops.requantize_columns(wire, row_range, columns.buffers, row_format, dtype, row_index=row_index)
         return columns
 
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -362,7 +362,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             return self._memory(value)
         if isinstance(value, (tuple, list)):
-            return type(value)([self._template(part) for part in value])
+            parts = [self._template(part) for part in value]
+            return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
         if isinstance(value, dict):
             return {name: self._template(part) for name, part in value.items()}
         if id(value) in self._things:

@@ -149,6 +149,8 @@ def fill_in(template: Any, playing: Playing) -> Any:
         return kind(map(fill_in, template, repeat(playing)))
     if kind is dict:
         return dict(zip(template, map(fill_in, template.values(), repeat(playing)), strict=True))
+    if hasattr(kind, "_make"):  # a record of tensors
+        return kind._make(map(fill_in, template, repeat(playing)))
     return template
 
 

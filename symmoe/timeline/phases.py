@@ -20,16 +20,17 @@ _TABLE = {
     "FC2": ("", "grouped_gemm", ""),
     "FC2 dgrad": ("grouped_gemm_dact", "sum_dact_partials", "hopper_dact sum_dscale"),
     "FC1 dgrad": ("", "grouped_gemm_dgrad", ""),
-    "wgrad": ("grouped_gemm_wgrad grouped_gemm_wgrad_fp8 grouped_gemm_wgrad_scaled", "",
-              "hopper_wgrad hopper_fp8_wgrad zero_matrices"),
-    "GEMM": ("grouped_gemm_fp8 grouped_gemm_scaled", "", "grouped_gemm hopper_gemm hopper_fp8_gemm"),
+    "wgrad": ("grouped_gemm_wgrad", "grouped_gemm_wgrad_quantized",
+              "grouped_gemm_wgrad_fp8 grouped_gemm_wgrad_scaled hopper_wgrad hopper_fp8_wgrad zero_matrices"),
+    "GEMM": ("", "grouped_gemm_quantized",
+             "grouped_gemm_fp8 grouped_gemm_scaled grouped_gemm hopper_gemm hopper_fp8_gemm"),
     "send sums": ("push_sums gather_values", "", "hopper_push_sums"),
     "sum at home": ("sum_home pull_rows pull_values", "", "hopper_sum_home"),
     "activation, bias": ("scaled_activation scaled_activation_grad grouped_bias_grad grouped_bias_dot sum_dbias",
                          "", ""),
     "quantize": ("dact_quantize decode_rows encode_rows group_amax quantize_columns quantize_rows quantize_weight_pairs"
                  " quantize_weights requantize_columns swizzle_scales unswizzle_scales weight_amax", "act_quantize",
-                 "act_quantize_columns act_quantize_rows hopper_dact_quantize hopper_quantize_columns"
+                 "act_quantize_rows hopper_dact_quantize hopper_quantize_columns"
                  " hopper_quantize_weight_pairs hopper_requantize_columns"),
     "splits, pointers": ("splits_to_row_range", "copy_host_to_device read_addresses", ""),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The GEMM kernels on a GPU against float64."""
+"""The GEMMs, the activations, and the GEMMs that are fused with them, on a GPU: against float64, and each other."""
 
 import functools
 import itertools
@@ -12,35 +12,64 @@ if not torch.cuda.is_available():
 
 import gemm_problem
 from gemm_problem import (
-    BIASES,
     BOTH,
+    DTYPES,
     SENTINEL,
+    ActProblem,
     Scattered,
     all_rows,
     assert_near,
+    check_a_forgotten_range,
+    check_act,
+    check_act_ranges,
+    check_activation,
     check_biases,
     check_dgrad,
+    check_fused,
     check_gemm,
+    check_gradients,
+    check_nan_goes_through,
+    check_products,
     check_ranges,
     check_splits,
     check_wgrad,
+    gate_columns,
     part_calls,
 )
 from row_ranges import random_ranges, rows_of, whole_groups
 
-from symmoe.kernels.triton import bias, gemm, tiles
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.triton import bias, gemm, gemm_act
+from symmoe.kernels.triton.tiles import TileConfig
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# H, O: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile.
-WIDTHS = [(1024, 1536), (1032, 1424), (64, 48)]
+# H, I: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile. Products are of gates and ups.
+WIDTHS = [(1024, 768), (1032, 712), (64, 48)]
 # As many groups everywhere, because every number of groups is compiled anew.
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (0, 0, 0, 0, 0, 0, 1500)]
+SWIGLU = Activation()
+ACTIVATIONS = {
+    "swiglu": SWIGLU,
+    "gpt-oss": Activation(alpha=1.702, limit=1.0, offset=1.0, interleave=1),
+    "blocks": Activation(interleave=8),
+    "srelu": Activation(function="relu2", is_gated=False),
+    "geglu": Activation(function="gelu"),
+    "tanh gelu": Activation(function="gelu_tanh", is_gated=False),
+}
 
-Problem = functools.partial(gemm_problem.Problem, device="cuda")
 kernels = gemm_problem.triton_kernels()
-of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+forward, backward = (functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward))
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+activations = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+halves_and_blocks = pytest.mark.parametrize(
+    "activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["blocks"]], ids=["halves", "blocks"]
+)
+
+
+def Problem(splits, widths, dtype, activation=SWIGLU, **options):
+    return ActProblem(splits, widths, dtype, activation, device="cuda", **options)
+
 
 # gather, table, bias, zero_tail
 GEMM_CASES = [(False, False, "none", False), (True, True, "scaled", True), (True, False, "bias", False),
@@ -53,38 +82,83 @@ BIAS_CASES = [(False, False, False), (True, True, True)]  # gather, scaled, accu
 
 
 def check_all(p, **options):
-    """Every option of every function at least once."""
+    """Every option of every product at least once."""
     for case in GEMM_CASES:
         check_gemm(kernels, p, *case, **options)
     for case in DGRAD_CASES:
         check_dgrad(kernels, p, False, *case, **options)
     for *case, is_fp32 in WGRAD_CASES:
         check_wgrad(kernels, p, *case, torch.float32 if is_fp32 else p.dtype, **options)
-
-
-@of_every_dtype
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_against_float64(widths, dtype):
-    for splits in SPLITS:
-        p = Problem(splits, widths, dtype)
-        check_all(p)
-        for case in BIAS_CASES:
-            check_biases(kernels, p, *case)
-
-
-@of_every_dtype
-def test_every_combination_of_options(dtype):
-    """The products that the lists above leave out, on widths that nothing divides."""
-    p = Problem(SPLITS[0], WIDTHS[1], dtype)
-    for gather, biased, zero_tail in itertools.product(BOTH, BIASES, BOTH):
-        check_gemm(kernels, p, gather, True, biased, zero_tail)
-    for zero_tail in BOTH:
-        check_dgrad(kernels, p, False, True, zero_tail)
-    for gathers, accumulate in itertools.product(itertools.product(BOTH, BOTH), BOTH):
-        for out_dtype in {p.dtype, torch.float32}:
-            check_wgrad(kernels, p, *gathers, True, accumulate, out_dtype)
-    for case in itertools.product(BOTH, BOTH, BOTH):
+    for case in BIAS_CASES:
         check_biases(kernels, p, *case)
+
+
+@dtypes
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_products_against_float64(widths, dtype):
+    for splits in SPLITS:
+        check_all(Problem(splits, widths, dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("check", [check_products, check_gradients])
+def test_every_combination_of_options_against_float64(check, dtype):
+    check(kernels, Problem(SPLITS[0], WIDTHS[1], dtype))
+
+
+@dtypes
+@activations
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_fused_activations_against_float64(widths, activation, dtype):
+    for splits in SPLITS[:3]:
+        table = splits == SPLITS[0]
+        check_act(kernels, Problem(splits, widths, dtype, activation), table=table, cases=itertools.product(BOTH, BOTH))
+
+
+@dtypes
+@activations
+def test_elementwise_kernels(activation, dtype):
+    for (_, ffn), num_rows in itertools.product(WIDTHS, (0, 1, 8, 1001)):
+        check_activation(kernels, Problem((num_rows,), (64, ffn), dtype, activation), dscale_dtype=dtype)
+
+
+@activations
+def test_nan_goes_through(activation):
+    check_nan_goes_through(kernels, activation, "cuda")
+
+
+@dtypes
+@activations
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_fused_is_bitwise_the_three_modules(widths, activation, dtype):
+    check_fused(kernels, Problem(SPLITS[0], widths, dtype, activation))
+
+
+@dtypes
+@pytest.mark.parametrize("interleave", [1, 2, 4, 8, 16, 32])
+def test_interleaved_features_give_the_bits_of_two_halves(interleave, dtype):
+    """The same features in another order: a, dscale and (in that order) h, dh and dbias are the same."""
+    halves, blocks = Activation(), Activation(interleave=interleave)
+    p = Problem(SPLITS[0], (136, 416), dtype, halves)
+    q = Problem(SPLITS[0], (136, 416), dtype, blocks)
+    order = torch.cat(gate_columns(p.ffn, blocks, "cuda"))
+    for name in ("scale", "weight2"):
+        setattr(q, name, getattr(p, name))
+    q.weight1[:, order], q.bias[:, order] = p.weight1, p.bias
+    rows = p.packed, p.row_index
+    h, a = forward(p, rows, bias=p.bias)
+    h_q, a_q = forward(q, rows, bias=q.bias)
+    dh, a_again, dscale, dbias = backward(p, rows, h)
+    dh_q, a_again_q, dscale_q, dbias_q = backward(q, rows, h_q)
+    n = p.num_rows
+    pairs = ((h, h_q[:, order]), (a, a_q), (dh, dh_q[:, order]), (a_again, a_again_q))
+    for left, right in pairs:
+        assert torch.equal(left[:n], right[:n])
+    assert_near(dscale, dscale_q)
+    assert_near(dbias, dbias_q[:, order])
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------
 
 
 def test_stages_that_do_not_fit_and_narrow_tiles_change_no_bit():
@@ -100,60 +174,97 @@ def test_stages_that_do_not_fit_and_narrow_tiles_change_no_bit():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def calls_of(p):
-    """Those by the kernels that the functions choose, and dgrad by Triton's: (width of the output, call)."""
-    by_triton = part_calls(kernels, p, config=gemm.gemm_config(p.hidden, p.dtype))["dgrad"]
-    return {**part_calls(kernels, p), "dgrad_by_triton": by_triton}
-
-
-@of_every_dtype
-@pytest.mark.parametrize("step", [1, 128])
-def test_ranges_of_rows(step, dtype):
-    for splits in SPLITS:
-        p = Problem(splits, WIDTHS[1], dtype)
-        for width, call in calls_of(p).values():
-            check_ranges(p, width, call, random_ranges(splits, 3, step=step), num_sms=7)
-
-
-@of_every_dtype
-def test_ranges_of_a_single_group(dtype):
-    """Rows in the middle of it, none at the end, and an end far before the begin."""
-    p = Problem((500,), WIDTHS[1], dtype)
-    for name, (width, call) in calls_of(p).items():
-        whole = p.blank(width)
-        call(p.row_range, whole, all_rows(p))
-        for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
-            ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
-            come, out = rows_of(ranges, p.capacity), p.blank(width)
-            call(ranges, out, come)
-            assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (name, begin, end)
-
-
-BASE = {"block_m": 128, "block_k": 64, "num_stages": 3, "num_warps": 8}
+BASE = {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 3, "num_warps": 8}
 VARIANTS = {
-    "flatten": {"flatten": True, "block_n": 128},
+    "flatten": {"flatten": True},
     "wide": {"block_n": 256},
-    "flatten groups": {"flatten": True, "block_n": 128, "group_m": 16},
+    "flatten groups": {"flatten": True, "group_m": 16},
     "narrow": {"block_n": 64},
+}
+FUSED_VARIANTS = {
+    "parts 4": {"parts": 4},
+    "lead 1": {"parts": 4, "lead": 1, "flatten": True},
+    "lead 2": {"parts": 4, "lead": 2},
+    "wide": {"block_n": 256, "parts": 8, "lead": 2, "flatten": True},
+    "narrow": {"block_m": 64, "block_n": 64, "parts": 2},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_tile_configs(variant):
     """What a sweep may choose must be right before it is fast."""
-    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), config=tiles.TileConfig(**BASE, **VARIANTS[variant]))
+    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), config=TileConfig(**{**BASE, **VARIANTS[variant]}))
+
+
+@halves_and_blocks
+@pytest.mark.parametrize("variant", FUSED_VARIANTS)
+def test_other_tile_configs_of_fused_activations(variant, activation):
+    config = TileConfig(**{**BASE, **FUSED_VARIANTS[variant]})
+    act_config = replace(gemm_act.ACT_CONFIG, flatten=config.flatten, parts=config.parts)
+    p = Problem(SPLITS[0], WIDTHS[1], torch.bfloat16, activation)
+    check_act(kernels, p, {"config": act_config}, {"config": config}, cases=itertools.product(BOTH, BOTH))
 
 
 def test_many_groups():
     """More groups than fit a power of two, most of them without rows."""
-    p = Problem((3, 0, 0, 130, 0) * 14, (64, 48), torch.bfloat16)
-    check_all(p)
-    for case in BIAS_CASES:
-        check_biases(kernels, p, *case)
+    check_all(Problem((3, 0, 0, 130, 0) * 14, WIDTHS[2], torch.bfloat16))
 
 
-def all_results(p, num_sms=None, *, table=False):
-    """Every output of every function, gathered where there is a choice: ({name: rows}, {name: per group})."""
+# -- ranges of rows ---------------------------------------------------------------------------------------------------
+
+
+def calls_of(p):
+    """Those by the kernels that the functions choose, and dgrad by Triton's: (function that makes outputs, call)."""
+    by_triton = part_calls(kernels, p, config=gemm.gemm_config(p.hidden, p.dtype))["dgrad"]
+    return {**part_calls(kernels, p), "dgrad_by_triton": by_triton}
+
+
+@dtypes
+@pytest.mark.parametrize("step", [1, 128])
+def test_ranges_of_rows(step, dtype):
+    for splits in SPLITS:
+        p = Problem(splits, WIDTHS[1], dtype)
+        for blanks, call in calls_of(p).values():
+            check_ranges(p, blanks, call, random_ranges(splits, 3, step=step), num_sms=7)
+
+
+@dtypes
+def test_ranges_of_a_single_group(dtype):
+    """Rows in the middle of it, none at the end, and an end far before the begin."""
+    p = Problem((500,), WIDTHS[1], dtype)
+    for name, (blanks, call) in calls_of(p).items():
+        (whole,) = outs = blanks()
+        call(p.row_range, outs, all_rows(p))
+        for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
+            ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
+            come, (out,) = rows_of(ranges, p.capacity), (outs := blanks())
+            call(ranges, outs, come)
+            assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (name, begin, end)
+
+
+@dtypes
+@halves_and_blocks
+@pytest.mark.parametrize("step", [1, 128])
+def test_ranges_of_rows_of_fused_activations(step, activation, dtype):
+    """By the kernels that the functions choose, and by Triton's; with fewer SMs."""
+    for splits, widths in ((SPLITS[0], WIDTHS[1]), (SPLITS[2], WIDTHS[0])):
+        p = Problem(splits, widths, dtype, activation)
+        act_options = {"config": gemm_act.act_config(p.ffn, dtype, activation)}
+        configs = {"act_options": act_options, "dact_options": {"config": gemm_act.dact_config(p.ffn, dtype)}}
+        parts = random_ranges(splits, 3, step=step)
+        check_act_ranges(kernels, p, parts)
+        check_act_ranges(kernels, p, parts, gather=True, bias=p.bias, num_sms=7, **configs)
+
+
+def test_a_forgotten_range_is_seen():
+    check_a_forgotten_range(kernels, Problem(SPLITS[0], WIDTHS[0], torch.bfloat16), 3, 100)
+
+
+# -- what bits do not depend on ---------------------------------------------------------------------------------------
+
+
+def of_products(p, num_sms=None, *, table=False):
+    """Every output of every product, gathered where there is a choice: ({name: rows}, {name: per group})."""
     options = {"num_sms": num_sms}
     weight = Scattered(p.weight) if table else None
     out, dx, dscale = p.blank(p.width), p.blank(p.hidden), p.blank(dtype=torch.float32)
@@ -171,57 +282,84 @@ def all_results(p, num_sms=None, *, table=False):
     return {"out": out, "dx": dx, "dscale": dscale}, {"dw": dw, "dw_fp32": dw_fp32, "dbias": dbias}
 
 
-def assert_same_bits(left, right):
-    for tensors, others in zip(left, right, strict=True):
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, others[name]), name
+def of_fused(p, num_sms=None, *, table=False):
+    """The same of the functions that are fused with an activation, of gathered and of contiguous rows."""
+    scattered = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
+    weights = [{"weight": each.table, "num_sms": num_sms} for each in scattered] or [{"num_sms": num_sms}] * 2
+    rows, dbias = {}, {}
+    for way, source in (("gathered", (p.packed, p.row_index)), ("contiguous", p.rows)):
+        h, rows[f"a {way}"] = forward(p, source, bias=p.bias, **weights[0])
+        *gradients, dbias[way] = backward(p, source, h, **weights[1])
+        rows |= {f"h {way}": h, **{f"{n} {way}": each for n, each in enumerate(gradients)}}
+    return rows, dbias
 
 
-@of_every_dtype
-def test_repeated_runs_other_grids_and_tables_give_the_same_bits(dtype):
-    p = Problem(SPLITS[0], WIDTHS[1], dtype)
-    first = all_results(p)
+RESULTS = {"products": (of_products, SWIGLU), **{name: (of_fused, each) for name, each in ACTIVATIONS.items()}}
+results = pytest.mark.parametrize("results", RESULTS.values(), ids=RESULTS)
+
+
+def assert_same_bits(p, left, right):
+    """Rows of groups, and what is not rows."""
+    for name, tensor in left[0].items():
+        assert torch.equal(tensor[: p.num_rows], right[0][name][: p.num_rows]), name
+    for name, tensor in left[1].items():
+        assert torch.equal(tensor, right[1][name]), name
+
+
+@dtypes
+@results
+def test_repeated_runs_other_grids_and_tables_give_the_same_bits(results, dtype):
+    run, activation = results
+    p = Problem(SPLITS[0], WIDTHS[1], dtype, activation)
+    first = run(p)
     for num_sms in (None, None, 100, 1):
-        assert_same_bits(first, all_results(p, num_sms))
-        assert_same_bits(first, all_results(p, num_sms, table=True))
+        assert_same_bits(p, first, run(p, num_sms))
+        assert_same_bits(p, first, run(p, num_sms, table=True))
 
 
-@of_every_dtype
+@dtypes
+@results
 @pytest.mark.parametrize("before", [1, 63, 128, 500])
-def test_an_experts_bits_do_not_depend_on_the_others(before, dtype):
-    """777 rows alone, and the same rows behind, between and before others."""
-    size = 777
-    alone = Problem((size,), WIDTHS[1], dtype)
-    among = Problem((before, size, 0, 65), WIDTHS[1], dtype, seed=1)
+def test_an_experts_bits_do_not_depend_on_the_others(before, results, dtype):
+    """777 rows of one expert only, and the same rows behind, between and before others."""
+    (run, activation), size = results, 777
+    single = Problem((size,), WIDTHS[1], dtype, activation)
+    among = Problem((before, size, 0, 65), WIDTHS[1], dtype, activation, seed=1)
     span = slice(before, before + size)
     among.row_index[span] = torch.arange(size, dtype=torch.int32, device="cuda")
-    alone.row_index[:size] = torch.arange(size, dtype=torch.int32, device="cuda")
-    shared = alone.normal(size, alone.hidden)
-    for p, rows in ((alone, slice(0, size)), (among, span)):
+    single.row_index[:size] = torch.arange(size, dtype=torch.int32, device="cuda")
+    shared = single.normal(size, single.hidden)
+    for p, rows in ((single, slice(0, size)), (among, span)):
         p.packed = torch.cat([shared, p.packed])
         p.row_index[: p.num_rows] += size
         p.row_index[rows] -= size
     for name in ("rows", "dout", "scale"):
-        getattr(among, name)[span] = getattr(alone, name)[:size]
-    among.weight[1], among.bias[1] = alone.weight[0], alone.bias[0]
-    alone_rows, alone_groups = all_results(alone)
-    for table in (False, True):
-        among_rows, among_groups = all_results(among, table=table)
-        for name, tensor in alone_rows.items():
+        getattr(among, name)[span] = getattr(single, name)[:size]
+    for name in ("weight1", "weight2", "bias"):
+        getattr(among, name)[1] = getattr(single, name)[0]
+    single_rows, single_groups = run(single)
+    for table in BOTH:
+        among_rows, among_groups = run(among, table=table)
+        for name, tensor in single_rows.items():
             assert torch.equal(tensor[:size], among_rows[name][span]), name
-        for name, tensor in alone_groups.items():
+        for name, tensor in single_groups.items():
             assert torch.equal(tensor[0], among_groups[name][1]), name
 
 
-@of_every_dtype
-def test_a_rows_bits_do_not_depend_on_its_place(dtype):
+@dtypes
+@results
+def test_a_rows_bits_do_not_depend_on_its_place(results, dtype):
     """Reversing the rows of a group reverses the results (gradients of groups, sums over rows, left out)."""
-    p = Problem((777,), WIDTHS[1], dtype)
-    rows, _ = all_results(p)
-    for tensor in (p.row_index, p.dout, p.scale):
+    run, activation = results
+    p = Problem((777,), WIDTHS[1], dtype, activation)
+    rows, _ = run(p)
+    for tensor in (p.row_index, p.rows, p.dout, p.scale):
         tensor[:777] = tensor[:777].flip(0)
-    for name, tensor in all_results(p)[0].items():
+    for name, tensor in run(p)[0].items():
         assert torch.equal(tensor[:777].flip(0), rows[name][:777]), name
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def test_splits():
@@ -230,12 +368,13 @@ def test_splits():
 
 def test_no_rows():
     """A capacity of zero: nothing to launch but the zeros of the gradients."""
-    p = Problem((0, 0, 0), (64, 192), torch.bfloat16, capacity=0)
+    p = Problem((0, 0, 0), (64, 96), torch.bfloat16, capacity=0)
     check_gemm(kernels, p, False, False, "none", True)
     check_dgrad(kernels, p, False, False, True)
     for accumulate in BOTH:
         check_wgrad(kernels, p, False, False, True, accumulate, torch.bfloat16)
     check_biases(kernels, p, False, False, False)
+    check_act(kernels, p)
 
 
 def test_offsets_beyond_32_bits():

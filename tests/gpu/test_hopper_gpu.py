@@ -11,7 +11,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 import gemm_problem
 from gemm_problem import SENTINEL, ActProblem, check_ranges
-from row_ranges import random_ranges, rows_of, spans_of, whole_groups
+from row_ranges import random_ranges
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation, num_scale_sums
@@ -31,98 +31,152 @@ Problem = functools.partial(ActProblem, device="cuda")
 forward, backward = (functools.partial(each, kernels) for each in (gemm_problem.forward, gemm_problem.backward))
 EXACT, ODD = (1024, 768), (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
-SWIGLU, LIMITED, SRELU, GEGLU, TANH_GEGLU = (
-    Activation(),
-    Activation(alpha=1.702, limit=1.0, offset=1.0),
-    Activation(function="relu2", is_gated=False),
-    Activation(function="gelu"),
-    Activation(function="gelu_tanh"),
-)
-DACT_CASES = {
-    "two warps": (act.TWO_WARPS, SWIGLU, BF16, ODD),
-    "alternate": (act.ALTERNATE, SWIGLU, BF16, ODD),
-    "gathered": (act.GATHERED, SWIGLU, BF16, ODD),
-    "two warps exact": (act.TWO_WARPS, SWIGLU, BF16, EXACT),
-    "alternate exact": (act.ALTERNATE, SWIGLU, BF16, EXACT),
-    "gathered exact": (act.GATHERED, SWIGLU, BF16, EXACT),
-    "two warps limited": (act.TWO_WARPS, LIMITED, BF16, ODD),
-    "alternate limited": (act.ALTERNATE, LIMITED, BF16, ODD),
-    "gathered limited": (act.GATHERED, LIMITED, BF16, ODD),
-    "two warps srelu": (act.TWO_WARPS, SRELU, BF16, ODD),
-    "alternate srelu": (act.ALTERNATE, SRELU, BF16, EXACT),
-    "alternate geglu": (act.ALTERNATE, GEGLU, BF16, ODD),
-    "gathered tanh geglu": (act.GATHERED, TANH_GEGLU, BF16, EXACT),
-    "two warps fp16": (act.TWO_WARPS, SWIGLU, FP16, ODD),
-    "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, EXACT),
-    "gathered fp16": (act.GATHERED, SWIGLU, FP16, ODD),
-}
-ACT_CASES = {
-    "separate": (act.SEPARATE, SWIGLU, BF16, (1032, 384)),
-    "alternate": (act.ALTERNATE, SWIGLU, BF16, (1032, 384)),
-    "separate exact": (act.SEPARATE, SWIGLU, BF16, EXACT),
-    "alternate limited": (act.ALTERNATE, LIMITED, BF16, (1032, 384)),
-    "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, (1032, 384)),
-    "alternate geglu": (act.ALTERNATE, GEGLU, BF16, (1032, 384)),
-    "separate tanh geglu": (act.SEPARATE, TANH_GEGLU, BF16, EXACT),
+SWIGLU = Activation()
+NUMBERS = {
+    "swiglu": (SWIGLU, BF16),
+    "limited": (Activation(alpha=1.702, limit=1.0, offset=1.0), BF16),
+    "geglu": (Activation(function="gelu"), BF16),
+    "tanh geglu": (Activation(function="gelu_tanh"), BF16),
+    "srelu": (Activation(function="relu2", is_gated=False), BF16),
+    "fp16": (SWIGLU, FP16),
 }
 
 
-def assert_same_rows(p, got, expected):
-    """Equal bits in the groups' rows, NaN where the other has NaN; the tail untouched."""
+class Product:
+    """launch_gemm, or with k_first the input gradient, and what Triton's kernel makes of the same."""
+
+    def __init__(self, k_first):
+        self.k_first = k_first
+
+    def blanks(self, p):
+        return p.blanks(p.ffn if self.k_first else p.width)()
+
+    def launch(self, p, row_range, outs, come, **options):
+        rows, weight = torch.where(come[:, None], p.rows, torch.nan), p.weight2 if self.k_first else p.weight1
+        launchers.launch_gemm(rows, weight, row_range, *outs, weight_k_first=self.k_first, **options)
+
+    def results(self, p, outs):
+        return outs
+
+    def usual(self, p):
+        (out,), weight = self.blanks(p), p.weight2 if self.k_first else p.weight1
+        function = kernels.grouped_gemm_dgrad if self.k_first else kernels.grouped_gemm
+        function(p.rows, weight, p.row_range, out, config=gemm.gemm_config(out.shape[1], p.dtype))
+        return [out]
+
+    def run(self, p, **options):
+        """The results by the kernel for Hopper."""
+        outs = self.blanks(p)
+        self.launch(p, p.row_range, outs, torch.ones(p.capacity, dtype=torch.bool, device="cuda"), **options)
+        return self.results(p, outs)
+
+
+class Act(Product):
+    """launch_act: h and a."""
+
+    odd = 1032, 384  # it takes no others
+
+    def __init__(self, variant):
+        self.variant = variant
+
+    def blanks(self, p):
+        return p.blanks(p.width, p.ffn)()
+
+    def launch(self, p, row_range, outs, come, **options):
+        rows, options = torch.where(come[:, None], p.rows, torch.nan), {"variant": self.variant, **options}
+        act.launch_act(rows, p.weight1, row_range, p.scale, outs, p.activation, **options)
+
+    def usual(self, p):
+        return forward(p, p.rows, config=gemm_act.act_config(p.ffn, p.dtype, p.activation))
+
+
+class Dact(Act):
+    """launch_dact: dh, a, and dscale from the sums that are left."""
+
+    odd = ODD
+
+    def blanks(self, p):
+        return [*super().blanks(p), p.workspace(kernels)]
+
+    def source(self, p):
+        return (p.packed, p.row_index) if self.variant is act.GATHERED else p.rows
+
+    def launch(self, p, row_range, outs, come, **options):
+        rows, hidden = self.source(p), torch.where(come[:, None], p.h, torch.nan)
+        if self.variant is not act.GATHERED:
+            rows = torch.where(come[:, None], rows, torch.nan)
+        operands, options = (rows, p.weight2, row_range, (hidden, p.scale)), {"variant": self.variant, **options}
+        act.launch_dact(*operands, outs, p.activation, **options)
+
+    def results(self, p, outs):
+        dh, a, sums = outs
+        dscale = p.blank(dtype=torch.float32)
+        gemm_act.sum_dact_partials(sums, p.row_range, dscale, num_scale_sums(p.ffn))
+        return [dh, a, dscale]
+
+    def usual(self, p):
+        config = gemm_act.dact_config(p.ffn, p.dtype)
+        return backward(p, self.source(p), p.h, with_dbias=False, config=config)[:3]
+
+
+FUSED = {"separate act": Act(act.SEPARATE), "alternate act": Act(act.ALTERNATE), "two warps dact": Dact(act.TWO_WARPS)}
+FUSED |= {"alternate dact": Dact(act.ALTERNATE), "gathered dact": Dact(act.GATHERED)}
+CASES = {
+    f"{name}, {numbers}, {widths}": (kernel, *NUMBERS[numbers], widths)
+    for name, kernel in (("forward", Product(False)), ("dgrad", Product(True)))
+    for numbers, widths in itertools.product(("swiglu", "fp16"), (EXACT, ODD))
+}
+CASES |= {f"{name}, exact": (kernel, SWIGLU, BF16, EXACT) for name, kernel in FUSED.items()}
+CASES |= {
+    f"{name}, {numbers}": (kernel, *NUMBERS[numbers], kernel.odd)
+    for (name, kernel), numbers in itertools.product(FUSED.items(), NUMBERS)
+    if (numbers, kernel.odd) != ("srelu", Act.odd)
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def assert_same_rows(p, results, others):
+    """Equal bits in the groups' rows, NaN where the other has NaN; the tail untouched, of dscale 0."""
     n = p.num_rows
-    torch.testing.assert_close(got[:n], expected[:n], rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(got[n:], torch.full_like(got[n:], SENTINEL))
+    for got, expected in zip(results, others, strict=True):
+        torch.testing.assert_close(got[:n], expected[:n], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got[n:], torch.full_like(got[n:], SENTINEL if got.ndim == 2 else 0.0))
 
 
-def products(p, k_first, zero_tail=False, num_sms=None):
-    """The product by the kernel for Hopper, and by Triton's."""
-    source, weight = p.rows, p.weight2 if k_first else p.weight1
-    width = p.ffn if k_first else p.width
-    on_hopper, usual = p.blank(width), p.blank(width)
-    launchers.launch_gemm(
-        source, weight, p.row_range, on_hopper, weight_k_first=k_first, zero_tail=zero_tail, num_sms=num_sms
-    )
-    function = kernels.grouped_gemm_dgrad if k_first else kernels.grouped_gemm
-    function(source, weight, p.row_range, usual, config=gemm.gemm_config(width, p.dtype))
-    return on_hopper, usual
+@cases
+def test_the_bits_are_tritons(case):
+    kernel, activation, dtype, widths = case
+    for splits in SPLITS:
+        p = Problem(splits, widths, dtype, activation)
+        usual = kernel.usual(p)
+        for num_sms in (None, 7, 1):
+            assert_same_rows(p, kernel.run(p, num_sms=num_sms), usual)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("widths", [EXACT, ODD], ids=str)
-@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
-def test_products_have_the_bits_of_tritons(k_first, widths, dtype):
-    for splits, num_sms in itertools.product(SPLITS, (None, 7, 1)):
-        p = Problem(splits, widths, dtype, SWIGLU)
-        assert_same_rows(p, *products(p, k_first, num_sms=num_sms))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("widths", [EXACT, ODD], ids=str)
-@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
-def test_parts_of_products_have_the_bits_of_the_whole(k_first, widths, dtype):
+@cases
+def test_ranges_have_the_bits_of_the_whole(case):
+    kernel, activation, dtype, widths = case
     for splits, step in itertools.product(SPLITS, (1, 128)):
-        p = Problem(splits, widths, dtype, SWIGLU)
-        weight, width = (p.weight2, p.ffn) if k_first else (p.weight1, p.width)
-
-        def call(row_range, out, come, p=p, weight=weight, **options):
-            rows = torch.where(come[:, None], p.rows, torch.nan)
-            launchers.launch_gemm(rows, weight, row_range, out, weight_k_first=k_first, **options)
-
-        check_ranges(p, width, call, random_ranges(splits, 3, step=step), num_sms=7)
+        p = Problem(splits, widths, dtype, activation)
+        blanks, launch = functools.partial(kernel.blanks, p), functools.partial(kernel.launch, p)
+        parts = random_ranges(splits, 3, step=step)
+        whole, union = check_ranges(p, blanks, launch, parts, num_sms=7)
+        for expected, out in zip(kernel.results(p, whole), kernel.results(p, union), strict=True):
+            assert torch.equal(expected, out)
 
 
 def test_the_tail_becomes_zero_if_asked_for():
     for splits in SPLITS:
         p = Problem(splits, ODD, BF16, SWIGLU)
-        on_hopper, usual = products(p, True, zero_tail=True)
-        assert torch.equal(on_hopper[: p.num_rows], usual[: p.num_rows])
-        assert not on_hopper[p.num_rows :].any()
+        (out,), (usual,) = Product(True).run(p, zero_tail=True), Product(True).usual(p)
+        assert torch.equal(out[: p.num_rows], usual[: p.num_rows])
+        assert not out[p.num_rows :].any()
 
 
 def test_many_groups():
     for num_groups in (1, 33, 256):
         p = Problem(tuple(i % 5 * (i % 7) for i in range(1, num_groups + 1)), (64, 256), BF16, SWIGLU)
-        assert_same_rows(p, *products(p, True))
+        assert_same_rows(p, Product(True).run(p), Product(True).usual(p))
 
 
 def test_nan_stays_in_its_row():
@@ -130,104 +184,21 @@ def test_nan_stays_in_its_row():
     p, q = (Problem(SPLITS[0], ODD, BF16, SWIGLU) for _ in range(2))
     row = p.spans[3].start  # which the tile of group 2 reads
     q.rows[row] = torch.nan
-    (clean, _), (dirty, _) = products(p, True), products(q, True)
+    (clean,), (dirty,) = Product(True).run(p), Product(True).run(q)
     assert dirty[row].isnan().all()
     dirty[row] = clean[row]
     assert torch.equal(dirty, clean)
 
 
-def dact(p, variant, num_sms=None, parts=None):
-    """dh, a and dscale by the kernel for Hopper. parts: ranges of rows, one after the other."""
-    rows = (p.packed, p.row_index) if variant is act.GATHERED else p.rows
-    dh, a, sums = results = p.blank(p.width), p.blank(p.ffn), p.workspace(kernels)
-    for row_range in [p.row_range] if parts is None else parts:
-        operands = rows, p.weight2, row_range, (p.h, p.scale)
-        act.launch_dact(*operands, results, p.activation, num_sms=num_sms, variant=variant)
-    dscale = p.blank(dtype=torch.float32)
-    gemm_act.sum_dact_partials(sums, p.row_range, dscale, num_scale_sums(p.ffn))
-    return dh, a, dscale
-
-
-@pytest.mark.parametrize("case", DACT_CASES)
-def test_dact_has_the_bits_of_tritons(case):
-    variant, activation, dtype, widths = DACT_CASES[case]
-    for splits in SPLITS:
-        p = Problem(splits, widths, dtype, activation)
-        source = (p.packed, p.row_index) if variant is act.GATHERED else p.rows
-        config = gemm_act.dact_config(p.ffn, dtype)
-        dh, a, dscale, _ = backward(p, source, p.h, with_dbias=False, config=config)
-        for num_sms in (None, 7, 1):
-            on_hopper = dact(p, variant, num_sms)
-            assert_same_rows(p, on_hopper[0], dh)
-            assert_same_rows(p, on_hopper[1], a)
-            assert torch.equal(on_hopper[2], dscale)
-
-
-@pytest.mark.parametrize("case", DACT_CASES)
-def test_dact_of_ranges_has_the_bits_of_the_whole(case):
-    variant, activation, dtype, widths = DACT_CASES[case]
-    for splits, step in itertools.product(SPLITS, (1, 128)):
-        p = Problem(splits, widths, dtype, activation)
-        parts = [ranges.cuda() for ranges in random_ranges(splits, 3, step=step)]
-        whole = dact(p, variant)
-        assert not whole[2].isnan().any()
-        for num_sms in (None, 7):
-            for out, expected in zip(dact(p, variant, num_sms, parts), whole, strict=True):
-                assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("case", ACT_CASES)
-def test_act_of_ranges_has_the_bits_of_the_whole(case):
-    variant, activation, dtype, widths = ACT_CASES[case]
-    for splits, step in itertools.product(SPLITS, (1, 128)):
-        p = Problem(splits, widths, dtype, activation)
-        whole, union = ((p.blank(p.width), p.blank(p.ffn)) for _ in range(2))
-
-        def run(row_range, rows, h, a, p=p, **options):
-            act.launch_act(rows, p.weight1, row_range, p.scale, (h, a), p.activation, variant=variant, **options)
-
-        run(p.row_range, p.rows, *whole)
-        for ranges in random_ranges(splits, 3, step=step):
-            ranges, outs = ranges.cuda(), (p.blank(p.width), p.blank(p.ffn))
-            come = rows_of(ranges, p.capacity)
-            rows = torch.where(come[:, None], p.rows, torch.nan)
-            run(ranges, rows, *outs, num_sms=7)
-            run(ranges, rows, *union)
-            for out, expected in zip(outs, whole, strict=True):
-                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL))
-        for out, expected in zip(union, whole, strict=True):
-            assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("case", ACT_CASES)
-def test_act_has_the_bits_of_tritons(case):
-    variant, activation, dtype, widths = ACT_CASES[case]
-    for splits in SPLITS:
-        p = Problem(splits, widths, dtype, activation)
-        usual = forward(p, p.rows, config=gemm_act.act_config(p.ffn, dtype, activation))
-        for num_sms in (None, 7, 1):
-            h, a = p.blank(p.width), p.blank(p.ffn)
-            options = {"num_sms": num_sms, "variant": variant}
-            act.launch_act(p.rows, p.weight1, p.row_range, p.scale, (h, a), activation, **options)
-            assert_same_rows(p, h, usual[0])
-            assert_same_rows(p, a, usual[1])
-
-
 def test_more_than_two_to_the_31_elements():
     """h and dh are that large, out is half of it; the last rows are right."""
     p = Problem((1_400_000, 55_555), (64, 768), BF16, SWIGLU)
-    on_hopper, usual = products(p, True)
-    assert torch.equal(on_hopper[: p.num_rows], usual[: p.num_rows])
-    del on_hopper, usual
-    dh, a, *_ = backward(p, p.rows, p.h, with_dbias=False, config=gemm_act.dact_config(p.ffn, BF16))
+    assert_same_rows(p, Product(True).run(p), Product(True).usual(p))
+    usual = Dact(act.ALTERNATE).usual(p)
     for variant in (act.TWO_WARPS, act.ALTERNATE):
-        on_hopper = dact(p, variant)
-        assert_same_rows(p, on_hopper[0], dh)
-        assert_same_rows(p, on_hopper[1], a)
-    h, a = forward(p, p.rows, config=gemm_act.act_config(p.ffn, BF16, SWIGLU))
-    on_hopper = forward(p, p.rows)
-    assert_same_rows(p, on_hopper[0], h)
-    assert_same_rows(p, on_hopper[1], a)
+        assert_same_rows(p, Dact(variant).run(p), usual)
+    del usual
+    assert_same_rows(p, forward(p, p.rows), Act(None).usual(p))
 
 
 def test_public_functions_choose_these_kernels(monkeypatch):
@@ -260,49 +231,39 @@ def test_public_functions_choose_these_kernels(monkeypatch):
 
 WGRAD_WIDTHS = [(256, 512), (1032, 712), (712, 1032), (72, 264), (64, 8)]  # O, C
 WGRAD_SPLITS = [(300, 0, 1, 777, 128, 65, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (1, 65, 63, 64, 0, 193, 449)]
-TAIL = 37
 WGRAD_CONFIG = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)
 
 
-class WgradProblem:
-    """dout and rows, whose tails are NaN, and row_range."""
+def wgrad_problem(splits, widths, dtype=BF16):
+    return gemm_problem.Problem(splits, widths[::-1], dtype, device="cuda")
 
-    def __init__(self, splits, widths, dtype, seed=0):
-        generator = torch.Generator(device="cuda").manual_seed(seed)
-        num_rows, self.row_range = sum(splits), whole_groups(splits, device="cuda")
-        self.spans = spans_of(self.row_range)
-        self.shape, self.dtype = (len(splits), *widths), dtype
-        shapes = [(num_rows + TAIL, width) for width in widths]
-        self.dout, self.rows = (torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
-        self.dout[num_rows:] = torch.nan
-        self.rows[num_rows:] = torch.nan
 
-    def on_hopper(self, **options):
-        """By the kernel for Hopper; there is NaN before and after the result, and stays."""
-        size = torch.Size(self.shape).numel()
-        around = torch.full((size + 2048,), torch.nan, dtype=self.dtype, device="cuda")
-        out = around[1024 : 1024 + size].view(self.shape)
-        wgrad.launch_wgrad(self.dout, self.rows, self.row_range, out, **options)
-        assert around[:1024].isnan().all()
-        assert around[1024 + size :].isnan().all()
-        return out
+def on_hopper(p, **options):
+    """The weight gradient by the kernel for Hopper; there is NaN before and after the result, and stays."""
+    size = p.weight.numel()
+    around = torch.full((size + 2048,), torch.nan, dtype=p.dtype, device="cuda")
+    out = around[1024 : 1024 + size].view(p.weight.shape)
+    wgrad.launch_wgrad(p.dout, p.rows, p.row_range, out, **options)
+    assert around[:1024].isnan().all()
+    assert around[1024 + size :].isnan().all()
+    return out
 
-    def usual(self):
-        """By Triton's."""
-        out = torch.full(self.shape, torch.nan, dtype=self.dtype, device="cuda")
-        kernels.grouped_gemm_wgrad(self.dout, self.rows, self.row_range, out, config=WGRAD_CONFIG)
-        return out
+
+def by_triton(p):
+    out = torch.full_like(p.weight, torch.nan)
+    kernels.grouped_gemm_wgrad(p.dout, p.rows, p.row_range, out, config=WGRAD_CONFIG)
+    return out
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("widths", WGRAD_WIDTHS, ids=str)
 def test_wgrad_the_bits_are_tritons(widths, dtype):
     for splits in WGRAD_SPLITS:
-        p = WgradProblem(splits, widths, dtype)
-        usual = p.usual()
+        p = wgrad_problem(splits, widths, dtype)
+        usual = by_triton(p)
         assert not usual.isnan().any()
         for num_sms in (None, 7, 1):
-            assert torch.equal(p.on_hopper(num_sms=num_sms), usual)
+            assert torch.equal(on_hopper(p, num_sms=num_sms), usual)
         for group, span in enumerate(p.spans):
             expected = p.dout[span].double().T @ p.rows[span].double()
             error = (usual[group].double() - expected).abs().max()
@@ -310,29 +271,29 @@ def test_wgrad_the_bits_are_tritons(widths, dtype):
 
 
 def test_wgrad_the_order_of_tiles_does_not_matter():
-    p = WgradProblem(WGRAD_SPLITS[0], (1032, 712), BF16)
-    usual = p.usual()
+    p = wgrad_problem(WGRAD_SPLITS[0], (1032, 712))
+    usual = by_triton(p)
     for group_m in (1, 3, 16):
-        assert torch.equal(p.on_hopper(group_m=group_m), usual)
+        assert torch.equal(on_hopper(p, group_m=group_m), usual)
 
 
 def test_wgrad_many_groups():
     for num_groups in (1, 33, 256):
-        p = WgradProblem(tuple(i % 5 * (i % 7) * 4 for i in range(1, num_groups + 1)), (136, 264), BF16)
-        assert torch.equal(p.on_hopper(), p.usual())
+        p = wgrad_problem(tuple(i % 5 * (i % 7) * 4 for i in range(1, num_groups + 1)), (136, 264))
+        assert torch.equal(on_hopper(p), by_triton(p))
 
 
 def test_wgrad_nan_stays_in_its_group():
     """A group's last step begins inside of it and ends among the rows of the next."""
-    p = WgradProblem(WGRAD_SPLITS[3], (1032, 712), BF16)
-    clean = p.on_hopper()
+    p = wgrad_problem(WGRAD_SPLITS[3], (1032, 712))
+    clean = on_hopper(p)
     for group, span in enumerate(p.spans):
         if span.start == span.stop:
             continue
-        q = WgradProblem(WGRAD_SPLITS[3], (1032, 712), BF16)
+        q = wgrad_problem(WGRAD_SPLITS[3], (1032, 712))
         q.dout[span] = torch.nan
         q.rows[span] = torch.nan
-        dirty = q.on_hopper()
+        dirty = on_hopper(q)
         assert dirty[group].isnan().all()
         dirty[group] = clean[group]
         assert torch.equal(dirty, clean)
@@ -341,14 +302,14 @@ def test_wgrad_nan_stays_in_its_group():
 def test_wgrad_calls_repeat():
     """A launch that skips the JIT, and rows whose bounds change between calls."""
     for splits in WGRAD_SPLITS * 3:
-        p = WgradProblem(splits, (1032, 712), BF16)
-        assert torch.equal(p.on_hopper(), p.usual())
+        p = wgrad_problem(splits, (1032, 712))
+        assert torch.equal(on_hopper(p), by_triton(p))
 
 
 def test_wgrad_more_than_two_to_the_31_elements():
     """Rows of 2^31 elements and more; then such a result."""
-    p = WgradProblem((1_400_000, 55_555), (256, 1536), BF16)
-    assert torch.equal(p.on_hopper(), p.usual())
+    p = wgrad_problem((1_400_000, 55_555), (256, 1536))
+    assert torch.equal(on_hopper(p), by_triton(p))
     del p
-    p = WgradProblem(tuple(i % 3 * 50 for i in range(36)), (8192, 8192), BF16)
-    assert torch.equal(p.on_hopper(), p.usual())
+    p = wgrad_problem(tuple(i % 3 * 50 for i in range(36)), (8192, 8192))
+    assert torch.equal(on_hopper(p), by_triton(p))

@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from low_precision_parts import check_parts
-from quantize_cases import FORMATS, as_bytes, filled, row_range_of
+from quantize_cases import FORMATS, as_bytes, row_buffers, row_range_of
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import gpu
@@ -18,12 +18,11 @@ from symmoe.precision import Float8Block
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200, method="thread")]
 
 SPLITS = (0, 133, 1, 300, 0, 128, 777)
-CAPACITY, WIDTH, FFN = sum(SPLITS) + 3, 1040, 256
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+CAPACITY, FFN, BF16 = sum(SPLITS) + 3, 256, torch.bfloat16
 
 
 def check_rows(call, buffers):
-    """call(row_range, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
+    """call(row_range, data, scale) writes rows of ranges and no others; all ranges together are the whole."""
     whole, union = buffers(), buffers()
     call(row_range_of(SPLITS).cuda(), *whole)
     for ranges in random_ranges(SPLITS, 4):
@@ -36,10 +35,6 @@ def check_rows(call, buffers):
     assert all(torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True))
 
 
-def e4m3_buffers(width: int):
-    return filled((CAPACITY, width), E4M3, "cuda"), filled((CAPACITY, -(-width // 128)), torch.float32, "cuda")
-
-
 @pytest.mark.parametrize(
     "activation", [Activation(), Activation(limit=7.0), Activation(function="relu2", is_gated=False)], ids=str
 )
@@ -50,9 +45,9 @@ def test_activations_that_are_quantised(activation):
 
     def call(row_range, data, scale):
         there = torch.where(rows_of(row_range, CAPACITY)[:, None], h, torch.nan)
-        gpu.act_quantize(there, factor, row_range, activation, FORMATS["float8_block"], rows=(data, scale))
+        gpu.act_quantize(there, factor, row_range, (data, scale), activation, FORMATS["float8_block"])
 
-    check_rows(call, lambda: e4m3_buffers(FFN))
+    check_rows(call, lambda: row_buffers(CAPACITY, FFN, FORMATS["float8_block"], "cuda"))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -17,12 +17,10 @@ from quantize_cases import (
     Scattered,
     as_bytes,
     check_bias_sums,
+    column_buffers,
     differences,
-    filled,
-    filled_column_scale,
     hard_rows,
     quantize_all,
-    quantize_weight_pairs,
     quantize_weights,
     row_range_of,
 )
@@ -59,7 +57,7 @@ def test_weights(name, shape):
     weight = hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
     wanted = quantize_weights(twin, weight, name)
     assert differences(quantize_weights(gpu, weight.cuda(), name), wanted) == []
-    assert differences(quantize_weight_pairs(gpu, weight.cuda(), name), wanted) == []
+    assert differences(quantize_weights(gpu, weight.cuda(), name, in_pairs=True), wanted) == []
 
 
 @pytest.mark.parametrize("width", [64, 272, 544, 2880, 7168])
@@ -91,9 +89,10 @@ def test_weights_in_whole_blocks(name, dtype, options, num_sms):
         assert weights.takes_weight_pairs(args[-1], args[0])
         weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
 
-    on_gpu, expected = Scattered(weight.cuda()), quantize_weight_pairs(twin, weight, name)
+    on_gpu, expected = Scattered(weight.cuda()), quantize_weights(twin, weight, name)
+    kernels = types.SimpleNamespace(quantize_weight_pairs=launched)
     for table in (None, on_gpu.table):
-        found = quantize_weight_pairs(types.SimpleNamespace(quantize_weight_pairs=launched), weight.cuda(), name, table)
+        found = quantize_weights(kernels, weight.cuda(), name, table, in_pairs=True)
         assert differences(found, expected) == []
 
 
@@ -102,13 +101,10 @@ def test_weights_in_whole_blocks(name, dtype, options, num_sms):
 def test_columns_do_not_depend_on_how_programs_walk(options, num_sms):
     columns = pytest.importorskip("symmoe.kernels.low_precision.hopper_columns")
     rows, block_format = hard_rows(ROWS, 2880, torch.bfloat16), FORMATS["float8_block"]
-    expected, found = (
-        (filled((2880, 1024), torch.float8_e4m3fn, device), filled_column_scale((2880, 8), block_format, device))
-        for device in ("cpu", "cuda")
-    )
-    twin.quantize_columns(rows, row_range_of(), *expected, block_format)
+    expected, found = (column_buffers(ROWS, len(SPLITS), 2880, block_format, device) for device in ("cpu", "cuda"))
+    twin.quantize_columns(rows, row_range_of(), expected, block_format)
     on_gpu = rows.cuda(), row_range_of().cuda()
-    columns.launch_quantize_columns(*on_gpu, *found, block_format, num_sms=num_sms, **options)
+    columns.launch_quantize_columns(*on_gpu, found, block_format, num_sms=num_sms, **options)
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(left), as_bytes(right))
 

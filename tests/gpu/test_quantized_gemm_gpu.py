@@ -19,7 +19,8 @@ from quantized_problem import NAN, SENTINEL, Numbers, Problem, WgradProblem, rel
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels import hopper_choice
-from symmoe.kernels.low_precision import fp8, scaled
+from symmoe.kernels.low_precision import products
+from symmoe.kernels.operands import Operand
 from symmoe.kernels.select import for_device
 from symmoe.precision import MXFP8, NVFP4
 
@@ -50,16 +51,22 @@ on_hopper = pytest.mark.skipif(HOPPER is None, reason="needs Hopper, and a Trito
 class general:
     """Triton's kernels."""
 
-    grouped_gemm_scaled, grouped_gemm_wgrad_scaled = scaled.grouped_gemm_scaled, scaled.grouped_gemm_wgrad_scaled
-    grouped_gemm_fp8 = functools.partial(fp8.grouped_gemm_fp8, config=fp8.CONFIG)
-    grouped_gemm_wgrad_fp8 = functools.partial(fp8.grouped_gemm_wgrad_fp8, config=fp8.CONFIG)
+    grouped_gemm_quantized = functools.partial(products.grouped_gemm_quantized, block_m=128)
+    grouped_gemm_wgrad_quantized = functools.partial(products.grouped_gemm_wgrad_quantized, block_m=128)
 
 
-class best(general):
-    """The kernels for Hopper where there are any."""
+class best:
+    """The kernels for Hopper where there are any, with their options."""
 
-    grouped_gemm_fp8 = getattr(HOPPER, "launch_fp8_gemm", None)
-    grouped_gemm_wgrad_fp8 = getattr(HOPPER, "launch_fp8_wgrad", None)
+    @staticmethod
+    def grouped_gemm_quantized(rows, *args, **options):
+        is_compact = HOPPER is not None and rows.scale.ndim == 2
+        (HOPPER.launch_fp8_gemm if is_compact else products.grouped_gemm_quantized)(rows, *args, **options)
+
+    @staticmethod
+    def grouped_gemm_wgrad_quantized(dout, *args, **options):
+        is_compact = HOPPER is not None and dout.scale.ndim == 2
+        (HOPPER.launch_fp8_wgrad if is_compact else products.grouped_gemm_wgrad_quantized)(dout, *args, **options)
 
 
 def problem(name, splits, widths, *, exact, kind=Problem, seed=0):
@@ -294,7 +301,8 @@ def test_more_than_two_to_the_31_elements():
     rows = p.rows[:1].expand(sum(splits), 256).contiguous()
     scale = torch.ones(sum(splits), 2, device=DEVICE)
     out = torch.full((sum(splits), 1536), SENTINEL, dtype=BF16, device=DEVICE)
-    best.grouped_gemm_fp8(rows, scale, p.weight, p.weight_scale, whole_groups(splits, device=DEVICE), out)
+    groups = whole_groups(splits, device=DEVICE)
+    best.grouped_gemm_quantized(Operand(rows, scale), Operand(p.weight, p.weight_scale), groups, out)
     small = Problem((1, 1), (1536, 256), numbers)
     small.rows[:2], small.weight, small.weight_scale = p.rows[:1], p.weight, p.weight_scale
     small.row_scale[:2] = 1.0
@@ -331,21 +339,20 @@ def test_what_recipes_make(recipe):
     weight = torch.randn(3, dout.shape[1], 1056, generator=generator, dtype=BF16, device=DEVICE)
     twin = for_device(torch.device("cpu"))
 
-    def both(name, left, right, scales, out):
-        operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_range)
-        options = {} if left.amax is None else dict(zip(scales, (left.global_scale, right.global_scale), strict=True))
-        getattr(scaled, name)(*operands, out, **options)
+    def both(name, left, right, out):
+        operands = left.operand(), right.operand()
+        getattr(products, name)(*operands, row_range, out)
         expected = torch.empty_like(out, device="cpu")
-        getattr(twin, name)(*(each.cpu() for each in operands), expected, **{k: v.cpu() for k, v in options.items()})
+        on_cpu = (Operand(*(None if part is None else part.cpu() for part in each)) for each in operands)
+        getattr(twin, name)(*on_cpu, row_range.cpu(), expected)
         assert relative_error(out.cpu(), expected.double()) <= FP32_ERROR
 
-    gemm, wgrad = ("row_global_scale", "weight_global_scale"), ("dout_global_scale", "rows_global_scale")
     forward = recipe.quantize(rows, row_range), recipe.quantize_weight(weight)
-    both("grouped_gemm_scaled", *forward, gemm, torch.empty(901, dout.shape[1], device=DEVICE))
+    both("grouped_gemm_quantized", *forward, torch.empty(901, dout.shape[1], device=DEVICE))
     dgrad = recipe.quantize(dout, row_range), recipe.quantize_weight_transposed(weight)
-    both("grouped_gemm_scaled", *dgrad, gemm, torch.empty(901, 1056, device=DEVICE))
+    both("grouped_gemm_quantized", *dgrad, torch.empty(901, 1056, device=DEVICE))
     columns = recipe.quantize_columns(dout, row_range), recipe.quantize_columns(rows, row_range)
-    both("grouped_gemm_wgrad_scaled", *columns, wgrad, torch.empty(weight.shape, device=DEVICE))
+    both("grouped_gemm_wgrad_quantized", *columns, torch.empty(weight.shape, device=DEVICE))
 
 
 @names
@@ -353,16 +360,17 @@ def test_a_call_in_a_graph_reads_bounds_on_the_device(name):
     """Replayed with other rows and bounds."""
     p = problem(name, SPLITS[0], WIDTHS[name][2], exact=True)
     operands, out = p.operands, p.blank(BF16)
-    launch = getattr(best, p.kernel)
-    launch(*operands, out, **p.options)
+    best.grouped_gemm_quantized(*operands, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(*operands, out, **p.options)
+        best.grouped_gemm_quantized(*operands, out)
     q = problem(name, (1, 500, 300, 0, 20, 0, 514), WIDTHS[name][2], exact=True, seed=1)
     assert q.capacity == p.capacity
-    for mine, other in zip((*operands, *p.options.values()), (*q.operands, *q.options.values()), strict=True):
-        mine.copy_(other)
+    for mine, other in zip(itertools.chain(*operands[:2]), itertools.chain(*q.operands[:2]), strict=True):
+        if mine is not None:
+            mine.copy_(other)
+    p.row_range.copy_(q.row_range)
     out.fill_(SENTINEL)
     graph.replay()
     assert torch.equal(out, q.expected().to(BF16))

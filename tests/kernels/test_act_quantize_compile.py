@@ -16,7 +16,6 @@ from ahead_of_time import since
 from compiled_launches import access_bits, atomics, catch_launches
 from quantize_cases import FORMATS
 
-from symmoe.kernels.formats import TILE
 from symmoe.kernels.low_precision import act_quantized
 from symmoe.kernels.triton import bias, gemm_act
 
@@ -48,22 +47,17 @@ def check(code, name, block_format, most_spilled=None):
 
 
 @cases
-@pytest.mark.parametrize("operand", ["rows", "columns"])
-def test_act(launches, name, ffn, block_format, arch, operand):
-    launch_act(name, ffn, block_format, operand)
+def test_act(launches, name, ffn, block_format, arch):
+    launch_act(name, ffn, block_format)
     check(launches.compile(arch=arch), name, block_format)
 
 
-@pytest.mark.parametrize("operand", ["rows", "columns"])
-def test_every_number_is_converted_once(launches, operand):
-    launch_act("swiglu", 2048, "float8_block", operand, FP16)
+def test_every_number_is_converted_once(launches):
+    launch_act("swiglu", 2048, "float8_block", FP16)
     code = launches.compile()
     check(code, "swiglu", "float8_block")
-    if operand == "rows":
-        numbers, threads = act_quantized.FEATURES * act_quantized.ROWS, 32 * act_quantized.ROW_WARPS
-        assert code.registers <= 64  # eight programs to an SM
-    else:
-        numbers, threads = TILE * act_quantized.STRIP, 32 * act_quantized.NUM_WARPS
+    numbers, threads = act_quantized.FEATURES * act_quantized.ROWS, 32 * act_quantized.ROW_WARPS
+    assert code.registers <= 64  # eight programs to an SM
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", code.ptx)) == numbers // threads // 2
 
 

@@ -68,7 +68,7 @@ def test_columns(compile_launch, width, options, indexed):
     block_format, row_range = FORMATS["float8_block"], meta(2, G, dtype=torch.int32)
     given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS, **options}
     rows = meta(N, width, dtype=torch.bfloat16)
-    hopper_columns.launch_quantize_columns(rows, row_range, *buffers(width, block_format), block_format, **given)
+    hopper_columns.launch_quantize_columns(rows, row_range, buffers(width, block_format), block_format, **given)
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8, most_spilled=8 if options else 0)
     assert len(names) < 7 * NUMBERS + (100 if indexed else 50)
@@ -81,7 +81,7 @@ def test_columns_of_rows_of_the_wire(compile_launch, width, options, dtype):
     wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)
     given = {"row_index": meta(N, dtype=torch.int32), "num_sms": SMS, **options}
     result = buffers(width, block_format)
-    hopper_columns.launch_requantize_columns(wire, row_range, *result, block_format, dtype, **given)
+    hopper_columns.launch_requantize_columns(wire, row_range, result, block_format, dtype, **given)
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 16, most_spilled=8 if options or dtype != torch.bfloat16 else 0)
     assert len(names) < 10 * NUMBERS + 100
@@ -95,9 +95,9 @@ def test_weight_pairs(compile_launch, options, dtype):
     block_format = replace(FORMATS["float8_block"], block_lines=TILE)
     shapes = (G, 4096, C), (G, 4096 // TILE, C // TILE), (G, C, 4096), (G, C // TILE, 4096 // TILE)
     operands = (meta(*shape, dtype=kind) for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True))
-    weight, operands = meta(G, 4096, C, dtype=dtype), [*operands]
+    weight, (data, scale, *turned) = meta(G, 4096, C, dtype=dtype), operands
     for source in (weight, TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype)):
-        hopper_weights.launch_quantize_weight_pairs(source, *operands, block_format, num_sms=SMS, **options)
+        hopper_weights.launch_quantize_weight_pairs(source, (data, scale), turned, block_format, num_sms=SMS, **options)
         ptx, names = compile_launch()
         assert ".ftz" not in ptx
         assert ptx.count("div.rn.f32") == 2  # one scale
@@ -112,7 +112,7 @@ def test_weight_pairs(compile_launch, options, dtype):
 def test_powers_of_two_are_not_divided(compile_launch):
     block_format, row_range = FORMATS["float8_block_powers"], meta(2, G, dtype=torch.int32)
     rows = meta(N, C, dtype=torch.float16)
-    hopper_columns.launch_quantize_columns(rows, row_range, *buffers(C, block_format), block_format, num_sms=SMS)
+    hopper_columns.launch_quantize_columns(rows, row_range, buffers(C, block_format), block_format, num_sms=SMS)
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8)
     assert "div.rn" not in ptx
@@ -161,12 +161,10 @@ def test_steps_do_not_compile_again(monkeypatch):
 
     def step(num_rows):
         tokens = TILE * max_tiles(num_rows, 2)
-        data, scale = torch.empty(256, tokens, dtype=torch.uint8), torch.empty(tokens // TILE, 256).t()
+        out = torch.empty(256, tokens, dtype=torch.uint8), torch.empty(tokens // TILE, 256).t()
         row_range = torch.zeros(2, 2, dtype=torch.int32)
         rows, wire = torch.zeros(num_rows, 256, dtype=torch.bfloat16), torch.zeros(num_rows, 272, dtype=torch.uint8)
-        hopper_columns.launch_quantize_columns(rows, row_range, data, scale, block_format, num_sms=SMS)
-        hopper_columns.launch_requantize_columns(
-            wire, row_range, data, scale, block_format, torch.bfloat16, num_sms=SMS
-        )
+        hopper_columns.launch_quantize_columns(rows, row_range, out, block_format, num_sms=SMS)
+        hopper_columns.launch_requantize_columns(wire, row_range, out, block_format, torch.bfloat16, num_sms=SMS)
 
     assert all(assert_compiled_once(monkeypatch, (hopper_columns,), step, (128,), (1,), (16,), (333,)).values())

@@ -7,16 +7,15 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from act_quantize_launches import buffers, flushing  # noqa: E402
+from act_quantize_launches import dact_inputs, flushing  # noqa: E402
 from ahead_of_time import since  # noqa: E402
-from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches, meta  # noqa: E402
+from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from symmoe.kernels import hopper_choice  # noqa: E402
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
 from symmoe.kernels.activation import GELU, Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
 from symmoe.kernels.hopper import launchers  # noqa: E402
@@ -24,7 +23,6 @@ from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # 
 from symmoe.kernels.triton import bias, gemm_act  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-N, G = 65536, 32
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
 LAYOUT, PAIRS, COPY = hopper_dact_quantize.LAYOUT, hopper_dact_quantize.PAIRS, hopper_dact_quantize.COPY
@@ -43,30 +41,14 @@ CASES = {  # activation, FFN width, dtype, format, most spilled bytes without db
 }
 
 
-def arguments(activation, ffn, dtype=BF16, num_rows=N, dbias=None):
-    """da, h, row_scale, row_range, dscale, workspace of dact_quantize."""
-    workspace = meta(dact_quantize_workspace_numel(num_rows, ffn, dbias), dtype=FP32)
-    numbers = meta(num_rows, ffn, dtype=dtype), meta(num_rows, 2 * ffn, dtype=dtype)
-    return *numbers, meta(num_rows, dtype=FP32), meta(2, G, dtype=torch.int32), meta(num_rows, dtype=FP32), workspace
-
-
-def operands(ffn, name="float8_block"):
-    return {
-        "rows": buffers(2 * ffn, name),
-        "columns": buffers(2 * ffn, name, columns=True),
-        "a_columns": buffers(ffn, name, columns=True),
-    }
-
-
 @pytest.mark.parametrize("with_dbias", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_every_number_is_computed_once(monkeypatch, case, with_dbias):
     launches = catch_launches(monkeypatch, hopper_dact_quantize)
     activation, ffn, dtype, block_format, most_spilled = CASES[case]
-    buffers_of = operands(ffn, "float8_block")
-    inputs = arguments(activation, ffn, dtype)
-    results = *buffers_of.values(), inputs[5] if with_dbias else None
-    launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *results, num_sms=132)
+    inputs = dact_inputs(2 * ffn, ffn, "float8_block", dtype, dbias_dtype=dtype if with_dbias else None)
+    arguments = act_quantized.dact_arguments(*inputs)
+    launchers.launch_dact_quantize(arguments, activation, block_format, num_sms=132)
     code = launches.compile()
     ptx = code.ptx
     programs = hopper_dact_quantize.PROGRAMS_PER_SM
@@ -105,28 +87,25 @@ def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch):
 
 
 def test_what_is_launched(monkeypatch):
-    """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
+    """This kernel where it fits, and Triton's elsewhere."""
     launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act, bias)
     monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: launchers)
 
-    def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, dbias=None, **changes):
+    def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, dbias_dtype=None):
         launches.clear()
         name = "float8_block" if block_format.block == 128 else "mxfp8"
-        wanted = {**operands(ffn, name), **changes}
-        inputs = arguments(activation, ffn, dbias=dbias)
-        act_quantized.dact_quantize(*inputs, activation, block_format, dbias=dbias, **wanted)
+        inputs = dact_inputs(2 * ffn, ffn, name, dbias_dtype=dbias_dtype)
+        act_quantized.dact_quantize(*inputs, activation, block_format)
         first, *sums = (launch.name for launch in launches)
-        assert sums == ["sum_dscale_kernel", "sum_dbias_kernel"][: 1 if dbias is None else 2]
+        assert sums == ["sum_dscale_kernel", "sum_dbias_kernel"][: 1 if dbias_dtype is None else 2]
         return first
 
     on_hopper, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
     assert launched_for(Activation(), 256) == on_hopper
     assert launched_for(LIMITED, 256, POWERS) == on_hopper
-    assert launched_for(LIMITED, 256, dbias=meta(G, 512, dtype=BF16)) == on_hopper
-    assert launched_for(Activation(interleave=32), 256, dbias=meta(G, 512, dtype=FP32)) == general
-    assert launched_for(Activation(), 256, rows=None) == general
-    assert launched_for(Activation(), 256, a_columns=None) == general
+    assert launched_for(LIMITED, 256, dbias_dtype=BF16) == on_hopper
+    assert launched_for(Activation(interleave=32), 256, dbias_dtype=FP32) == general
     assert launched_for(Activation(interleave=32), 256) == general
     mxfp8 = BlockFormat(element="e4m3", scale="e8m0", block=32)
     assert launched_for(Activation(), 256, mxfp8) == general

@@ -13,12 +13,12 @@ from quantized_gemm_launches import BF16, FP16, FP32, gemm_operands, wgrad_opera
 
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.hopper import launchers
-from symmoe.kernels.low_precision import fp8 as gpu_fp8
-from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad
+from symmoe.kernels.low_precision import fp8, hopper_fp8, hopper_fp8_wgrad, products
+from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable
 
 MAX_SPILLED = since(("3.6", 8), ("3.9", 20))  # bytes: of a tile, not of its stages
-# Of grouped_gemm_fp8: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of
+# Of the product: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of
 # what Triton 3.7 writes: mostly what a tile needs before and after its stages; eight bytes are read in a stage, by one
 # of the two warpgroups. No order of these lines, nor other widths of what is kept, was found that spills less with it.
 GEMM_SPILLED, STAGE_SPILLS = since(("3.6", (8, 0)), ("3.7", (52, 1)), ("3.9", (100, 6)))
@@ -33,16 +33,16 @@ SHAPES = {"deepseek-like FC1": (32, 4096, 7168, 65536), "odd": (3, 712, 1040, 99
 
 
 def gemm_arguments(shape, dtype=BF16):
-    return gemm_operands("fp8", shape, dtype)[0]
+    return gemm_operands("fp8", shape, dtype)
 
 
 def wgrad_arguments(shape, dtype=BF16):
-    return wgrad_operands("fp8", shape, dtype)[0]
+    return wgrad_operands("fp8", shape, dtype)
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    return catch_launches(monkeypatch, gpu_fp8, hopper_fp8, hopper_fp8_wgrad)
+    return catch_launches(monkeypatch, fp8, hopper_fp8, hopper_fp8_wgrad)
 
 
 def check_products(ptx):
@@ -90,11 +90,12 @@ def test_products(launches, shape):
 def test_biases(launches, shape, is_scaled, is_table):
     """They cost registers of a tile, and up to Triton 3.8 none of its stages."""
     G, O, _, N = SHAPES[shape]
-    rows, row_scale, *weight, row_range, out = gemm_arguments(SHAPES[shape])
+    rows, weight, row_range, out = gemm_arguments(SHAPES[shape])
     if is_table:
-        weight = [TensorTable(meta(G, dtype=torch.int64), tuple(each.shape), each.dtype) for each in weight]
-    options = {"bias": meta(G, O, dtype=BF16), "bias_scale": meta(N, dtype=FP32) if is_scaled else None}
-    launchers.launch_fp8_gemm(rows, row_scale, *weight, row_range, out, zero_tail=True, num_sms=132, **options)
+        tables = (TensorTable(meta(G, dtype=torch.int64), tuple(each.shape), each.dtype) for each in weight[:2])
+        weight = ScatteredWeight(*tables)
+    bias = meta(G, O, dtype=BF16), meta(N, dtype=FP32) if is_scaled else None
+    launchers.launch_fp8_gemm(rows, weight, row_range, out, bias=bias, zero_tail=True, num_sms=132)
     code = launches.compile_roles(None)
     assert code.spilled <= BIAS_SPILLED
     spills = [name for stage in code.loops_of("QGMMA") for name in stage if name.startswith(("LDL", "STL"))]
@@ -156,26 +157,26 @@ def test_weight_gradients_wait_once_for_a_stage(launches):
 
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 @pytest.mark.parametrize(
-    ("name", "has_bias"), [("grouped_gemm_fp8", False), ("grouped_gemm_fp8", True), ("grouped_gemm_wgrad_fp8", False)]
+    ("is_wgrad", "has_bias"), [(False, False), (False, True), (True, False)], ids=["product", "bias", "wgrad"]
 )
-def test_the_general_kernels(launches, name, has_bias, arch):
+def test_the_general_kernels(launches, is_wgrad, has_bias, arch):
     """As another GPU runs them, and as Hopper runs what its own kernels do not take."""
-    if name == "grouped_gemm_fp8":
-        G, O, _, N = SHAPES["odd"]
-        options = {"bias": meta(G, O, dtype=FP32), "bias_scale": meta(N, dtype=FP32)} if has_bias else {}
-        gpu_fp8.grouped_gemm_fp8(*gemm_arguments(SHAPES["odd"], FP32), zero_tail=True, num_sms=132, **options)
+    if is_wgrad:
+        products.grouped_gemm_wgrad_quantized(*wgrad_arguments(SHAPES["odd"]), accumulate=True, num_sms=132)
     else:
-        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_arguments(SHAPES["odd"]), accumulate=True, num_sms=132)
+        G, O, _, N = SHAPES["odd"]
+        options = {"bias": (meta(G, O, dtype=FP32), meta(N, dtype=FP32))} if has_bias else {}
+        products.grouped_gemm_quantized(*gemm_arguments(SHAPES["odd"], FP32), zero_tail=True, num_sms=132, **options)
     code = launches.compile(arch=arch)
     ptx, spilled = code.ptx, code.spilled
     assert "cp.async.bulk.tensor" in ptx
-    products = set(re.findall(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+", ptx))
+    multiplying = set(re.findall(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+", ptx))
     if arch == HOPPER:
-        assert {text.partition(".m64n")[0] for text in products} == {"wgmma.mma_async.sync.aligned"}
-        assert all(text.endswith("f32.e4m3.e4m3") for text in products)
+        assert {text.partition(".m64n")[0] for text in multiplying} == {"wgmma.mma_async.sync.aligned"}
+        assert all(text.endswith("f32.e4m3.e4m3") for text in multiplying)
         assert spilled <= ODD_SPILLED
     else:
-        assert products == {"tcgen05.mma.cta_group::1.kind::f8f6f4"}
+        assert multiplying == {"tcgen05.mma.cta_group::1.kind::f8f6f4"}
         assert spilled <= (ODD_SPILLED if has_bias else 0)
 
 
@@ -185,15 +186,15 @@ def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatc
 
     monkeypatch.setattr(hopper_choice, "hopper_kernels", taken)
     shape = SHAPES["odd"]
-    gpu_fp8.grouped_gemm_fp8(*gemm_arguments(shape), num_sms=5)
+    products.grouped_gemm_quantized(*gemm_arguments(shape), num_sms=5)
     launch = launches.pop_one()
     pipe = launch.kwargs["PIPE"]
     assert (launch.grid, pipe.num_n_tiles, pipe.num_k) == ((5,), 3, 9)
     for dtype, accumulate in ((BF16, False), (FP32, True)):
-        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_arguments(shape, dtype), accumulate=accumulate, num_sms=5)
+        products.grouped_gemm_wgrad_quantized(*wgrad_arguments(shape, dtype), accumulate=accumulate, num_sms=5)
         launch = launches.pop_one()
         assert (launch.grid, launch.kwargs["PIPE"].accumulate) == ((5,), accumulate)
-    gpu_fp8.grouped_gemm_fp8(*gemm_arguments(shape, FP32), num_sms=5)
-    gpu_fp8.grouped_gemm_fp8(*gemm_arguments((3, 128, 256, 99)), num_sms=5)
-    gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_arguments((3, 256, 128, 99)), num_sms=5)
+    products.grouped_gemm_quantized(*gemm_arguments(shape, FP32), num_sms=5)
+    products.grouped_gemm_quantized(*gemm_arguments((3, 128, 256, 99)), num_sms=5)
+    products.grouped_gemm_wgrad_quantized(*wgrad_arguments((3, 256, 128, 99)), num_sms=5)
     assert [launch.name for launch in launches] == ["grouped_gemm_fp8_kernel"] * 2 + ["grouped_gemm_wgrad_fp8_kernel"]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from gemm_problem import (
-    BIASES,
     BOTH,
     DTYPES,
     ActProblem,
@@ -16,14 +15,12 @@ from gemm_problem import (
     check_act,
     check_act_ranges,
     check_activation,
-    check_biases,
-    check_dgrad,
     check_fused,
-    check_gemm,
+    check_gradients,
     check_nan_goes_through,
+    check_products,
     check_ranges,
     check_splits,
-    check_wgrad,
     formula,
     part_calls,
 )
@@ -42,34 +39,9 @@ of_all_splits = pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{
 
 @of_all_splits
 @dtypes
-def test_products(splits, dtype):
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-    for gather, biased, zero_tail in itertools.product(BOTH, BIASES, BOTH):
-        check_gemm(twin, p, gather, True, biased, zero_tail)
-    for gather, zero_tail in itertools.product(BOTH, BOTH):
-        check_dgrad(twin, p, gather, True, zero_tail)
-
-
-@of_all_splits
-@dtypes
-def test_results_are_added(splits, dtype):
-    """To what out holds; the tail stays as it is."""
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-    for gather, biased in itertools.product(BOTH, BIASES):
-        check_gemm(twin, p, gather, False, biased, False, accumulate=True)
-    for gather in BOTH:
-        check_dgrad(twin, p, gather, False, False, accumulate=True)
-
-
-@of_all_splits
-@dtypes
-def test_gradients_of_weights_and_biases(splits, dtype):
-    p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-    for gather_dout, gather_rows, accumulate in itertools.product(BOTH, BOTH, BOTH):
-        for out_dtype in {dtype, torch.float32}:
-            check_wgrad(twin, p, gather_dout, gather_rows, True, accumulate, out_dtype)
-    for case in itertools.product(BOTH, BOTH, BOTH):
-        check_biases(twin, p, *case)
+@pytest.mark.parametrize("check", [check_products, check_gradients])
+def test_products_and_gradients_against_float64(check, splits, dtype):
+    check(twin, Problem(splits, WIDTHS, dtype, capacity=CAPACITY))
 
 
 def test_the_order_of_a_bias_gradient():
@@ -94,7 +66,7 @@ def test_the_order_of_a_bias_gradient():
 
 
 def test_the_result_is_rounded_once():
-    """256 + 1 + 1 is 258 in bf16, but 256 + 1 alone is rounded to 256."""
+    """256 + 1 + 1 is 258 in bf16, but 256 + 1 is rounded to 256."""
     ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
     weight = torch.tensor([256.0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.bfloat16).expand(1, 8, 8).contiguous()
     out = torch.empty(1, 8, dtype=torch.bfloat16)
@@ -114,7 +86,7 @@ def test_a_sum_is_rounded_once():
 
 
 @dtypes
-def test_accumulating_leaves_groups_without_rows_alone(dtype):
+def test_accumulating_does_not_touch_groups_without_rows(dtype):
     """Not even -0 or the payload of a NaN may change."""
     p = Problem((0, 3, 0), WIDTHS, dtype)
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
@@ -221,7 +193,7 @@ def test_infinite_features_do_not_become_nan():
 @pytest.mark.parametrize("splits", SPLITS[:4])
 def test_both_passes_of_fused_gemms(splits, dtype, activation):
     p = ActProblem(splits, WIDTHS, dtype, activation, capacity=CAPACITY)
-    check_act(twin, p, cases=[(gather, with_bias) for gather in BOTH for with_bias in BOTH])
+    check_act(twin, p, table=True, cases=itertools.product(BOTH, BOTH))
 
 
 @dtypes
@@ -271,8 +243,8 @@ def threads(request):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("widths", [(8, 16), (64, 256), (520, 24), (136, 300)], ids=str)
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(widths):
-    """MKL alone would break this: its sums for few rows have another order."""
+def test_a_rows_bits_do_not_depend_on_the_other_rows(widths):
+    """MKL by itself would break this: its sums for few rows have another order."""
     generator = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(130, widths[0], generator=generator), torch.randn(1, *widths[::-1], generator=generator)
     whole = torch.empty(130, widths[1])

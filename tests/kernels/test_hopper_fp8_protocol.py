@@ -1,6 +1,6 @@
 """The roles and barriers of the E4M3 kernels for Hopper (hopper_fp8.py, hopper_fp8_wgrad.py), in random order.
 
-As in test_hopper_protocol.py: nobody waits for ever, every wait ends for what it is meant for, and nothing is
+Nobody waits for ever, every wait ends for what it is meant for, and nothing is
 overwritten while it is read. Wrong protocols are noticed.
 """
 

@@ -26,6 +26,7 @@ IN_THE_EMULATOR = [
     pytest.param("columns", marks=SLOW),
     pytest.param("dact_quantize", marks=SLOW),
     pytest.param("fp8", marks=SLOW),
+    "hopper",
 ]
 
 

@@ -1,7 +1,5 @@
 """Launches of low precision: after the first one they skip the JIT. See test_fast_launch.py."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from quantized_problem import E4M3, NAMES, Numbers, Problem, WgradProblem
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
@@ -22,6 +20,7 @@ from symmoe.kernels.low_precision import (
     hopper_dact_quantize,
     hopper_fp8,
     hopper_fp8_wgrad,
+    products,
     quantize,
     scaled,
 )
@@ -32,17 +31,11 @@ BF16 = torch.bfloat16
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 
 
-class Triton:
-    """Stands for the module symmoe.kernels.gpu, of which nothing else is looked at."""
-
-    grouped_gemm_scaled, grouped_gemm_wgrad_scaled = scaled.grouped_gemm_scaled, scaled.grouped_gemm_wgrad_scaled
-    grouped_gemm_fp8, grouped_gemm_wgrad_fp8 = fp8.grouped_gemm_fp8, fp8.grouped_gemm_wgrad_fp8
-
-
 class Hopper:
-    """The same, of the kernels for Hopper."""
+    """Stands for products.py, with the kernels for Hopper."""
 
-    grouped_gemm_fp8, grouped_gemm_wgrad_fp8 = hopper_fp8.launch_fp8_gemm, hopper_fp8_wgrad.launch_fp8_wgrad
+    grouped_gemm_quantized = hopper_fp8.launch_fp8_gemm
+    grouped_gemm_wgrad_quantized = hopper_fp8_wgrad.launch_fp8_wgrad
 
 
 def test_launches_of_products_are_understood(fake_cuda, monkeypatch):  # noqa: F811
@@ -50,10 +43,10 @@ def test_launches_of_products_are_understood(fake_cuda, monkeypatch):  # noqa: F
     jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
 
     def step(splits, O=520, C=160):
-        for kernels, name in ((Hopper, "fp8"), *((Triton, name) for name in NAMES)):
+        for kernels, name in ((Hopper, "fp8"), *((products, name) for name in NAMES)):
             numbers = Numbers(name, exact=True)
             p, q = Problem(splits, (O, C), numbers), WgradProblem(splits, (O, C), numbers)
-            addend = {"bias": torch.empty(len(splits), O), "bias_scale": torch.empty(p.capacity)}
+            addend = {"bias": (torch.empty(len(splits), O), torch.empty(p.capacity))}
             for row_range, options in ((None, {"zero_tail": True}), (None, addend), (p.row_range, {})):
                 p.run(kernels, p.blank(BF16), row_range, num_sms=8, **options)
             for accumulate in (False, True):
@@ -69,26 +62,22 @@ def test_launches_of_activations_are_understood(fake_cuda, monkeypatch):  # noqa
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
-        row_range = empty(2, G, dtype=torch.int32)
-        factor = empty(num_rows)
+        row_range, factor = empty(2, G, dtype=torch.int32), empty(num_rows)
         h, da = empty(num_rows, 2 * I, dtype=BF16), empty(num_rows, I, dtype=BF16)
         rows = empty(num_rows, I, dtype=E4M3), empty(num_rows, num_blocks(I))
-        columns = empty(I, tokens, dtype=E4M3), empty(num_blocks(tokens), I).t()
-        arguments = (h, factor, row_range, Activation(), FLOAT8_BLOCK)
-        act_quantized.act_quantize(*arguments, rows=rows, columns=columns)
-        act_quantized.act_quantize(*arguments, rows=rows)
-        dbias = empty(G, 2 * I, dtype=BF16)
-        workspace = empty(dact_quantize_workspace_numel(num_rows, I, dbias))
-        for sums in ({}, {"dbias": dbias}):
-            inputs = da, *arguments[:3], factor, workspace, *arguments[3:]
-            act_quantized.dact_quantize(*inputs, a_columns=columns, **sums)
+        act_quantized.act_quantize(h, factor, row_range, rows, Activation(), FLOAT8_BLOCK)
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
-        dh_columns = empty(2 * I, tokens, dtype=E4M3), empty(num_blocks(tokens), 2 * I).t()
-        for bias_sums in (None, workspace[num_rows * 4 :]):
-            inputs, results = (da, *arguments[:3], workspace, *arguments[3:]), (dh_rows, dh_columns, columns, bias_sums)
-            hopper_dact_quantize.launch_dact_quantize(*inputs, *results, num_sms=8)
+        columns, dh_columns = (
+            (empty(width, tokens, dtype=E4M3), empty(num_blocks(tokens), width).t()) for width in (I, 2 * I)
+        )
+        for dbias in (None, empty(G, 2 * I, dtype=BF16)):
+            out = DactOperands(factor, dh_rows, dh_columns, columns, dbias)
+            inputs = da, h, factor, row_range, out, empty(dact_quantize_workspace_numel(num_rows, I, dbias))
+            act_quantized.dact_quantize(*inputs, Activation(), FLOAT8_BLOCK)
+            arguments = act_quantized.dact_arguments(*inputs)
+            hopper_dact_quantize.launch_dact_quantize(arguments, Activation(), FLOAT8_BLOCK, num_sms=8)
 
-    used = {"hopper_dact_quantize_kernel", "act_quantize_rows_kernel", "act_quantize_columns_kernel"}
+    used = {"hopper_dact_quantize_kernel", "act_quantize_rows_kernel"}
     used |= {"dact_quantize_kernel", "sum_dbias_kernel"}
     assert_only_the_first_compiles({name: jits[name] for name in used}, step, (64, 1, 64, 65, 4096))
 
@@ -100,10 +89,10 @@ def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # 
     def step(num_rows, G=4, C=144):
         empty, row_range = torch.empty, torch.empty(2, G, dtype=torch.int32)
         rows, dbias = empty(num_rows, C, dtype=BF16), empty(G, C, dtype=BF16)
-        operand = rows, row_range, empty(num_rows, C, dtype=E4M3), empty(num_rows, num_blocks(C)), FLOAT8_BLOCK
+        operand = rows, row_range, (empty(num_rows, C, dtype=E4M3), empty(num_rows, num_blocks(C))), FLOAT8_BLOCK
         sums = empty_row_sums(num_rows, dbias)
         quantize.quantize_rows(*operand)
-        quantize.quantize_rows(*operand, bias_sums=sums, bias_scale=empty(num_rows))
+        quantize.quantize_rows(*operand, sums=(sums, empty(num_rows)))
         bias.sum_dbias(sums, row_range, dbias)
 
     used = {name: jit for name, jit in jits.items() if name in ("quantize_rows_kernel", "sum_dbias_kernel")}
@@ -114,10 +103,10 @@ def test_launches_that_quantise_rows_are_understood(fake_cuda, monkeypatch):  # 
 def test_nothing_is_launched_without_rows(fake_cuda, monkeypatch, name):  # noqa: F811
     jits = fake_jits(monkeypatch, fake_cuda, scaled, fp8, hopper_fp8, hopper_fp8_wgrad)
     p, q = (kind((0, 0), (64, 96), Numbers(name, exact=True), 0) for kind in (Problem, WgradProblem))
-    p.run(Triton, p.blank(BF16))
+    p.run(products, p.blank(BF16))
     for accumulate in (True, False):
         out = torch.ones(q.shape)
-        q.run(Triton, out, accumulate=accumulate)
+        q.run(products, out, accumulate=accumulate)
         assert (out == (1.0 if accumulate else 0.0)).all()
     assert not any(jit.calls for jit in jits.values())
 
@@ -133,6 +122,6 @@ def test_which_gpus_have_products_with_block_scales(monkeypatch):
 def test_tiles_that_cut_tiles_of_scales_are_refused(change):
     p, q = (kind((3,), (128, 128), Numbers("mxfp8", exact=True)) for kind in (Problem, WgradProblem))
     with pytest.raises(ArgumentError, match="tiles must have block_m 128, block_n a multiple of it, and block_k one"):
-        p.run(Triton, p.blank(BF16), num_sms=1, config=replace(scaled.CONFIG, **change))
+        p.run(products, p.blank(BF16), num_sms=1, **change)
     with pytest.raises(ArgumentError, match="tiles of a weight gradient must have block_k 128"):
-        q.run(Triton, torch.zeros(q.shape), num_sms=1, config=replace(scaled.CONFIG, block_k=256))
+        q.run(products, torch.zeros(q.shape), num_sms=1, block_k=256)

@@ -21,11 +21,13 @@ from quantized_gemm_launches import ELEMENTS, SHAPES, gemm_operands, wgrad_opera
 from symmoe.kernels import architectures, gpu
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
+from symmoe.kernels.low_precision import products as gpu_products
 from symmoe.kernels.low_precision import scaled as gpu_scaled
 from symmoe.kernels.routing_rule import RoutingRule
 
 OTHERS = [10 * major + minor for (major, minor), kind in architectures.ARCHITECTURES.items() if not kind.is_measured]
-MODULES = sorted({sys.modules[getattr(gpu, name).__module__] for name in gpu.__all__}, key=lambda each: each.__name__)
+FOUND = {sys.modules[getattr(gpu, name).__module__] for name in gpu.__all__}
+MODULES = sorted({*FOUND, gpu_fp8, gpu_scaled}, key=lambda each: each.__name__)
 KERNELS = {kernel.__name__ for *_, kernel in kernels_of(*MODULES)}
 
 
@@ -69,18 +71,14 @@ def launch_trips():
 
 def launch_quantised_products():
     for name, (shape, dtype) in itertools.product(ELEMENTS, (("deepseek-like FC1", BF16), ("odd", FP32))):
-        kernels = gpu_fp8 if name == "fp8" else gpu_scaled
-        kind = "fp8" if name == "fp8" else "scaled"
-        G, O, _, N = SHAPES[shape]
-        gemm, wgrad = getattr(kernels, f"grouped_gemm_{kind}"), getattr(kernels, f"grouped_gemm_wgrad_{kind}")
-        arguments, options = gemm_operands(name, shape, dtype)
-        gemm(*arguments, num_sms=132, **options)
-        options |= {"bias": meta(G, O, dtype=dtype), "bias_scale": meta(N, dtype=FP32)}
+        (G, O, _, N), arguments = SHAPES[shape], gemm_operands(name, shape, dtype)
+        gpu_products.grouped_gemm_quantized(*arguments, num_sms=132)
+        options = {"bias": (meta(G, O, dtype=dtype), meta(N, dtype=FP32)), "zero_tail": True}
         options |= {"group_range": meta(2, G)} if name != "fp8" and shape == "odd" else {}
-        gemm(*arguments, zero_tail=True, num_sms=132, **options)
+        gpu_products.grouped_gemm_quantized(*arguments, num_sms=132, **options)
+        arguments = wgrad_operands(name, shape, dtype)
         for accumulate in (False, True):
-            arguments, options = wgrad_operands(name, shape, dtype)
-            wgrad(*arguments, accumulate=accumulate, num_sms=132, **options)
+            gpu_products.grouped_gemm_wgrad_quantized(*arguments, accumulate=accumulate, num_sms=132)
 
 
 def launch_quantisers():
@@ -92,8 +90,7 @@ def launch_quantisers():
     quantize.step(333, 0x9A5C, 2048)
     quantize.step(16, 1)
     for name, ffn, block_format in act_quantize.CASES[:4]:
-        for operand in ("rows", "columns"):
-            act_quantize.launch_act(name, ffn, block_format, operand)
+        act_quantize.launch_act(name, ffn, block_format)
         act_quantize.launch_dact(name, ffn, block_format, with_dbias=block_format == "mxfp8")
 
 

@@ -23,8 +23,8 @@ from quantize_cases import (
     filled,
     hard_rows,
     quantize_all,
-    quantize_weight_pairs,
     quantize_weights,
+    row_buffers,
     row_range_of,
     weight_format,
 )
@@ -119,7 +119,7 @@ def test_weights(name, shape):
     if block_format.has_global_scale:
         expected["amax"] = torch.from_numpy(np.array(amaxes).view(np.uint8))
     assert differences(found, expected) == []
-    assert differences(quantize_weight_pairs(twin, weight, name), expected) == []
+    assert differences(quantize_weights(twin, weight, name, in_pairs=True), expected) == []
     if block_format.block_lines > 1 and block_format.element == "e4m3":
         for key in ("data", "scale"):
             turned = found["transposed_" + key].mT.flatten()
@@ -131,7 +131,7 @@ def test_columns_whose_scales_lie_otherwise_are_refused():
     data = filled((32, 256), torch.float8_e4m3fn)
     for name, scale in (("float8_block", torch.zeros(32, 2)), ("mxfp8", torch.zeros(8, 32, dtype=torch.uint8).t())):
         with pytest.raises(ArgumentError, match=r"scale \[32, .\] must have strides"):
-            twin.quantize_columns(rows, row_range, data, scale, FORMATS[name])
+            twin.quantize_columns(rows, row_range, (data, scale), FORMATS[name])
 
 
 MUTANTS = {
@@ -237,36 +237,23 @@ def test_random_numbers_depend_on_the_place_in_the_group_alone():
     rows = hard_rows(90, 64, torch.bfloat16)[20:]
     alone = quantize_all(twin, rows[30:].contiguous(), row_range_of((40,)), "nvfp4", hard=True)
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
-    data, scale = filled((70, 32), torch.uint8), filled((70, 4), torch.float8_e4m3fn)
-    amax = torch.empty(2)
+    out, amax = row_buffers(70, 64, FORMATS["nvfp4"]), torch.empty(2)
     twin.group_amax(rows, row_range_of((30, 40)), amax)
-    twin.quantize_rows(rows, row_range_of((30, 40)), data, scale, FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
-    assert torch.equal(data[30:], alone["data"])
+    twin.quantize_rows(rows, row_range_of((30, 40)), out, FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
+    assert torch.equal(out[0][30:], alone["data"])
 
 
 def test_hadamard():
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
-    y = twin_hadamard(x)
+    y = quantize.hadamard(x, SIGNS)
     exact = (x.double().view(33, 4, 16) @ torch.from_numpy(reference.hadamard_matrix(SIGNS)).T).view(33, 64)
     assert (y - exact).abs().max() < 1e-6 * x.abs().max()
-    assert (inverse(y) - x).abs().max() < 1e-6 * x.abs().max()
+    assert (quantize.inverse_hadamard(y, SIGNS) - x).abs().max() < 1e-6 * x.abs().max()
     # Orthonormal: contractions stay what they are. Signs matter.
     other = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(twin_hadamard(x) @ twin_hadamard(other).T, x @ other.T, atol=1e-4)
-    assert not torch.allclose(twin_hadamard(x) @ twin_hadamard(other, SIGNS ^ 1).T, x @ other.T, atol=1e-1)
+    assert torch.allclose(y @ quantize.hadamard(other, SIGNS).T, x @ other.T, atol=1e-4)
+    assert not torch.allclose(y @ quantize.hadamard(other, SIGNS ^ 1).T, x @ other.T, atol=1e-1)
     assert np.allclose(reference.hadamard_matrix(SIGNS) @ reference.hadamard_matrix(SIGNS).T, np.eye(16))
-
-
-def twin_hadamard(x, signs=SIGNS):
-    from symmoe.kernels.twin.quantize import hadamard
-
-    return hadamard(x, signs)
-
-
-def inverse(y, signs=SIGNS):
-    from symmoe.kernels.twin.quantize import inverse_hadamard
-
-    return inverse_hadamard(y, signs)
 
 
 def test_other_blocks_do_not_see_nan():

@@ -90,7 +90,7 @@ def test_numbers_are_quantised_as_they_must(launches, launch, name, dtype, optio
 def test_rows_and_their_sums(launches, name, dtype, arch):
     """Every number is loaded once; sums stay in a warp, without atomics."""
     sums, scale = meta(bias_slots(N, G, SLOT_ROWS), C, dtype=torch.float32), meta(N, dtype=torch.float32)
-    launch_rows(name, dtype, indexed=True, bias_sums=sums, bias_scale=scale)
+    launch_rows(name, dtype, indexed=True, sums=(sums, scale))
     launch = launches.pop_one()
     assert launch.kwargs["num_warps"] == 1
     code = launch.compile(arch)
@@ -164,11 +164,11 @@ def test_the_wire(launches, name, arch):
     to_e4m3, from_e4m3 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
     for index, dtype in ((None, BF16), (meta(N), FP32)):
         for function, args, options, conversions in (
-            (wire.unpack_rows, (sent, row_range, data, scale), {"row_index": index}, set()),
+            (wire.unpack_rows, (sent, row_range, (data, scale)), {"row_index": index}, set()),
             (wire.decode_rows, (sent, meta(N, C, dtype=dtype), block_format), {}, {from_e4m3}),
             (
                 wire.requantize_columns,
-                (sent, row_range, *columns, block_format, BF16),
+                (sent, row_range, columns, block_format, BF16),
                 {"row_index": index},
                 {to_e4m3, from_e4m3},
             ),

@@ -10,7 +10,8 @@ from row_ranges import random_ranges, rows_of, spans_of, whole_groups
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import twin
-from symmoe.kernels.twin import grouped_gemm_fp8, grouped_gemm_scaled, grouped_gemm_wgrad_fp8, grouped_gemm_wgrad_scaled
+from symmoe.kernels.operands import Operand
+from symmoe.kernels.twin import grouped_gemm_quantized, grouped_gemm_wgrad_quantized
 from symmoe.precision import MXFP8, NVFP4
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -170,11 +171,6 @@ def test_no_rows_at_all(name):
     assert not gradient(q, torch.full(q.shape, torch.nan)).any()
 
 
-def scales_of(left, right, names):
-    """The global scales of two quantised tensors, as options; none for MXFP8."""
-    return {} if left.amax is None else dict(zip(names, (left.global_scale, right.global_scale), strict=True))
-
-
 # The formats' own errors: E4M3 has steps of 2^-3 of a number, E2M1 of up to 1/2 of it.
 @pytest.mark.parametrize(
     ("name", "recipe", "least", "most"), [("mxfp8", MXFP8(), 0.005, 0.05), ("nvfp4", NVFP4(), 0.03, 0.25)]
@@ -196,9 +192,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
 
     for (numbers, matrices), plain in ((forward, (rows, weight.mT)), (dgrad, (dout, weight))):
         out = torch.empty(201, plain[1].shape[2])
-        operands = (numbers.data, numbers.swizzled_scale(), matrices.data, matrices.swizzled_scale(), row_range)
-        scales = scales_of(numbers, matrices, ("row_global_scale", "weight_global_scale"))
-        grouped_gemm_scaled(*operands, out, **scales)
+        grouped_gemm_quantized(numbers.operand(), matrices.operand(), row_range, out)
         turned = matrices.dequantize().double()
         turned = turned.mT if matrices.layout == "weight" else turned
         exact = numbers.dequantize().double()
@@ -208,8 +202,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
             torch.cat([plain[0][span] @ plain[1][g] for g, span in enumerate(spans)]),
         )
     out = torch.full((3, 96, 160), torch.nan)
-    operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_range)
-    grouped_gemm_wgrad_scaled(*operands, out, **scales_of(left, right, ("dout_global_scale", "rows_global_scale")))
+    grouped_gemm_wgrad_quantized(left.operand(), right.operand(), row_range, out)
     # What fills a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
     padded = [slice(0, 128), slice(128, 128), slice(128, 384)]
     numbers = [dequantised(name, side.data, side.scale.view(torch.uint8)) for side in wgrad]
@@ -219,7 +212,13 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     check(out, expected, torch.stack([dout[span].T @ rows[span] for span in spans]))
 
 
-PLACES = {"rows": 0, "row_scale": 1, "weight": 2, "weight_scale": 3, "row_range": 4}
+PLACES = {  # operand, and field
+    "rows": (0, "data"),
+    "row_scale": (0, "scale"),
+    "row_global_scale": (0, "global_scale"),
+    "weight": (1, "data"),
+    "weight_scale": (1, "scale"),
+}
 
 
 @pytest.mark.parametrize(
@@ -263,13 +262,18 @@ PLACES = {"rows": 0, "row_scale": 1, "weight": 2, "weight_scale": 3, "row_range"
 )
 def test_wrong_operands_of_products_are_named(name, what, change, text):
     p = problem(name, SPLITS[0], WIDTHS[name][0])
-    operands, options = list(p.operands), {**p.options}
+    arguments, options = [*p.operands, p.blank(BF16)], {}
     if what in PLACES:
-        operands[PLACES[what]] = change(operands[PLACES[what]])
-    else:
+        place, field = PLACES[what]
+        arguments[place] = arguments[place]._replace(**{field: change(getattr(arguments[place], field))})
+    elif what == "row_range":
+        arguments[2] = change(arguments[2])
+    elif what == "group_range":
         options[what] = change(None)
+    else:
+        options["bias"] = (change(None), None) if what == "bias" else (None, change(None))
     with pytest.raises(ArgumentError, match=text):
-        getattr(twin, p.kernel)(*operands, p.blank(BF16), **options)
+        grouped_gemm_quantized(*arguments, **options)
 
 
 def test_widths_that_do_not_fit():
@@ -280,14 +284,11 @@ def test_widths_that_do_not_fit():
             product(problem(name, (3,), (60, 64)), BF16)
     p = problem("fp8", (3,), (64, 48))
     with pytest.raises(ArgumentError, match=r"out must be \[8, 64\], got \[8, 32\]"):
-        grouped_gemm_fp8(*p.operands, p.blank(BF16)[:, :32])
+        grouped_gemm_quantized(*p.operands, p.blank(BF16)[:, :32])
     bounds, out, data = torch.tensor([0, 3]), torch.zeros(1, 64, 64), torch.zeros(64, 120, dtype=E4M3)
-    for gemm, scale in (
-        (grouped_gemm_wgrad_fp8, torch.ones(1, 64).t()),
-        (grouped_gemm_wgrad_scaled, torch.zeros(1, 1, 512, dtype=torch.uint8)),
-    ):
+    for scale in (torch.ones(1, 64).t(), torch.zeros(1, 1, 512, dtype=torch.uint8)):
         with pytest.raises(ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"):
-            gemm(data, scale, data, scale, bounds, out)
+            grouped_gemm_wgrad_quantized(Operand(data, scale), Operand(data, scale), bounds, out)
     q = wgrad_problem("fp8", (9,), (62, 48), exact=True)
     with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
         gradient(q, torch.zeros(q.shape))

@@ -104,10 +104,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     ),
     "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(bf16(N, H), bf16(N, I), RANGES, bf16(G, H, I), num_sms=132),
     "hopper_fp8_gemm_kernel": lambda: hopper_fp8.launch_fp8_gemm(
-        *gemm_operands("fp8", (G, H, I, N))[0], zero_tail=True, num_sms=132
+        *gemm_operands("fp8", (G, H, I, N)), zero_tail=True, num_sms=132
     ),
     "hopper_fp8_wgrad_kernel": lambda: hopper_fp8_wgrad.launch_fp8_wgrad(
-        *wgrad_operands("fp8", (G, H, I, 1280), torch.float32)[0], accumulate=True, num_sms=132
+        *wgrad_operands("fp8", (G, H, I, 1280), torch.float32), accumulate=True, num_sms=132
     ),
     "hopper_push_kernel": lambda: rows.launch_push(bf16(T, H), i32(T, 2), PEERS, OFFSETS, column=0, rank=1, num_ctas=4),
     "hopper_push_sums_kernel": lambda: rows.launch_push_sums(

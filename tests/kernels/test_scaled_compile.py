@@ -15,7 +15,8 @@ from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_lau
 from quantized_gemm_launches import BF16, FP16, FP32, SHAPES, gemm_operands, wgrad_operands
 
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.low_precision import scaled
+from symmoe.kernels.low_precision import products, scaled
+from symmoe.kernels.operands import ScatteredWeight
 from symmoe.kernels.tensor_table import TensorTable
 
 UNITS = {BLACKWELL: "tcgen05", WORKSTATION: "mma", HOPPER: None}
@@ -32,10 +33,10 @@ ARCHS_AND_SHAPES = [*((BLACKWELL, shape) for shape in SHAPES), (WORKSTATION, "od
 
 @pytest.fixture
 def compile_launch(monkeypatch):
-    """compile_launch(arch, function, arguments, options): the code of its one launch."""
+    """compile_launch(arch, function, arguments, **options): the code of its one launch."""
     launches = catch_launches(monkeypatch, scaled)
 
-    def compile_one(arch, function, arguments, options):
+    def compile_one(arch, function, arguments, **options):
         monkeypatch.setattr(scaled, "scaled_products", lambda device: UNITS[arch])
         function(*arguments, num_sms=132, **options)
         return launches.compile(arch=arch)
@@ -72,33 +73,33 @@ def check(code, name, arch, most_spilled=0):
 @names
 @pytest.mark.parametrize(("arch", "shape"), ARCHS_AND_SHAPES)
 def test_products(compile_launch, arch, shape, name):
-    arguments, options = gemm_operands(name, shape)
-    check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"zero_tail": True}), name, arch)
+    arguments = gemm_operands(name, shape)
+    check(compile_launch(arch, products.grouped_gemm_quantized, arguments, zero_tail=True), name, arch)
 
 
 @names
 @pytest.mark.parametrize("arch", UNITS)
 def test_biases(compile_launch, arch, name):
-    arguments, options = gemm_operands(name, "odd")
     G, O, _, N = SHAPES["odd"]
-    options |= {"bias": meta(G, O, dtype=BF16), "bias_scale": meta(N, dtype=FP32)}
-    check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options), name, arch)
+    bias = meta(G, O, dtype=BF16), meta(N, dtype=FP32)
+    code = compile_launch(arch, products.grouped_gemm_quantized, gemm_operands(name, "odd"), bias=bias)
+    check(code, name, arch)
 
 
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 @names
 def test_scattered_matrices(compile_launch, arch, name):
     """Weights, their scales, and gradients. Scales of weights come by way of registers."""
-    (rows, row_scale, weight, _, *rest), options = gemm_operands(name, "odd")
+    rows, (weight, _, global_scale), *rest = gemm_operands(name, "odd")
     addresses = meta(len(weight), dtype=torch.int64)
-    scales = len(weight), -(-weight.shape[1] // TILE), row_scale.shape[1] * row_scale.shape[2]
+    scales = len(weight), -(-weight.shape[1] // TILE), rows.scale.shape[1] * rows.scale.shape[2]
     tables = TensorTable(addresses, tuple(weight.shape), weight.dtype), TensorTable(addresses, scales, torch.uint8)
-    code = compile_launch(arch, scaled.grouped_gemm_scaled, (rows, row_scale, *tables, *rest), options)
+    arguments = rows, ScatteredWeight(*tables, global_scale), *rest
+    code = compile_launch(arch, products.grouped_gemm_quantized, arguments)
     assert re.search((EMULATED if arch == HOPPER else PRODUCT)[name], code.ptx)
-    (*operands, out), options = wgrad_operands(name, "deepseek-like FC1", FP32)
-    addresses = meta(len(out), dtype=torch.int64)
-    options["accumulate"], table = True, TensorTable(addresses, tuple(out.shape), FP32)
-    code = compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, (*operands, table), options)
+    *operands, out = wgrad_operands(name, "deepseek-like FC1", FP32)
+    table = TensorTable(meta(len(out), dtype=torch.int64), tuple(out.shape), FP32)
+    code = compile_launch(arch, products.grouped_gemm_wgrad_quantized, (*operands, table), accumulate=True)
     check(code, name, arch, max(16, ADDED_SPILLED))
 
 
@@ -106,9 +107,9 @@ def test_scattered_matrices(compile_launch, arch, name):
 @names
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
-    arguments, options = gemm_operands(name, "odd", FP16)
-    options["group_range"] = meta(2, SHAPES["odd"][0])
-    check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options), name, arch)
+    arguments, group_range = gemm_operands(name, "odd", FP16), meta(2, SHAPES["odd"][0])
+    code = compile_launch(arch, products.grouped_gemm_quantized, arguments, group_range=group_range)
+    check(code, name, arch)
 
 
 @names
@@ -122,9 +123,8 @@ def test_parts_of_products(compile_launch, arch, name):
     ids=str,
 )
 def test_weight_gradients(compile_launch, arch, shape, dtype, accumulate, name):
-    arguments, options = wgrad_operands(name, shape, dtype)
-    options |= {"accumulate": accumulate}
-    code = compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, arguments, options)
+    arguments = wgrad_operands(name, shape, dtype)
+    code = compile_launch(arch, products.grouped_gemm_wgrad_quantized, arguments, accumulate=accumulate)
     check(code, name, arch, ADDED_SPILLED if accumulate else 0)
     assert not atomics(code.ptx)
     assert not re.search(r"fma\.rn\.f32", code.ptx)  # global scales and what is added to are rounded one by one

@@ -347,14 +347,14 @@ def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
     numbers = Float8Block()
     with constant_weights(module):
         held = module.held_weight
-        first = held.operands(numbers, module.weight, transposed=True)
-        assert held.operands(numbers, module.weight, transposed=True)[0].data is first[0].data
+        first = operands.weight_operands(numbers, module.weight, transposed=True, held=held)
+        assert operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data is first[0].data
         capture = 7
-        other = held.operands(numbers, module.weight, transposed=True)
+        other = operands.weight_operands(numbers, module.weight, transposed=True, held=held)
         assert other[0].data is not first[0].data
         assert torch.equal(other[1].data.view(torch.uint8), first[1].data.view(torch.uint8))
         capture = 0
-    assert held.operands(numbers, module.weight, transposed=True)[0].data is not first[0].data
+    assert operands.weight_operands(numbers, module.weight, transposed=True, held=held)[0].data is not first[0].data
 
 
 # -- expert parallelism -----------------------------------------------------------------------------------------------

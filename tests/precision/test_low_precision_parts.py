@@ -33,7 +33,7 @@ def all_at_once(weights, wire, received, x, parts, dbias):
             rows = weights.recipe.quantize(received, x.row_range, row_index=x.row_index)
         elif rows is None:
             rows = wire.quantized(received, x.row_range, x.row_index)
-        yield quantized_experts.operand(rows), part
+        yield rows.operand(), part
 
 
 def check_that_parts_matter(rank: int, num_ranks: int, wire: str) -> tuple[bool, bool]:

@@ -157,7 +157,7 @@ def test_only_the_backends_read_the_environment(path: Path):
 
 @pytest.mark.parametrize("module", ["twin", "gpu"])
 def test_every_kernel_has_the_signature_of_the_contract(module: str):
-    """Names, kinds and defaults of parameters. A quantised launcher may take a `config` as well."""
+    """Names, kinds and defaults of parameters; types stand in the contract. Quantised products may take `tile`."""
     if module == "gpu":
         pytest.importorskip("triton")
     from symmoe.kernels import Kernels
@@ -166,9 +166,9 @@ def test_every_kernel_has_the_signature_of_the_contract(module: str):
     contract = {name: each for name, each in inspect.getmembers(Kernels, inspect.isfunction) if name[0] != "_"}
     assert sorted(functions.__all__) == sorted(contract)
     assert len(contract) >= 19
-    tuning = {"config", "num_sms", "num_ctas"}
+    tuning = {"num_sms", "num_ctas"}
     for name, wanted in contract.items():
         parameters = inspect.signature(getattr(functions, name)).parameters
-        found = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "config"]
+        found = [(p.name, p.kind, p.default) for p in parameters.values() if p.name != "tile"]
         assert found == [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()][1:], name
         assert all(parameters[p].default is None for p in tuning & set(parameters)), name

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import FORMATS, as_bytes, filled, filled_column_scale, row_range_of
+from quantize_cases import FORMATS, as_bytes, column_buffers, named, row_buffers, row_range_of
 
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.formats import TILE, max_tiles
 
 NAMES = ("float8_block", "float8_block_powers", "mxfp8")
 ACTIVATIONS = {
@@ -57,15 +56,9 @@ class Problem:
 
     def operand(self, width, name, *, columns=False):
         """Buffers for data and scales, full of a byte that tells where nothing was written."""
-        block_format = FORMATS[name]
-        lines, length = self.h.shape[0], width
         if columns:
-            lines, length = width, TILE * max_tiles(self.h.shape[0], len(self.splits))
-        data = filled((lines, length), block_format.data_dtype, self.device)
-        scale_shape = lines, block_format.num_blocks(length)
-        if columns:
-            return data, filled_column_scale(scale_shape, block_format, self.device)
-        return data, filled(scale_shape, block_format.scale_dtype, self.device)
+            return column_buffers(self.h.shape[0], len(self.splits), width, FORMATS[name], self.device)
+        return row_buffers(self.h.shape[0], width, FORMATS[name], self.device)
 
     def blank_dscale(self):
         return torch.full((self.h.shape[0],), torch.nan, device=self.device)
@@ -107,75 +100,59 @@ def reference_operand(p, x, name, *, columns):
     return data, scale
 
 
-def named(**operands):
-    """The tensors of operands by name."""
-    return {
-        f"{name} {part}": tensor
-        for name, operand in operands.items()
-        for part, tensor in zip(("data", "scale"), operand, strict=True)
-    }
-
-
 def forward(kernels, p, name):
-    """By act_quantize: both operands in one call."""
-    rows, columns = p.operand(p.ffn, name), p.operand(p.ffn, name, columns=True)
-    kernels.act_quantize(p.h, p.row_scale, p.row_range, p.activation, FORMATS[name], rows=rows, columns=columns)
-    return named(rows=rows, columns=columns)
+    """By act_quantize."""
+    out = p.operand(p.ffn, name)
+    kernels.act_quantize(p.h, p.row_scale, p.row_range, out, p.activation, FORMATS[name])
+    return named(*out)
+
+
+def activated(kernels, p):
+    """The activation by the function that is fused; zeros in the tail."""
+    n, a = p.num_rows, torch.zeros(p.h.shape[0], p.ffn, dtype=p.dtype, device=p.device)
+    kernels.scaled_activation(p.h[:n], p.row_scale[:n], a[:n], p.activation)
+    return a
 
 
 def forward_apart(kernels, p, name):
     """By the functions that it fuses."""
-    n = p.num_rows
-    a = torch.zeros(p.h.shape[0], p.ffn, dtype=p.dtype, device=p.device)
-    kernels.scaled_activation(p.h[:n], p.row_scale[:n], a[:n], p.activation)
-    rows, columns = p.operand(p.ffn, name), p.operand(p.ffn, name, columns=True)
-    kernels.quantize_rows(a, p.row_range, *rows, FORMATS[name])
-    kernels.quantize_columns(a, p.row_range, *columns, FORMATS[name])
-    return named(rows=rows, columns=columns)
+    out = p.operand(p.ffn, name)
+    kernels.quantize_rows(activated(kernels, p), p.row_range, out, FORMATS[name])
+    return named(*out)
+
+
+def dact_operands(p, name, *, with_dbias=True):
+    """What dact_quantize fills, blank."""
+    hidden = p.h.shape[1]
+    buffers = p.operand(hidden, name), p.operand(hidden, name, columns=True), p.operand(p.ffn, name, columns=True)
+    return DactOperands(p.blank_dscale(), *buffers, p.blank_dbias() if with_dbias else None)
+
+
+def results_of(out):
+    """The operands and the sums of a DactOperands, by name."""
+    operands = named(*out.rows, "rows ") | named(*out.columns, "columns ") | named(*out.a_columns, "a_columns ")
+    return operands, {name: getattr(out, name) for name in ("dscale", "dbias") if getattr(out, name) is not None}
 
 
 def backward(kernels, p, name, *, with_dbias=True):
     """By dact_quantize: the operands, and the sums by name."""
-    hidden = p.h.shape[1]
-    rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
-    a_columns, dscale = p.operand(p.ffn, name, columns=True), p.blank_dscale()
-    dbias = p.blank_dbias() if with_dbias else None
-    numel = dact_quantize_workspace_numel(p.h.shape[0], p.ffn, dbias)
-    workspace = torch.full((numel,), torch.nan, device=p.device)
-    kernels.dact_quantize(
-        p.da,
-        p.h,
-        p.row_scale,
-        p.row_range,
-        dscale,
-        workspace,
-        p.activation,
-        FORMATS[name],
-        rows=rows,
-        columns=columns,
-        a_columns=a_columns,
-        dbias=dbias,
-    )
-    sums = {"dscale": dscale} if dbias is None else {"dscale": dscale, "dbias": dbias}
-    return named(rows=rows, columns=columns, a_columns=a_columns), sums
+    out = dact_operands(p, name, with_dbias=with_dbias)
+    workspace = torch.full((dact_quantize_workspace_numel(len(p.h), p.ffn, out.dbias),), torch.nan, device=p.device)
+    kernels.dact_quantize(p.da, p.h, p.row_scale, p.row_range, out, workspace, p.activation, FORMATS[name])
+    return results_of(out)
 
 
 def backward_apart(kernels, p, name, *, with_dbias=True):
     """By the functions that it fuses."""
-    n, hidden = p.num_rows, p.h.shape[1]
-    dh, dscale = torch.zeros_like(p.h), p.blank_dscale()
-    kernels.scaled_activation_grad(p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], dscale[:n], p.activation)
-    dscale[n:] = 0
-    sums = {"dscale": dscale}
+    n, dh, out = p.num_rows, torch.zeros_like(p.h), dact_operands(p, name, with_dbias=with_dbias)
+    kernels.scaled_activation_grad(p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], out.dscale[:n], p.activation)
+    out.dscale[n:] = 0
     if with_dbias:
-        sums["dbias"] = p.blank_dbias()
-        kernels.grouped_bias_grad(dh, p.row_range, sums["dbias"])
-    rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
-    kernels.quantize_rows(dh, p.row_range, *rows, FORMATS[name])
-    kernels.quantize_columns(dh, p.row_range, *columns, FORMATS[name])
-    forward = forward_apart(kernels, p, name)
-    a_columns = forward["columns data"], forward["columns scale"]
-    return named(rows=rows, columns=columns, a_columns=a_columns), sums
+        kernels.grouped_bias_grad(dh, p.row_range, out.dbias)
+    kernels.quantize_rows(dh, p.row_range, out.rows, FORMATS[name])
+    kernels.quantize_columns(dh, p.row_range, out.columns, FORMATS[name])
+    kernels.quantize_columns(activated(kernels, p), p.row_range, out.a_columns, FORMATS[name])
+    return results_of(out)
 
 
 def assert_same_sums(found, expected):

@@ -7,7 +7,7 @@ from act_quantize_cases import ACTIVATIONS
 from compiled_launches import meta
 from quantize_cases import FORMATS
 
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.act_quantized import DactOperands, dact_quantize_workspace_numel
 from symmoe.kernels.activation import GELU
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import act_quantized
@@ -39,33 +39,27 @@ def buffers(width, name, *, columns=False):
     return meta(lines, length, dtype=block_format.data_dtype), scales
 
 
-def launch_act(name, ffn, block_format, operand, dtype=BF16):
+def launch_act(name, ffn, block_format, dtype=BF16):
     activation = ACTIVATIONS[name]
     h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
-    options = {operand: buffers(ffn, block_format, columns=operand == "columns")}
-    row_range = meta(2, G, dtype=torch.int32)
-    act_quantized.act_quantize(h, row_scale, row_range, activation, FORMATS[block_format], **options)
+    out, row_range = buffers(ffn, block_format), meta(2, G, dtype=torch.int32)
+    act_quantized.act_quantize(h, row_scale, row_range, out, activation, FORMATS[block_format])
+
+
+def dact_inputs(hidden, ffn, block_format, dtype=BF16, *, dbias_dtype=None):
+    """da, h, row_scale, row_range, out and workspace of dact_quantize."""
+    dbias = None if dbias_dtype is None else meta(G, hidden, dtype=dbias_dtype)
+    rows, columns = buffers(hidden, block_format), buffers(hidden, block_format, columns=True)
+    out = DactOperands(meta(N, dtype=FP32), rows, columns, buffers(ffn, block_format, columns=True), dbias)
+    da, h, row_scale = meta(N, ffn, dtype=dtype), meta(N, hidden, dtype=dtype), meta(N, dtype=FP32)
+    workspace = meta(dact_quantize_workspace_numel(N, ffn, dbias), dtype=FP32)
+    return da, h, row_scale, meta(2, G, dtype=torch.int32), out, workspace
 
 
 def launch_dact(name, ffn, block_format, dtype=BF16, *, with_dbias=False):
-    activation = ACTIVATIONS[name]
-    hidden = activation.hidden_width(ffn)
-    dbias = meta(G, hidden, dtype=dtype) if with_dbias else None
-    workspace = meta(dact_quantize_workspace_numel(N, ffn, dbias), dtype=FP32)
-    act_quantized.dact_quantize(
-        meta(N, ffn, dtype=dtype),
-        meta(N, hidden, dtype=dtype),
-        meta(N, dtype=FP32),
-        meta(2, G, dtype=torch.int32),
-        meta(N, dtype=FP32),
-        workspace,
-        activation,
-        FORMATS[block_format],
-        rows=buffers(hidden, block_format),
-        columns=buffers(hidden, block_format, columns=True),
-        a_columns=buffers(ffn, block_format, columns=True),
-        dbias=dbias,
-    )
+    hidden = ACTIVATIONS[name].hidden_width(ffn)
+    inputs = dact_inputs(hidden, ffn, block_format, dtype, dbias_dtype=dtype if with_dbias else None)
+    act_quantized.dact_quantize(*inputs, ACTIVATIONS[name], FORMATS[block_format])
 
 
 def flushing(activation):

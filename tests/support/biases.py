@@ -18,7 +18,7 @@ class Biases:
         self.scale[p.num_rows :] = torch.nan
 
     def options(self, scaled):
-        return {"bias": self.bias, "bias_scale": self.scale} if scaled else {"bias": self.bias}
+        return {"bias": (self.bias, self.scale if scaled else None)}
 
     def added_to(self, product, scaled):
         """Rows of groups with their biases, in float64."""
@@ -51,7 +51,7 @@ def check_biases(run, p, dtypes=(torch.bfloat16, torch.float32)):
             if span.start < span.stop:
                 dirty, out = b.bias.clone(), p.blank(dtype)
                 dirty[g] = torch.nan
-                run(p, out, **{**options, "bias": dirty})
+                run(p, out, bias=(dirty, options["bias"][1]))
                 assert out[span].isnan().all(), where
                 out[span] = once[span]
                 assert torch.equal(out, once), where

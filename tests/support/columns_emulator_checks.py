@@ -18,17 +18,16 @@ from quantize_cases import (  # noqa: E402
     SPLITS,
     TAIL,
     Scattered,
+    column_buffers,
     differences,
     encode_rows,
-    filled,
-    filled_column_scale,
     hard_rows,
-    quantize_weight_pairs,
+    named,
+    quantize_weights,
     row_range_of,
 )
 
 from symmoe.kernels import twin  # noqa: E402
-from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
 
 OPTIONS = ({}, {"stages": 1}, {"stages": 3, "programs_per_sm": 2}, {"stages": 1, "programs_per_sm": 2})
@@ -75,29 +74,22 @@ def sign_of_nan(x):
     return torch.isnan(x).to(torch.uint8) << 7
 
 
-def buffers(width, num_rows, num_groups, name):
-    tokens = TILE * max_tiles(num_rows, num_groups)
-    data = filled((width, tokens), torch.float8_e4m3fn)
-    return {"data": data, "scale": filled_column_scale((width, tokens // TILE), FORMATS[name])}
-
-
 def check(rows, splits, name, row_index, options, num_sms=1):
     num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
-    found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
+    found, expected = (column_buffers(num_rows, len(splits), width, FORMATS[name]) for _ in range(2))
     given = {"row_index": row_index, "num_sms": num_sms, **options}
-    hopper_columns.launch_quantize_columns(rows, row_range_of(splits), *found.values(), FORMATS[name], **given)
-    twin.quantize_columns(rows, row_range_of(splits), *expected.values(), FORMATS[name], row_index=row_index)
-    assert differences(found, expected) == [], (splits, name, options, width)
-    return found
+    hopper_columns.launch_quantize_columns(rows, row_range_of(splits), found, FORMATS[name], **given)
+    twin.quantize_columns(rows, row_range_of(splits), expected, FORMATS[name], row_index=row_index)
+    assert differences(named(*found), named(*expected)) == [], (splits, name, options, width)
 
 
 def check_wire(wire, width, dtype, splits, name, row_index, options, num_sms=1):
     num_rows = (wire if row_index is None else row_index).shape[0]
-    found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
+    found, expected = (column_buffers(num_rows, len(splits), width, FORMATS[name]) for _ in range(2))
     for function, result in ((hopper_columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
         given = {"num_sms": num_sms, **options} if result is found else {}
-        function(wire, row_range_of(splits), *result.values(), FORMATS[name], dtype, row_index=row_index, **given)
-    assert differences(found, expected) == [], (splits, name, options, width)
+        function(wire, row_range_of(splits), result, FORMATS[name], dtype, row_index=row_index, **given)
+    assert differences(named(*found), named(*expected)) == [], (splits, name, options, width)
 
 
 def check_weights(weight, name, options, num_sms):
@@ -106,10 +98,11 @@ def check_weights(weight, name, options, num_sms):
         assert hopper_weights.takes_weight_pairs(args[-1], args[0])
         hopper_weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
 
-    expected, scattered = quantize_weight_pairs(twin, weight, name), Scattered(weight)
+    expected, scattered = quantize_weights(twin, weight, name, in_pairs=True), Scattered(weight)
+    kernels = types.SimpleNamespace(quantize_weight_pairs=launched)
     gluon_emulator.ELSEWHERE[:] = scattered.matrices
     for table in (None, scattered.table):
-        found = quantize_weight_pairs(types.SimpleNamespace(quantize_weight_pairs=launched), weight, name, table)
+        found = quantize_weights(kernels, weight, name, table, in_pairs=True)
         assert differences(found, expected) == [], (name, options, weight.shape, differences(found, expected))
 
 

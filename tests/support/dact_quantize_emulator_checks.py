@@ -11,13 +11,14 @@ gluon_emulator.install()
 
 import numpy as np  # noqa: E402
 import quantize_reference as reference  # noqa: E402
-from act_quantize_cases import Problem, named, reference_operand  # noqa: E402
-from quantize_cases import FORMATS, differences  # noqa: E402
+from act_quantize_cases import Problem, dact_operands, reference_operand, results_of  # noqa: E402
+from quantize_cases import FORMATS, differences, named  # noqa: E402
 
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
 from symmoe.kernels.activation import SUM_COLUMNS, Activation, num_scale_sums  # noqa: E402
 from symmoe.kernels.bias_sums import bias_slots  # noqa: E402
 from symmoe.kernels.formats import TILE  # noqa: E402
-from symmoe.kernels.low_precision import hopper_dact_quantize  # noqa: E402
+from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
 
 NAMES = "float8_block", "float8_block_powers"
 # Groups without rows, of one, of a tile, of more; more tiles than a band of rows has; none at all.
@@ -56,11 +57,9 @@ def expected_of(p, name):
     sums = (da * (gate * up)).view(n, num_scale_sums(p.ffn), SUM_COLUMNS).numpy()
     while sums.shape[2] > 1:  # neighbours, then neighbouring sums
         sums = sums[:, :, ::2] + sums[:, :, 1::2]
-    operands = named(
-        rows=reference_operand(p, dh, name, columns=False),
-        columns=reference_operand(p, dh, name, columns=True),
-        a_columns=reference_operand(p, a, name, columns=True),
-    )
+    operands = {}
+    for prefix, x in (("rows ", dh), ("columns ", dh), ("a_columns ", a)):
+        operands |= named(*reference_operand(p, x, name, columns="columns" in prefix), prefix)
     return operands, torch.from_numpy(sums[:, :, 0]), tile_sums(p, dh)
 
 
@@ -79,18 +78,16 @@ def tile_sums(p, dh):
     return slots
 
 
-def results_of(p, name, num_sms, *, with_dbias=True):
-    hidden = p.h.shape[1]
-    rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
-    a_columns = p.operand(p.ffn, name, columns=True)
-    workspace = torch.full((num_scale_sums(p.ffn), len(p.h)), torch.nan)
-    inputs = p.da, p.h, p.row_scale, p.row_range, workspace, p.activation, FORMATS[name]
+def found_for(p, name, num_sms, *, with_dbias=True):
+    """The operands, and the sums of dscale and of dbias by tiles."""
+    out, num_sums = dact_operands(p, name, with_dbias=with_dbias), num_scale_sums(p.ffn) * len(p.h)
+    workspace = torch.full((dact_quantize_workspace_numel(len(p.h), p.ffn, p.blank_dbias()),), torch.nan)
     assert hopper_dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
-    slots = torch.full((bias_slots(len(p.h), len(p.splits)), hidden), torch.nan)
-    results = rows, columns, a_columns, slots if with_dbias else None
-    hopper_dact_quantize.launch_dact_quantize(*inputs, *results, num_sms=num_sms)
-    assert workspace[:, p.num_rows :].isnan().all()
-    return named(rows=rows, columns=columns, a_columns=a_columns), workspace[:, : p.num_rows].t(), slots
+    arguments = act_quantized.dact_arguments(p.da, p.h, p.row_scale, p.row_range, out, workspace)
+    hopper_dact_quantize.launch_dact_quantize(arguments, p.activation, FORMATS[name], num_sms=num_sms)
+    sums, slots = workspace[:num_sums].view(-1, len(p.h)), workspace[num_sums:].view(-1, p.h.shape[1])
+    assert sums[:, p.num_rows :].isnan().all()
+    return results_of(out)[0], sums[:, : p.num_rows].t(), slots
 
 
 def check(splits, ffn):
@@ -98,7 +95,7 @@ def check(splits, ffn):
         p = Problem(Activation(), ffn, dtype, splits)
         expected, wanted, wanted_slots = expected_of(p, name)
         for with_dbias in (False, True):
-            found, sums, slots = results_of(p, name, num_sms, with_dbias=with_dbias)
+            found, sums, slots = found_for(p, name, num_sms, with_dbias=with_dbias)
             assert differences(found, expected) == [], (splits, name, differences(found, expected))
             torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(slots, wanted_slots, rtol=0, atol=0, equal_nan=True)
@@ -108,11 +105,11 @@ def check_that_mistakes_are_noticed():
     p = Problem(Activation(), 128, splits=(130,))
     expected, wanted, wanted_slots = expected_of(p, NAMES[0])
     p.h = p.h.roll(128, dims=1)  # gates for ups
-    found, _, slots = results_of(p, NAMES[0], 2)
+    found, _, slots = found_for(p, NAMES[0], 2)
     assert not torch.equal(slots.nan_to_num(7), wanted_slots.nan_to_num(7))
     assert differences(found, expected) == ["rows data", "rows scale", "columns data", "columns scale"]
     p.da[7] *= 1.02
-    _, sums, _ = results_of(p, NAMES[0], 2)
+    _, sums, _ = found_for(p, NAMES[0], 2)
     assert not torch.equal(sums, wanted)
 
 

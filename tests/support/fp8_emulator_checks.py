@@ -15,6 +15,7 @@ from row_ranges import random_ranges, rows_of  # noqa: E402
 
 from symmoe.kernels.hopper import gemm  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
+from symmoe.kernels.operands import Operand, ScatteredWeight  # noqa: E402
 
 hopper_fp8.matrix_pointer = gluon_emulator.pointer_in_table
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,8 +43,8 @@ def check_products(splits, widths):
         assert torch.equal(out, expected), (splits, widths, num_sms, options)
         weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
         gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
-        out, operands = p.blank(BF16), (p.rows, p.row_scale, weight.table, scale.table, p.row_range)
-        hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=num_sms, **options)
+        out, tables = p.blank(BF16), ScatteredWeight(weight.table, scale.table)
+        hopper_fp8.launch_fp8_gemm(p.operands[0], tables, p.row_range, out, num_sms=num_sms, **options)
         assert torch.equal(out, expected), (splits, widths, num_sms, options, "tables")
 
 
@@ -53,7 +54,7 @@ def check_parts_of_products():
     for ranges in random_ranges(SPLITS, 2, step=1):
         out, come = p.blank(FP16), rows_of(ranges, p.capacity)
         scale = torch.where(come[:, None], p.row_scale, torch.nan)
-        operands = (p.rows, scale, p.weight, p.weight_scale, ranges)
+        operands = Operand(p.rows, scale), p.operands[1], ranges
         hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=3)
         assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=FP16)))
         hopper_fp8.launch_fp8_gemm(*operands, union, num_sms=2)
@@ -72,8 +73,9 @@ def run(p, out, row_range=None, **options):
 def run_with_tables(p, out, row_range=None, **options):
     weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
     gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
-    operands = (p.rows, p.row_scale, weight.table, scale.table, p.row_range if row_range is None else row_range)
-    hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=2, **options)
+    operands = p.operands[0], ScatteredWeight(weight.table, scale.table)
+    ranges = p.row_range if row_range is None else row_range
+    hopper_fp8.launch_fp8_gemm(*operands, ranges, out, num_sms=2, **options)
 
 
 def check_gradients(splits, widths):

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from gemm_problem import (
-    BIASES,
     BOTH,
     ActProblem,
     Problem,
@@ -19,8 +18,9 @@ from gemm_problem import (
     check_act_ranges,
     check_activation,
     check_biases,
-    check_dgrad,
     check_gemm,
+    check_gradients,
+    check_products,
     check_ranges,
     check_splits,
     check_wgrad,
@@ -35,7 +35,7 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.triton import tiles
 
 WIDTHS, CAPACITY = (24, 40), 64
-SPLITS = [(19, 0, 1, 32, 0), (0, 0, 0, 0, 0), (0, 16, 0, 0, 47), (64, 0, 0, 0, 0)]
+SPLITS = [(19, 0, 1, 32, 0), (64, 0, 0, 0, 0), (0, 16, 0, 0, 47), (5, 0, 30, 0, 1)]
 CONFIG = tiles.TileConfig(block_m=16, block_n=16, block_k=16, num_stages=2, num_warps=4, group_m=2)
 NUM_SMS = 3
 ACT_WIDTHS = (24, 72)
@@ -56,32 +56,6 @@ ACT_CASES = [
 ]
 
 kernels = triton_kernels()
-
-
-def check_products(p, options):
-    for gather, biased in itertools.product(BOTH, BIASES):
-        check_gemm(kernels, p, gather, True, biased, biased == "bias", **options)
-    check_dgrad(kernels, p, False, True, False, **options)
-    check_dgrad(kernels, p, False, False, True, **options)
-
-
-def check_sums(p, options):
-    """Results that are added to what is there, in two pieces: contiguous and gathered rows, with and without a bias."""
-    options = {**options, "config": replace(options["config"], block_n=128)}
-    for accumulate in BOTH:
-        check_gemm(kernels, p, False, False, "none", False, accumulate, **options)
-        check_gemm(kernels, p, True, False, "scaled", False, accumulate, **options)
-        for gather in BOTH:
-            check_dgrad(kernels, p, gather, False, False, accumulate, **options)
-
-
-def check_gradients(p, options):
-    sources = ((False, False), (True, False), (False, True))
-    modes = ((False, p.dtype), (True, p.dtype), (True, torch.float32), (False, torch.float32))
-    for number, (source, mode) in enumerate(itertools.product(sources, modes)):
-        check_wgrad(kernels, p, *source, number % 3 == 0, *mode, **options)  # tables of every mode and source once
-    for case in itertools.product(BOTH, BOTH, BOTH):
-        check_biases(kernels, p, *case)
 
 
 def check_parts(splits, dtype, options):
@@ -113,6 +87,7 @@ def check_no_rows():
         check_wgrad(kernels, p, False, False, True, accumulate, torch.float32)
     check_gemm(kernels, p, False, False, "none", True)
     check_biases(kernels, p, False, False, False)
+    check_products(kernels, Problem((0, 0), WIDTHS, torch.float16, capacity=9), num_sms=NUM_SMS, config=CONFIG)
     p = ActProblem((0, 0), ACT_WIDTHS, torch.float32, Activation(), capacity=0)
     check_act(kernels, p)
     check_activation(kernels, p)
@@ -151,9 +126,9 @@ def check_ragged_descriptor():
             assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
 
 
-def timed(name, check_it, *args):
+def timed(name, check_it, *args, **options):
     started = time.perf_counter()
-    check_it(*args)
+    check_it(*args, **options)
     print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -161,10 +136,13 @@ def main():
     torch.set_num_threads(1)
     for i, splits in enumerate(SPLITS):
         dtype = (torch.float32, torch.float16)[i % 2]
-        options = {"num_sms": NUM_SMS, "config": replace(CONFIG, flatten=i % 2 == 0)}
+        # Wide tiles add to what is there in two pieces.
+        config = replace(CONFIG, flatten=i % 2 == 0, block_n=16 if i < 2 else 128)
+        options = {"num_sms": NUM_SMS, "config": config}
         p = Problem(splits, WIDTHS, dtype, capacity=CAPACITY)
-        for check_it in (check_products, check_sums, check_gradients):
-            timed(f"{check_it.__name__} {splits} {dtype}", check_it, p, options)
+        timed(f"check_products {splits} {dtype}", check_products, kernels, p, **options)
+        timed(f"check_gradients {splits} {dtype}", check_gradients, kernels, p, **options)
+        options["config"] = replace(config, block_n=16)
         timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
     options = {"num_sms": NUM_SMS, "config": CONFIG}
     timed("check_parts of one group", check_parts, (37,), torch.float16, options)

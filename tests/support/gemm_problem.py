@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,10 @@ class Problem:
     def blank(self, *shape, dtype=None):
         return torch.full((self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device=self.device)
 
+    def blanks(self, *widths):
+        """A function that makes blank outputs of these widths."""
+        return lambda: [self.blank(width) for width in widths]
+
     def source(self, gather):
         """(rows, or rows and their index; the rows themselves in float64)."""
         return self._choose(self.rows, self.packed, gather)
@@ -140,6 +145,11 @@ def assert_near(out, expected, dtype=None):
     torch.testing.assert_close(out.double(), expected.double(), rtol=0, atol=tolerance * scale)
 
 
+def assert_same(results, others):
+    for result, other in zip(results, others, strict=True):
+        assert result is other or torch.equal(result, other)
+
+
 class Scattered:
     """Matrices of a packed tensor copied to where no two are neighbours, the last first, NaN between them."""
 
@@ -176,8 +186,8 @@ def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, *
 def check_dgrad(kernels, p, gather, table, zero_tail, accumulate=False, **options):
     source, rows = p.dout_source(gather)
     options |= {"zero_tail": zero_tail, "accumulate": accumulate}
-    product = lambda g, span: rows[span] @ p.weight[g].double()  # noqa: E731
-    _check_product(p, kernels.grouped_gemm_dgrad, source, product, p.hidden, table, options)
+    expected = lambda g, span: rows[span] @ p.weight[g].double()  # noqa: E731
+    _check_product(p, kernels.grouped_gemm_dgrad, source, expected, p.hidden, table, options)
 
 
 def _check_product(p, function, source, expected, width, table, options):
@@ -211,8 +221,8 @@ def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dty
         assert torch.equal(scattered.packed().nan_to_num(7), out.nan_to_num(7))
     for g, span in enumerate(p.spans):
         if span.start < span.stop:
-            product = dout_rows[span].t() @ rows[span]
-            assert_near(out[g], product + before[g].double() if accumulate else product)
+            expected = dout_rows[span].t() @ rows[span]
+            assert_near(out[g], expected + before[g].double() if accumulate else expected)
         else:
             assert out[g].isnan().all() if accumulate else not out[g].any()
 
@@ -236,50 +246,78 @@ def check_biases(kernels, p, gather, scaled, accumulate):
     p.check(dscale, p.per_group(lambda g, span: rows[span] @ p.bias[g].double() + start))
 
 
+def check_products(kernels, p, **options):
+    """Every combination of what the two products take."""
+    for gather in BOTH:
+        for biased, zero_tail in product(BIASES, BOTH):
+            check_gemm(kernels, p, gather, True, biased, zero_tail, **options)
+        for zero_tail in BOTH:
+            check_dgrad(kernels, p, gather, True, zero_tail, **options)
+        for biased in BIASES:
+            check_gemm(kernels, p, gather, False, biased, False, accumulate=True, **options)
+        check_dgrad(kernels, p, gather, False, False, accumulate=True, **options)
+
+
+def check_gradients(kernels, p, **options):
+    """Every combination of what the gradients of weights and biases take."""
+    for case in product(BOTH, BOTH, BOTH):
+        for out_dtype in {p.dtype, torch.float32}:
+            check_wgrad(kernels, p, *case[:2], True, case[2], out_dtype, **options)
+        check_biases(kernels, p, *case)
+
+
 # -- parts of them ----------------------------------------------------------------------------------------------------
 
 
 def part_calls(kernels, p, **fixed):
-    """{name: (width of the output, call(row_range, out, come, **options))}; rows that have not come are NaN."""
-    scattered = Scattered(p.weight)
+    """{name: (makes outputs, call(row_range, outs, come, **options))}; rows that have not come are NaN."""
+    table = Scattered(p.weight)
 
     def only(rows, come):
         return torch.where(come[:, None], rows, torch.nan)
 
-    def plain(row_range, out, come, **options):
-        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **fixed, **options)
+    def plain(row_range, outs, come, **options):
+        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, *outs, **fixed, **options)
 
-    def biased(row_range, out, come, **options):
+    def biased(row_range, outs, come, **options):
         options |= {**fixed, "bias": (p.bias, p.scale)}
-        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **options)
+        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, *outs, **options)
 
-    def gathered(row_range, out, come, **options):
+    def gathered(row_range, outs, come, **options):
         options |= {**fixed, "bias": p.bias}
-        kernels.grouped_gemm((p.packed, p.row_index), scattered.table, row_range, out, **options)
+        kernels.grouped_gemm((p.packed, p.row_index), table.table, row_range, *outs, **options)
 
-    def dgrad(row_range, out, come, **options):
-        kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, out, **fixed, **options)
+    def dgrad(row_range, outs, come, **options):
+        kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, *outs, **fixed, **options)
 
-    calls = {call.__name__: (p.width, call) for call in (plain, biased, gathered)}
-    return calls | {"dgrad": (p.hidden, dgrad)}
+    calls = {call.__name__: (p.blanks(p.width), call) for call in (plain, biased, gathered)}
+    return calls | {"dgrad": (p.blanks(p.hidden), dgrad)}
 
 
 def all_rows(p):
     return torch.arange(p.capacity, device=p.device) < p.num_rows
 
 
-def check_ranges(p, width, call, parts, **options):
-    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole."""
-    whole, union = p.blank(width), p.blank(width)
+def check_ranges(p, blanks, call, parts, **options):
+    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole.
+
+    Of outputs that are matrices. Returns all of the whole, and of all ranges.
+    """
+    whole, union = blanks(), blanks()
     call(p.row_range, whole, all_rows(p))
-    assert not whole.isnan().any()
     for ranges in parts:
-        ranges, out = ranges.to(p.device), p.blank(width)
+        ranges, outs = ranges.to(p.device), blanks()
         come = rows_of(ranges, p.capacity)
-        call(ranges, out, come, **options)
-        assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (call.__name__, ranges)
+        call(ranges, outs, come, **options)
+        for out, expected in zip(outs, whole, strict=True):
+            if out.ndim == 2:
+                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), (call, ranges)
         call(ranges, union, come)
-    assert torch.equal(union, whole), call.__name__
+    for out, expected in zip(union, whole, strict=True):
+        if out.ndim == 2:
+            assert not expected.isnan().any()
+            assert torch.equal(out, expected), call
+    return whole, union
 
 
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
@@ -346,21 +384,27 @@ def backward(kernels, p, source, h, *, weight=None, with_dbias=True, **options):
 
 
 def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, cases=((False, True), (True, False))):
-    """Both passes against float64. cases: (gather, with a bias)."""
-    n = p.num_rows
-    weights = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else None
-    of_table = [{"weight": each.table} for each in weights] if table else [{}, {}]
+    """Both passes against float64; with a table in addition that it gives the bits of packed weights.
+
+    cases: (gather, with a bias).
+    """
+    n, act_options, dact_options = p.num_rows, act_options or {}, dact_options or {}
+    tables = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else []
     for gather, with_bias in cases:
         source, rows = p.source(gather)
         bias = p.bias if with_bias else None
-        h, a = forward(kernels, p, source, bias=bias, **of_table[0], **(act_options or {}))
+        h, a = results = forward(kernels, p, source, bias=bias, **act_options)
+        if table:
+            assert_same(results, forward(kernels, p, source, bias=bias, weight=tables[0].table, **act_options))
         addend = p.bias.double() if with_bias else torch.zeros_like(p.bias, dtype=torch.float64)
         p.check(h, p.per_group(lambda g, s, rows=rows, b=addend: rows[s] @ p.weight1[g].double().t() + b[g]))
         # From the rounded h, so only the rounding of a itself is left.
         p.check(a, formula(h[:n].double(), p.activation) * p.scale[:n, None].double())
 
-        options = {"with_dbias": with_bias, **of_table[1], **(dact_options or {})}
-        dh, a, dscale, dbias = backward(kernels, p, source, p.h, **options)
+        options = {"with_dbias": with_bias, **dact_options}
+        dh, a, dscale, dbias = results = backward(kernels, p, source, p.h, **options)
+        if table:
+            assert_same(results, backward(kernels, p, source, p.h, weight=tables[1].table, **options))
         kept, scale = p.h[:n].double().requires_grad_(), p.scale[:n].double().requires_grad_()
         value = formula(kept, p.activation) * scale[:, None]
         value.backward(p.per_group(lambda g, s, rows=rows: rows[s] @ p.weight2[g].double()))
@@ -417,37 +461,25 @@ def check_fused(kernels, p):
 
 def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=None, dact_options=None, **options):
     """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
-    source, _ = p.source(gather)
-    act_options, dact_options = act_options or {}, dact_options or {}
-
-    def run(row_range, come, outputs, dscale, workspace, **more):
-        """Both kernels on rows that have come."""
-        h, a, dh, a_again = outputs
-        rows = source if gather else torch.where(come[:, None], source, torch.nan)
-        hidden = torch.where(come[:, None], p.h, torch.nan)
-        given = {"bias": bias, **act_options, **more}
-        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, (h, a), p.activation, **given)
-        arguments = row_range, (hidden, p.scale), (dh, a_again, dscale, None), workspace, p.activation
-        return kernels.grouped_gemm_dact(rows, p.weight2, *arguments, **dact_options, **more)
+    (source, _), act_options, dact_options = p.source(gather), act_options or {}, dact_options or {}
+    numbers = set()
 
     def blanks():
-        return [p.blank(width) for width in (p.width, p.ffn, p.width, p.ffn)]
+        return [*p.blanks(p.width, p.ffn, p.width, p.ffn)(), p.workspace(kernels, dact_options.get("config"))]
 
-    workspace = p.workspace(kernels, dact_options.get("config"))
-    whole, union, (dscale, in_parts) = blanks(), blanks(), (p.blank(dtype=torch.float32) for _ in range(2))
-    num_partials = run(p.row_range, all_rows(p), whole, dscale, workspace.clone())
-    for ranges in parts:
-        ranges, outputs = ranges.to(p.device), blanks()
-        come = rows_of(ranges, p.capacity)
-        assert run(ranges, come, outputs, None, workspace.clone(), **options) == num_partials
-        for out, expected in zip(outputs, whole, strict=True):
-            assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), ranges
-        assert run(ranges, come, union, None, workspace) == num_partials
-    for out, expected in zip(union, whole, strict=True):
-        assert torch.equal(out, expected)
-    kernels.sum_dact_partials(workspace, p.row_range, in_parts, num_partials)
-    assert not dscale.isnan().any()
-    assert torch.equal(in_parts, dscale)
+    def both(row_range, outs, come, **more):
+        rows = source if gather else torch.where(come[:, None], source, torch.nan)
+        hidden, (h, a, *gradients, workspace) = torch.where(come[:, None], p.h, torch.nan), outs
+        given = {"bias": bias, **act_options, **more}
+        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, (h, a), p.activation, **given)
+        arguments = row_range, (hidden, p.scale), (*gradients, None, None), workspace, p.activation
+        numbers.add(kernels.grouped_gemm_dact(rows, p.weight2, *arguments, **dact_options, **more))
+
+    *_, dscale, _ = backward(kernels, p, source, p.h, with_dbias=False, **dact_options)
+    for outs in check_ranges(p, blanks, both, parts, **options):
+        (num_partials,), found = numbers, p.blank(dtype=torch.float32)
+        kernels.sum_dact_partials(outs[-1], p.row_range, found, num_partials)
+        assert torch.equal(found, dscale)
 
 
 def check_a_forgotten_range(kernels, p, group, num_forgotten):

@@ -55,7 +55,8 @@ class Machine:
                     self.changed.wait()
             self.waiting.remove(passes)
 
-    def run_role(self, function, args) -> None:
+    def run_role(self, function, args, num_warps) -> None:
+        self.role.num_warps = int(num_warps)
         try:
             function(*args)
         except BaseException as failure:  # noqa: BLE001 - raised again by run_roles
@@ -64,8 +65,9 @@ class Machine:
             self.num_roles -= 1
             self.changed.notify_all()
 
-    def run_roles(self, roles) -> None:
+    def run_roles(self, roles, warps) -> None:
         self.num_roles, self.waiting, self.failures = len(roles), [], []
+        roles = [(*role, num_warps) for role, num_warps in zip(roles, warps, strict=True)]
         threads = [threading.Thread(target=self.run_role, args=role) for role in roles]
         for thread in threads:
             thread.start()
@@ -135,9 +137,11 @@ class Pointer:
     def over(tensor: torch.Tensor) -> Pointer:
         return Pointer(tensor.view(-1), 0)
 
-    def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The address."""
-        assert dtype == torch.int64
+    def to(self, dtype: torch.dtype | tuple[str, torch.dtype]) -> torch.Tensor | Pointer:
+        """The address; or a pointer to other numbers."""
+        if dtype != torch.int64:
+            assert self.offset == 0
+            return Pointer(self.memory.view(dtype[1]), 0)
         return torch.tensor(self.memory.data_ptr() + int(self.offset) * self.memory.itemsize)
 
     @property
@@ -377,7 +381,7 @@ def async_commit():
 
 def async_wait(number=0):
     """Until all but so many of a role's groups have landed."""
-    groups = MACHINE.role.__dict__["groups"]
+    groups = MACHINE.role.__dict__.get("groups", [])
     while len(groups) > number:
         for shared, values in groups.pop(0):
             shared.data.copy_(values)
@@ -416,6 +420,11 @@ def where(condition, a, b):
         return a if condition else b
     result = torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
     return result if result.is_floating_point() else result.to(torch.int32)
+
+
+def reinterpret(shared, dtype, shape, layout):
+    """Shared memory as other numbers."""
+    return Shared(shared.data.view(dtype).view([int(size) for size in shape]), dtype)
 
 
 def extreme(function):
@@ -469,10 +478,11 @@ def language() -> types.ModuleType:
         "split": lambda x: (x[..., 0], x[..., 1]),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "allocate_shared_memory": allocate_shared_memory,
-        "warp_specialize": lambda roles, warps, registers: MACHINE.run_roles(roles),
+        "warp_specialize": lambda roles, warps, registers: MACHINE.run_roles(roles, [4, *warps]),
         "program_id": lambda axis: scalar(MACHINE.program),
         "num_programs": lambda axis: scalar(MACHINE.num_programs),
-        "num_warps": lambda: 4,
+        "num_warps": lambda: getattr(MACHINE.role, "num_warps", 4),
+        "pointer_type": lambda dtype: ("pointer", dtype),
         "static_range": range,
         "static_assert": static_assert,
         "float8e4nv": torch.float8_e4m3fn,
@@ -492,6 +502,8 @@ def install() -> None:
     """Puts the stand-ins where the kernels import Gluon from."""
     import triton.experimental
 
+    sys.setswitchinterval(1e-5)  # roles take turns in any order
+    torch.Tensor.type = types.SimpleNamespace(layout="layout")  # of what is in registers
     barriers = {"init": barrier_init, "expect": barrier_expect, "arrive": barrier_arrive, "wait": barrier_wait}
     copies = {"tma_load": tma_load, "tma_store": tma_store, "tma_add": tma_add, "copy_async": async_copy}
     async_copies = {"mbarrier_arrive": async_arrive, "commit_group": async_commit, "wait_group": async_wait}
@@ -504,7 +516,7 @@ def install() -> None:
         "warpgroup_mma_wait": lambda number, deps: deps if len(deps) > 1 else deps[0],
     }
     names = "symmoe.kernels.hopper.gluon_names"  # made of the compiler's own parts
-    sys.modules[names] = module("names", {**copies, "reinterpret": None, "thread_barrier": lambda: None})
+    sys.modules[names] = module("names", {**copies, "reinterpret": reinterpret, "thread_barrier": lambda: None})
     gluon = module("", {"jit": jit, "language": language()})
     gluon.__path__ = []
     triton.experimental.gluon = gluon

@@ -19,7 +19,8 @@ H, I = 144, 128
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
 
 
-PART_KERNELS = {"grouped_gemm_fp8": 4, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}  # where row_range is
+# Where row_range is.
+PART_KERNELS = {"grouped_gemm_quantized": 2, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}
 
 
 def is_part(row_range: torch.Tensor) -> bool:
@@ -71,7 +72,7 @@ def expected_calls(config: MoEConfig, num_parts: int, dtype: torch.dtype) -> Cou
         for direction in ("forward", "backward")
     )
     num_forward = num_parts * (1 if config.stash in ("all", "hidden") else 2)  # FC1 again
-    counts = Counter({"grouped_gemm_fp8": num_forward + 2 * num_parts})  # FC1, FC2 and FC2's dgrad
+    counts = Counter({"grouped_gemm_quantized": num_forward + 2 * num_parts})  # FC1, FC2 and FC2's dgrad
     counts[forward] += num_forward
     counts[backward] += num_parts
     if dtype != torch.float32:  # for which no kernel activates and quantises

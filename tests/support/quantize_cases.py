@@ -73,7 +73,6 @@ def quantize_all(
     """
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
-    padded = TILE * max_tiles(num_rows, num_groups)
     result = {}
     index, source = None, rows
     if hard:
@@ -88,14 +87,11 @@ def quantize_all(
         result |= {"amax": amax, "column_amax": column_amax}
         options = {"amax": amax, "seeds": seeds if hard else None}
         column_options = {"amax": column_amax, "signs": signs, "seeds": seeds if hard else None}
-    data = filled((num_rows, block_format.data_width(width)), block_format.data_dtype, rows.device)
-    scale = filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, rows.device)
-    kernels.quantize_rows(rows, row_range, data, scale, block_format, **options)
-    result |= {"data": data, "scale": scale}
-    data = filled((width, block_format.data_width(padded)), block_format.data_dtype, rows.device)
-    scale = filled_column_scale((width, padded // block_format.block), block_format, rows.device)
-    kernels.quantize_columns(source, row_range, data, scale, block_format, row_index=index, **column_options)
-    return result | {"column_data": data, "column_scale": scale}
+    out = row_buffers(num_rows, width, block_format, rows.device)
+    kernels.quantize_rows(rows, row_range, out, block_format, **options)
+    columns = column_buffers(num_rows, num_groups, width, block_format, rows.device)
+    kernels.quantize_columns(source, row_range, columns, block_format, row_index=index, **column_options)
+    return result | named(*out) | named(*columns, "column_")
 
 
 def check_bias_sums(
@@ -122,13 +118,12 @@ def check_bias_sums(
         twin.grouped_bias_grad((lines, row_index), row_range, dbias, scale=row_scale)
         sums = filled((bias_slots(len(rows), len(splits), SLOT_ROWS), width), torch.float32, device)
         found = []
-        for extra in ({}, {"bias_sums": sums, "bias_scale": None if row_scale is None else row_scale.to(device)}):
-            data = filled((len(rows), row_format.data_width(width)), row_format.data_dtype, device)
-            stored = filled((len(rows), row_format.num_blocks(width)), row_format.scale_dtype, device)
-            extra["row_index"] = None if row_index is None else row_index.to(device)
+        for extra in (None, (sums, None if row_scale is None else row_scale.to(device))):
+            out = row_buffers(len(rows), width, row_format, device)
+            given = {"row_index": None if row_index is None else row_index.to(device), "sums": extra, **options}
             for part in ranges:
-                kernels.quantize_rows(lines.to(device), part.to(device), data, stored, row_format, **options, **extra)
-            found.append({"data": data, "scale": stored})
+                kernels.quantize_rows(lines.to(device), part.to(device), out, row_format, **given)
+            found.append(named(*out))
         assert differences(*found) == [], name
         total = torch.full_like(dbias, torch.nan, device=device)
         kernels.sum_dbias(sums, row_range.to(device), total)
@@ -150,43 +145,28 @@ class Scattered:
         return torch.stack(self.matrices)
 
 
-def quantize_weights(kernels, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """What kernels make of weights and of their transpose."""
-    block_format = weight_format(name)
-    result, amax = {}, None
-    if block_format.has_global_scale:
-        result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
-        kernels.weight_amax(weight, amax)
-    for prefix, lines in (("", weight), ("transposed_", weight.mT)):
-        num_groups, num_lines, width = lines.shape
-        scale_lines = -(-num_lines // block_format.block_lines)
-        data = filled((num_groups, num_lines, block_format.data_width(width)), block_format.data_dtype, weight.device)
-        scale_shape = (num_groups, scale_lines, block_format.num_blocks(width))
-        scale = filled(scale_shape, block_format.scale_dtype, weight.device)
-        kernels.quantize_weights(lines, data, scale, block_format, amax=amax)
-        result |= {prefix + "data": data, prefix + "scale": scale}
-    return result
-
-
-def quantize_weight_pairs(
-    kernels, weight: torch.Tensor, name: str, table: TensorTable | None = None
+def quantize_weights(
+    kernels, weight: torch.Tensor, name: str, table: TensorTable | None = None, *, in_pairs: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The same in one call. table: of the weights, where they are to be read."""
-    block_format = weight_format(name)
-    source = weight if table is None else table
+    """What kernels make of weights and of their transpose; in_pairs: in one call. table: of the weights, where they are
+    to be read."""
+    block_format, source = weight_format(name), weight if table is None else table
     result, amax = {}, None
     if block_format.has_global_scale:
         result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
         kernels.weight_amax(source, amax)
+    outs = []
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         num_groups, num_lines, width = lines.shape
-        scale_lines = -(-num_lines // block_format.block_lines)
-        shapes = (num_lines, block_format.data_width(width)), (scale_lines, block_format.num_blocks(width))
-        data = filled((num_groups, *shapes[0]), block_format.data_dtype, weight.device)
-        scale = filled((num_groups, *shapes[1]), block_format.scale_dtype, weight.device)
-        result |= {prefix + "data": data, prefix + "scale": scale}
-    buffers = (result[prefix + name] for prefix in ("", "transposed_") for name in ("data", "scale"))
-    kernels.quantize_weight_pairs(source, *buffers, block_format, amax=amax)
+        scale_shape = num_groups, -(-num_lines // block_format.block_lines), block_format.num_blocks(width)
+        data_shape = num_groups, num_lines, block_format.data_width(width)
+        data = filled(data_shape, block_format.data_dtype, weight.device)
+        outs.append((data, filled(scale_shape, block_format.scale_dtype, weight.device)))
+        result |= named(*outs[-1], prefix)
+        if not in_pairs:
+            kernels.quantize_weights(lines, outs[-1], block_format, amax=amax)
+    if in_pairs:
+        kernels.quantize_weight_pairs(source, *outs, block_format, amax=amax)
     return result
 
 
@@ -201,56 +181,26 @@ def encode_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
 
 def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
     """What encode_rows must give: data and scales of quantize_rows side by side, and zeros."""
-    block_format, (num_rows, width) = FORMATS[name], rows.shape
-    data = filled((num_rows, width), block_format.data_dtype, rows.device)
-    scale = filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, rows.device)
-    kernels.quantize_rows(rows, row_range_of((num_rows,)).to(rows.device), data, scale, block_format)
-    row = torch.cat([data.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+    out = row_buffers(*rows.shape, FORMATS[name], rows.device)
+    kernels.quantize_rows(rows, row_range_of((len(rows),)).to(rows.device), out, FORMATS[name])
+    row = torch.cat([part.view(torch.uint8) for part in out], dim=1)
     row = torch.nn.functional.pad(row, (0, -row.shape[1] % 16))
     return torch.cat([row, torch.full_like(row[:1], FILL).expand(2, -1)])
 
 
-def filled_columns(
-    rows: torch.Tensor, row_range: torch.Tensor, width: int, block_format: BlockFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scales for the columns of so many rows, on their device."""
-    padded = TILE * max_tiles(rows.shape[0], row_range.shape[1])
-    data = filled((width, padded), block_format.data_dtype, rows.device)
-    return data, filled_column_scale((width, padded // block_format.block), block_format, rows.device)
-
-
 def requantize_columns(
-    kernels,
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    width: int,
-    name: str,
-    dtype: torch.dtype,
-    row_index: torch.Tensor | None = None,
+    kernels, wire, row_range, width: int, name: str, dtype: torch.dtype, row_index=None, *, in_two_steps: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Columns that kernels make of rows of the wire."""
-    block_format = FORMATS[name]
-    data, scale = filled_columns(wire if row_index is None else row_index, row_range, width, block_format)
-    kernels.requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
-    return {"data": data, "scale": scale}
-
-
-def decoded_columns(
-    kernels,
-    wire: torch.Tensor,
-    row_range: torch.Tensor,
-    width: int,
-    name: str,
-    dtype: torch.dtype,
-    row_index: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
-    """The same in two steps, by way of the decoded rows."""
-    block_format = FORMATS[name]
-    data, scale = filled_columns(wire if row_index is None else row_index, row_range, width, block_format)
-    decoded = torch.empty(wire.shape[0], width, dtype=dtype, device=wire.device)
-    kernels.decode_rows(wire, decoded, block_format)
-    kernels.quantize_columns(decoded, row_range, data, scale, block_format, row_index=row_index)
-    return {"data": data, "scale": scale}
+    """Columns that kernels make of rows of the wire; in_two_steps: by way of the decoded rows."""
+    block_format, num_rows = FORMATS[name], len(wire if row_index is None else row_index)
+    out = column_buffers(num_rows, row_range.shape[1], width, block_format, wire.device)
+    if in_two_steps:
+        decoded = torch.empty(wire.shape[0], width, dtype=dtype, device=wire.device)
+        kernels.decode_rows(wire, decoded, block_format)
+        kernels.quantize_columns(decoded, row_range, out, block_format, row_index=row_index)
+    else:
+        kernels.requantize_columns(wire, row_range, out, block_format, dtype, row_index=row_index)
+    return named(*out)
 
 
 def weight_format(name: str) -> BlockFormat:
@@ -265,13 +215,27 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return tensor
 
 
-def filled_column_scale(
-    shape: tuple[int, int], block_format: BlockFormat, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Scales of columns, FILL in all bytes: fp32 block-major."""
+def row_buffers(num_rows: int, width: int, block_format: BlockFormat, device: torch.device | str = "cpu"):
+    """Data and scales of rows, full of FILL."""
+    data = filled((num_rows, block_format.data_width(width)), block_format.data_dtype, device)
+    return data, filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, device)
+
+
+def column_buffers(
+    num_rows: int, num_groups: int, width: int, block_format: BlockFormat, device: torch.device | str = "cpu"
+):
+    """The same for columns of rows in groups; fp32 scales are block-major."""
+    tokens = TILE * max_tiles(num_rows, num_groups)
+    data = filled((width, block_format.data_width(tokens)), block_format.data_dtype, device)
+    shape = width, tokens // block_format.block
     if block_format.scale_dtype == torch.float32:
-        return filled(shape[::-1], torch.float32, device).t()
-    return filled(shape, block_format.scale_dtype, device)
+        return data, filled(shape[::-1], torch.float32, device).t()
+    return data, filled(shape, block_format.scale_dtype, device)
+
+
+def named(data: torch.Tensor, scale: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Buffers by name."""
+    return {prefix + "data": data, prefix + "scale": scale}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,25 +9,19 @@ import torch
 from quantize_cases import (
     FORMATS,
     as_bytes,
-    decoded_columns,
     differences,
     encode_rows,
     filled,
     joined_rows,
     requantize_columns,
+    row_buffers,
 )
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
-from symmoe.kernels.formats import BlockFormat, max_tiles
+from symmoe.kernels.formats import max_tiles
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def operand(num_rows: int, width: int, row_format: BlockFormat, device: str = "cpu") -> Pair:
-    """Data and scales of rows, full of FILL."""
-    data = filled((num_rows, row_format.data_width(width)), row_format.data_dtype, device)
-    return data, filled((num_rows, row_format.num_blocks(width)), row_format.scale_dtype, device)
 
 
 def assert_same(left: Pair, right: Pair, *where: object) -> None:
@@ -58,10 +52,10 @@ def check_rows_of_an_index(kernels, name: str, rows: torch.Tensor, row_range: to
         (twin, rows, index, "cpu"),
         (kernels, rows, index, device),
     ):
-        found = operand(len(index), rows.shape[1], row_format, at)
+        found = row_buffers(len(index), rows.shape[1], row_format, at)
         options = {"row_index": row_index, "amax": amax}
         options = {key: None if tensor is None else tensor.to(at) for key, tensor in options.items()}
-        ops.quantize_rows(given.to(at), row_range.to(at), *found, row_format, **options)
+        ops.quantize_rows(given.to(at), row_range.to(at), found, row_format, **options)
         results.append(found)
     assert_same(*results[:2], name)
     assert_same(*results[1:], name)
@@ -81,8 +75,8 @@ def check_received(kernels, name: str, width: int, row_range: torch.Tensor, dtyp
     for ops, at in ((twin, "cpu"), (kernels, device)):
         sent, results = wire.to(at), []
         for row_index, groups in ((index.to(at), row_range.to(at)), (None, row_range.clamp(max=49).to(at))):
-            pair = operand(num_rows, width, FORMATS[name], at)
-            ops.unpack_rows(sent, groups, *(part.view(torch.uint8) for part in pair), row_index=row_index)
+            pair = row_buffers(num_rows, width, FORMATS[name], at)
+            ops.unpack_rows(sent, groups, [part.view(torch.uint8) for part in pair], row_index=row_index)
             results += pair
         out = torch.empty(len(wire), width, dtype=dtype, device=at)
         ops.decode_rows(sent, out, FORMATS[name])
@@ -103,7 +97,7 @@ def check_columns(
         row_index = None if row_index is None else row_index.to(device)
         args = sent.to(device), row_range.to(device), width, name, dtype, row_index
         assert differences(requantize_columns(kernels, *args), expected) == [], (name, dtype)
-        assert differences(decoded_columns(kernels, *args), expected) == [], (name, dtype)
+        assert differences(requantize_columns(kernels, *args, in_two_steps=True), expected) == [], (name, dtype)
 
 
 def check_ranges(kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor, device: str = "cpu") -> None:
@@ -112,16 +106,16 @@ def check_ranges(kernels, name: str, splits: tuple[int, ...], rows: torch.Tensor
     wire, index = random_wire(name, width, len(rows)), torch.randint(len(rows), (num_rows,), dtype=torch.int32)
 
     def quantize(ops, at, ranges, pair):
-        ops.quantize_rows(rows.to(at), ranges.to(at), *pair, row_format, row_index=index.to(at))
+        ops.quantize_rows(rows.to(at), ranges.to(at), pair, row_format, row_index=index.to(at))
 
     def unpack(ops, at, ranges, pair):
-        parts = (part.view(torch.uint8) for part in pair)
-        ops.unpack_rows(wire.to(at), ranges.to(at), *parts, row_index=index.to(at))
+        parts = [part.view(torch.uint8) for part in pair]
+        ops.unpack_rows(wire.to(at), ranges.to(at), parts, row_index=index.to(at))
 
-    blank = operand(num_rows, width, row_format)
+    blank = row_buffers(num_rows, width, row_format)
     for take in (quantize, unpack):
         for ranges in random_ranges(splits, 3):
-            found = operand(num_rows, width, row_format), operand(num_rows, width, row_format, device)
+            found = row_buffers(num_rows, width, row_format), row_buffers(num_rows, width, row_format, device)
             take(twin, "cpu", ranges, found[0])
             take(kernels, device, ranges, found[1])
             assert_same(*found, name, take, ranges)

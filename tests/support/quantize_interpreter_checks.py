@@ -18,28 +18,18 @@ from quantize_cases import (
     differences,
     encode_rows,
     hard_rows,
+    named,
     quantize_all,
-    quantize_weight_pairs,
     quantize_weights,
+    row_buffers,
     row_range_of,
 )
 from quantize_checks import check_columns, check_ranges, check_received, check_rows_of_an_index, check_sent, check_tiles
 
-from symmoe.kernels import twin
-from symmoe.kernels.low_precision import codes, quantize, scale_tiles, wire
-from symmoe.kernels.triton import bias, tiles
+from symmoe.kernels import gpu, twin
+from symmoe.kernels.low_precision import codes, quantize, wire
+from symmoe.kernels.triton import tiles
 from symmoe.kernels.twin.quantize import to_e4m3
-
-
-class gpu:
-    """Stands for the module symmoe.kernels.gpu, of which nothing else is looked at."""
-
-    group_amax, weight_amax = quantize.group_amax, quantize.weight_amax
-    quantize_rows, quantize_columns = quantize.quantize_rows, quantize.quantize_columns
-    quantize_weights, quantize_weight_pairs = quantize.quantize_weights, quantize.quantize_weight_pairs
-    encode_rows, unpack_rows, decode_rows = wire.encode_rows, wire.unpack_rows, wire.decode_rows
-    requantize_columns, sum_dbias = wire.requantize_columns, bias.sum_dbias
-    swizzle_scales, unswizzle_scales = scale_tiles.swizzle_scales, scale_tiles.unswizzle_scales
 
 
 @triton.jit
@@ -96,11 +86,9 @@ def check_powers_of_two():
     for name, width in (("mxfp8", 32), ("float8_block_powers", 32)):
         scales = []
         for kernels in (twin, gpu):
-            row_format = FORMATS[name]
-            data, scale = torch.empty(len(bits), width, dtype=row_format.data_dtype), torch.empty(len(bits), 1)
-            scale = scale.to(row_format.scale_dtype)
-            kernels.quantize_rows(rows, row_range_of((len(bits),)), data, scale, row_format)
-            scales.append({"data": data, "scale": scale})
+            out = row_buffers(len(bits), width, FORMATS[name])
+            kernels.quantize_rows(rows, row_range_of((len(bits),)), out, FORMATS[name])
+            scales.append(named(*out))
         assert differences(*scales) == [], name
     assert len(as_bytes(scales[1]["scale"]).view(torch.int32).unique()) > 240
 
@@ -157,12 +145,12 @@ def main():
         for name in FORMATS:
             left, right = (quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
             assert differences(left, right) == [], (name, shape, differences(left, right))
-            pairs = [quantize_weight_pairs(kernels, weight, name) for kernels in (twin, gpu)]
+            pairs = [quantize_weights(kernels, weight, name, in_pairs=True) for kernels in (twin, gpu)]
             for pair in pairs:
                 assert differences(left, pair) == [], (name, shape, differences(left, pair))
             scattered = Scattered(weight)
             for kernels in (twin, gpu):
-                found = quantize_weight_pairs(kernels, weight, name, scattered.table)
+                found = quantize_weights(kernels, weight, name, scattered.table, in_pairs=True)
                 assert differences(left, found) == [], (name, shape, "table", differences(left, found))
                 assert torch.equal(as_bytes(scattered.packed()), as_bytes(weight))
             print(name, shape, ": ok")

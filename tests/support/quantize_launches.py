@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from compiled_launches import meta
 from quantize_cases import (
     FORMATS,
     encode_rows,
     quantize_all,
-    quantize_weight_pairs,
     quantize_weights,
     requantize_columns,
     row_range_of,
@@ -46,21 +43,21 @@ def options_of(block_format, *, indexed, **more):
 def launch_rows(name, dtype, *, indexed=False, **sums):
     block_format = FORMATS[name]
     options = {**options_of(block_format, indexed=indexed), **sums}
-    quantize.quantize_rows(meta(N, C, dtype=dtype), meta(2, G), *operand(N, C, block_format), block_format, **options)
+    quantize.quantize_rows(meta(N, C, dtype=dtype), meta(2, G), operand(N, C, block_format), block_format, **options)
 
 
 def launch_columns(name, dtype, *, indexed=False):
     block_format = FORMATS[name]
     out = operand(C, TILE * max_tiles(N, G), block_format, columns=True)
     options = options_of(block_format, indexed=indexed, signs=0x1234)
-    quantize.quantize_columns(meta(N, C, dtype=dtype), meta(2, G), *out, block_format, **options)
+    quantize.quantize_columns(meta(N, C, dtype=dtype), meta(2, G), out, block_format, **options)
 
 
 def launch_weights(name, dtype, *, transposed=False):
     weight, block_format = meta(G, 4096, C, dtype=dtype), weight_format(name)
     weight = weight.mT if transposed else weight
     amax = meta(G, dtype=FP32) if block_format.has_global_scale else None
-    quantize.quantize_weights(weight, *operand(*weight.shape[1:], block_format, groups=(G,)), block_format, amax=amax)
+    quantize.quantize_weights(weight, operand(*weight.shape[1:], block_format, groups=(G,)), block_format, amax=amax)
 
 
 def launch_weight_pairs(name, dtype, *, is_table=False):
@@ -68,7 +65,7 @@ def launch_weight_pairs(name, dtype, *, is_table=False):
     buffers = (operand(*lines.shape[1:], block_format, groups=(G,)) for lines in (weight, weight.mT))
     amax = meta(G, dtype=FP32) if block_format.has_global_scale else None
     source = TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype) if is_table else weight
-    quantize.quantize_weight_pairs(source, *itertools.chain(*buffers), block_format, amax=amax)
+    quantize.quantize_weight_pairs(source, *buffers, block_format, amax=amax)
 
 
 def row_bytes(name, width):
@@ -99,7 +96,7 @@ def step(num_rows, signs, width=32):
     for name in ("mxfp8", "nvfp4"):
         quantize_all(quantize, rows, row_range, name)
     quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8")
-    quantize_weight_pairs(quantize, torch.zeros(1, width, width), "mxfp8")
+    quantize_weights(quantize, torch.zeros(1, width, width), "mxfp8", in_pairs=True)
     encode_rows(wire, rows, "mxfp8")
     quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
     quantize.weight_amax(torch.zeros(1, width, width), torch.zeros(1))
@@ -112,14 +109,13 @@ def step(num_rows, signs, width=32):
     scale_tiles.swizzle_scales(table, None, swizzled)
     sent = torch.zeros(num_rows, -(-(width + blocks) // 16) * 16, dtype=torch.uint8)
     data = torch.zeros(num_rows, width, dtype=torch.uint8)
-    wire.unpack_rows(sent, row_range, data, scale)
+    wire.unpack_rows(sent, row_range, (data, scale))
     part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
-    wire.unpack_rows(sent, part, data, scale)
-    row_format, e4m3 = FORMATS["mxfp8"], data.view(torch.float8_e4m3fn)
-    quantize.quantize_rows(rows, part, e4m3, scale, row_format)
+    wire.unpack_rows(sent, part, (data, scale))
+    row_format, out = FORMATS["mxfp8"], (data.view(torch.float8_e4m3fn), scale)
+    quantize.quantize_rows(rows, part, out, row_format)
     sums = torch.zeros(bias_slots(num_rows, 2, SLOT_ROWS), width)
-    factor = torch.zeros(num_rows)
-    quantize.quantize_rows(rows, part, e4m3, scale, row_format, bias_sums=sums, bias_scale=factor)
+    quantize.quantize_rows(rows, part, out, row_format, sums=(sums, torch.zeros(num_rows)))
     bias.sum_dbias(sums, row_range, torch.zeros(2, width))
     wire.decode_rows(sent, torch.empty(num_rows, width), FORMATS["mxfp8"])
     requantize_columns(wire, sent, row_range, width, "mxfp8", torch.bfloat16)

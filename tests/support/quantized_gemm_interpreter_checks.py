@@ -6,8 +6,6 @@ The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from th
 that sums are exact: every bit has to be the same.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 import triton.language as tl
@@ -20,7 +18,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from symmoe.kernels import twin
-from symmoe.kernels.low_precision import fp8, scaled
+from symmoe.kernels.low_precision import products, scaled
 
 # Splits; O, C.
 CASES = {
@@ -30,7 +28,7 @@ CASES = {
 DTYPES = (torch.float16, torch.float32)  # the interpreter truncates to bf16
 WAYS = [("fp8", False), ("mxfp8", True), ("nvfp4", True), ("nvfp4", False)]  # whether dot_scaled multiplies
 OPTIONS = {"num_sms": 3}
-FP8_OPTIONS = {"config": replace(fp8.CONFIG, block_m=32, block_n=64, group_m=2), **OPTIONS}
+FP8_OPTIONS = {"block_m": 32, "block_n": 64, "group_m": 2, **OPTIONS}
 dots = []
 
 
@@ -58,23 +56,16 @@ def dot_scaled_of_strings(self, left, left_scale, left_format, right, right_scal
     return dot_scaled(self, left, left_scale, formats[0], right, right_scale, formats[1], *rest)
 
 
-class gpu:
-    """Stands for the module symmoe.kernels.gpu, of which nothing else is looked at."""
-
-    grouped_gemm_scaled, grouped_gemm_wgrad_scaled = scaled.grouped_gemm_scaled, scaled.grouped_gemm_wgrad_scaled
-    grouped_gemm_fp8, grouped_gemm_wgrad_fp8 = fp8.grouped_gemm_fp8, fp8.grouped_gemm_wgrad_fp8
-
-
 def use_products(native):
     scaled.scaled_products = lambda device: "tcgen05" if native else None
 
 
 def run(p, out, row_range=None, *, scattered=False, **options):
     """By the kernel."""
-    p.run(gpu, out, row_range, scattered=scattered, **(FP8_OPTIONS if p.name == "fp8" else OPTIONS), **options)
+    p.run(products, out, row_range, scattered=scattered, **(FP8_OPTIONS if p.name == "fp8" else OPTIONS), **options)
 
 
-def products(p, dtype, row_range=None, **options):
+def by_both(p, dtype, row_range=None, **options):
     """By the kernel and by the twin."""
     got, expected = p.blank(dtype), p.blank(dtype)
     run(p, got, row_range, **options)
@@ -85,16 +76,16 @@ def products(p, dtype, row_range=None, **options):
 def check_products(name, splits, widths):
     p = Problem(splits, widths, Numbers(name, exact=True), tail=7)
     for dtype, zero_tail in ((torch.float32, False), (torch.float16, True)):
-        got, expected = products(p, dtype, zero_tail=zero_tail)
+        got, expected = by_both(p, dtype, zero_tail=zero_tail)
         assert torch.equal(got, expected), (name, splits, widths, dtype)
-        for found in products(p, dtype, zero_tail=zero_tail, scattered=True):
+        for found in by_both(p, dtype, zero_tail=zero_tail, scattered=True):
             assert torch.equal(found, expected), (name, splits, widths, dtype, "tables")
     ranges = [*random_ranges(splits, 2, step=1)]
     if name != "fp8":
         lasts = torch.stack([p.row_range[0] + torch.tensor(splits) * 9 // 10, p.row_range[1]]).int()  # 135 of 150
         ranges += [*random_ranges(splits, 2, step=128), lasts]
     for row_range in ranges:
-        got, expected = products(p, torch.float32, row_range)
+        got, expected = by_both(p, torch.float32, row_range)
         assert torch.equal(got, expected), (name, splits, widths, row_range)
 
 
@@ -120,20 +111,20 @@ def check_wide_tiles(name):
     p = Problem((3, 0, 4), (384, 128), Numbers(name, exact=True))
     (_, wide), *_ = scaled.TCGEN05_CONFIGS[{"mxfp8": "e4m3", "nvfp4": "e2m1"}[name]]
     assert wide.block_n == 256
-    got, expected = products(p, torch.float32)
+    got, expected = by_both(p, torch.float32)
     narrow = p.blank(torch.float32)
-    p.run(gpu, narrow, config=replace(wide, block_n=128), num_sms=1)
+    p.run(products, narrow, block_n=128, num_sms=1)
     assert torch.equal(got, expected)
     assert torch.equal(narrow, expected)
 
 
 def check_that_scales_matter(name, case):
     p = Problem(*case, Numbers(name, exact=True))
-    got, _ = products(p, torch.float32)
+    got, _ = by_both(p, torch.float32)
     for what in ("row_scale", "weight_scale"):
         q = Problem(*case, Numbers(name, exact=True))
         setattr(q, what, getattr(q, what).roll(1, -1))
-        _, other = products(q, torch.float32)
+        _, other = by_both(q, torch.float32)
         assert not torch.equal(got, other), what
 
 

@@ -1,4 +1,4 @@
-"""Operands for the grouped GEMMs of quantised numbers, made without the package, and oracles in float64.
+"""Operands for the grouped GEMMs of quantised numbers, whose numbers the package has not made, and oracles in float64.
 
 The exact kind has few small numbers and powers of two for scales: sums of them are exact in fp32 whatever their order,
 so that results can be compared bit by bit. What must not matter is NaN: rows and tokens past the last group, scales
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from quantize_cases import Scattered
 from row_ranges import spans_of, whole_groups
+
+from symmoe.kernels.operands import Operand, ScatteredWeight
 
 TILE = 128
 SENTINEL = -77.0
@@ -121,27 +123,23 @@ class Quantised:
         self.row_range = whole_groups(self.splits, device=self.device)
 
     @property
-    def kernel(self) -> str:
-        """The name of the function that computes it."""
-        kind = "fp8" if self.name == "fp8" else "scaled"
-        return f"grouped_gemm_{kind}" if isinstance(self, Problem) else f"grouped_gemm_wgrad_{kind}"
-
-    @property
-    def options(self) -> dict[str, torch.Tensor]:
-        """Global scales, where there are any."""
+    def global_scales(self) -> tuple[torch.Tensor, ...]:
+        """Those of both operands, where there are any."""
         names = ("row", "weight") if isinstance(self, Problem) else ("dout", "rows")
-        options = {f"{name}_global_scale": getattr(self, f"{name}_global_scale") for name in names}
-        return options if self.name == "nvfp4" else {}
+        return tuple(getattr(self, f"{name}_global_scale") for name in names if self.name == "nvfp4")
 
     def run(self, kernels, out, row_range: torch.Tensor | None = None, *, scattered: bool = False, **options) -> None:
         """By the function of a module of kernels. row_range: some of the rows. scattered: tables of weights."""
-        *operands, groups = self.operands
+        left, right, groups = self.operands
         matrices = self.scattered if scattered else ()  # which tables do not keep alive
-        operands[2:] = [each.table for each in matrices] or operands[2:]
+        if scattered:
+            right = ScatteredWeight(*(each.table for each in matrices), right.global_scale)
         if row_range is not None and self.name != "fp8":
             options["group_range"] = groups
-        ranges = groups if row_range is None else row_range
-        getattr(kernels, self.kernel)(*operands, ranges, out, **self.options, **options)
+        function = kernels.grouped_gemm_quantized
+        if isinstance(self, WgradProblem):
+            function = kernels.grouped_gemm_wgrad_quantized
+        function(left, right, groups if row_range is None else row_range, out, **options)
 
 
 @dataclass
@@ -170,20 +168,19 @@ class Problem(Quantised):
         self.row_global_scale, self.weight_global_scale = (self.numbers.global_scale(groups) for _ in range(2))
 
     @property
-    def operands(self) -> tuple[torch.Tensor, ...]:
-        if self.name == "fp8":
-            return self.rows, self.row_scale, self.weight, self.weight_scale, self.row_range
-        groups, out_width = len(self.splits), self.widths[0]
-        row_scale = tiles(
-            self.name, [self.row_scale[span] for span in self.spans], (self.capacity + 127 * groups) // TILE
-        )
-        weight_scale = tiles(self.name, list(self.weight_scale), (groups * out_width + 127 * groups) // TILE)
-        return self.rows, row_scale, self.weight, weight_scale, self.row_range
+    def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
+        row_scale, weight_scale, groups = self.row_scale, self.weight_scale, len(self.splits)
+        if self.name != "fp8":
+            lines = [row_scale[span] for span in self.spans]
+            row_scale = tiles(self.name, lines, (self.capacity + 127 * groups) // TILE)
+            weight_scale = tiles(self.name, list(weight_scale), (groups * self.widths[0] + 127 * groups) // TILE)
+        rows = Operand(self.rows, row_scale, self.row_global_scale)
+        return rows, Operand(self.weight, weight_scale, self.weight_global_scale), self.row_range
 
     @property
     def scattered(self) -> tuple[Scattered, Scattered]:
         """The weights, and their scales as the product takes them, as matrices in memory of their own."""
-        _, _, weight, scale, _ = self.operands
+        _, (weight, scale, _), _ = self.operands
         if self.name != "fp8":
             groups, down = len(self.splits), cdiv(self.widths[0], TILE)
             scale = scale[: groups * down].reshape(groups, down, -1)
@@ -199,7 +196,7 @@ class Problem(Quantised):
             lines = self.weight_scale[g].repeat_interleave(self.block_lines, 0)[: self.widths[0]]
             product = dequantised(self.name, self.rows[span], self.row_scale[span])
             product = product @ dequantised(self.name, self.weight[g], lines).T
-            for scale in self.options.values():
+            for scale in self.global_scales:
                 product = product * scale[g].double()
             result[span] = product
         return result
@@ -229,7 +226,7 @@ class WgradProblem(Quantised):
             keep[span] = True
         (self.dout, self.dout_scale), (self.rows, self.rows_scale) = (self._side(width, keep) for width in self.widths)
         self.dout_global_scale, self.rows_global_scale = (self.numbers.global_scale(len(self.splits)) for _ in range(2))
-        for scale in self.options.values():  # of groups without tokens, nobody says what it is
+        for scale in self.global_scales:  # of groups without tokens, nobody says what it is
             scale[torch.tensor(self.splits) == 0] = torch.nan
 
     def _side(self, width: int, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,11 +247,15 @@ class WgradProblem(Quantised):
         return data, scale
 
     @property
-    def operands(self) -> tuple[torch.Tensor, ...]:
-        sides = (self.dout, self.dout_scale), (self.rows, self.rows_scale)
+    def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
+        left = Operand(self.dout, self.dout_scale, self.dout_global_scale)
+        right = Operand(self.rows, self.rows_scale, self.rows_global_scale)
         if self.name != "fp8":
-            sides = ((data, tiles(self.name, [scale], cdiv(data.shape[0], TILE))) for data, scale in sides)
-        return *itertools.chain(*sides), self.row_range
+            left, right = (
+                each._replace(scale=tiles(self.name, [each.scale], cdiv(len(each.data), TILE)))
+                for each in (left, right)
+            )
+        return left, right, self.row_range
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -270,7 +271,7 @@ class WgradProblem(Quantised):
         for g, span in enumerate(self.spans):
             if span.start < span.stop:
                 result[g] = left[:, span] @ right[:, span].T
-                for scale in self.options.values():
+                for scale in self.global_scales:
                     result[g] *= scale[g].double()
         return result
 

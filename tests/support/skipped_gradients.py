@@ -31,7 +31,7 @@ T, K, H, I = 10, 2, 64, 32
 FULL = (True, True)
 NEEDS = (FULL, (True, False), (False, True), (False, False))  # of x, and of probs
 SUMS = {"rank": ("push_sums", "sum_home"), "slot": ("pull_rows",)}
-PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_fp8", "grouped_gemm_scaled")
+PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_quantized")
 
 
 @contextlib.contextmanager

@@ -108,11 +108,11 @@ def test_what_a_machine_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.Monke
         ("bf16", "grouped_gemm"),
         ("bf16, host splits", "grouped_gemm_dgrad"),
         ("bf16, scattered", "grouped_gemm_wgrad"),
-        ("float8-block", "grouped_gemm_fp8"),
-        ("float8-block, scattered", "grouped_gemm_wgrad_fp8"),
-        ("mxfp8", "grouped_gemm_scaled"),
-        ("nvfp4", "grouped_gemm_scaled"),
-        ("nvfp4, scattered", "grouped_gemm_wgrad_scaled"),
+        ("float8-block", "grouped_gemm_quantized"),
+        ("float8-block, scattered", "grouped_gemm_wgrad_quantized"),
+        ("mxfp8", "grouped_gemm_quantized"),
+        ("nvfp4", "grouped_gemm_quantized"),
+        ("nvfp4, scattered", "grouped_gemm_wgrad_quantized"),
     ],
 )
 def test_a_wrong_kernel_is_not_timed(choice: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -512,5 +512,5 @@ def test_the_command_traces_low_precision(tmp_path: Path):
         if item["ph"] == "X" and item["args"]
     }
     # Both ways as bytes, and all six products.
-    assert {"encode_rows", "unpack_rows", "grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"} <= operators
+    assert {"encode_rows", "unpack_rows", "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"} <= operators
     assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators

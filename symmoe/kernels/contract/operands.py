@@ -1,6 +1,6 @@
 """Operands of kernels that are more than one tensor, in the words of contract/__init__.py.
 
-They are plain tuples, the only ones in which a tape finds tensors.
+They are tuples, in which a tape finds tensors. Those of quantised numbers: kernels/operands.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ MaybeTensor = Tensor | None
 Matrices = Tensor | TensorTable  # a packed tensor, or matrices anywhere
 Rows = Tensor | tuple[Tensor, MaybeTensor]  # rows; or a tensor of rows, and which of them stands for row r
 Bias = Tensor | tuple[MaybeTensor, MaybeTensor] | None  # [G, O]; or that, and what multiplies it for row r, fp32[N]
-Quantized = tuple[Matrices, Matrices, MaybeTensor]  # data, scale, and the global scale if the format has one
 
 
 def as_pair(operand: Any) -> tuple[Any, Any]:

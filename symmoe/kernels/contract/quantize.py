@@ -3,7 +3,7 @@
     C features of a row, I and W as in contract/activation.py
     P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before
 
-Data and scales are written only for groups; the tokens that fill a group's last tile are zeros. fp32
+out: data and scale to fill, written only for groups; the tokens that fill a group's last tile are zeros. fp32
 scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; otherwise
 ArgumentError.
 
@@ -23,10 +23,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.act_quantized import Buffers
+from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.contract.operands import Matrices, MaybeTensor
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.tensor_table import ScaleTable, TensorTable
+from symmoe.kernels.operands import Buffers
+from symmoe.kernels.tensor_table import ScaleTable
 
 
 class QuantizeKernels(Protocol):
@@ -34,28 +36,26 @@ class QuantizeKernels(Protocol):
         self,
         rows: Tensor,
         row_range: Tensor,
-        data: Tensor,
-        scale: Tensor,
+        out: Buffers,
         block_format: BlockFormat,
         *,
-        row_index: Tensor | None = None,
-        amax: Tensor | None = None,
-        seeds: Tensor | None = None,
-        bias_sums: Tensor | None = None,
-        bias_scale: Tensor | None = None,
+        row_index: MaybeTensor = None,
+        amax: MaybeTensor = None,
+        seeds: MaybeTensor = None,
+        sums: tuple[Tensor, MaybeTensor] | None = None,
     ) -> None:
         """Quantises every row of every group, with scales along the features; and sums rows for a bias gradient.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
         Positions of seeds: (feature, row in the group). Seeds need whole groups.
 
-        bias_sums fp32 [bias_slots(N, G, SLOT_ROWS), C]: sums of tiles of SLOT_ROWS rows in their slots
-        (kernels/bias_sums.py), of rows times bias_scale fp32[N], if given. They need ranges that begin at multiples of
-        SLOT_ROWS, counted from the group's first row, and end there or where the group does.
+        sums: fp32 [bias_slots(N, G, SLOT_ROWS), C], gets sums of tiles of SLOT_ROWS rows in their slots
+        (kernels/bias_sums.py); and bias_scale fp32[N], by which rows are multiplied first, or None. They need ranges
+        that begin at multiples of SLOT_ROWS, counted from the group's first row, and end there or where the group does.
         """
 
     def sum_dbias(self, bias_sums: Tensor, row_range: Tensor, dbias: Tensor) -> None:
-        """What grouped_bias_grad makes of the rows, bit for bit, from the bias_sums of quantize_rows; whole groups.
+        """What grouped_bias_grad makes of the rows, bit for bit, from the sums of quantize_rows; whole groups.
 
         dbias [G, C] in any dtype.
         """
@@ -64,14 +64,13 @@ class QuantizeKernels(Protocol):
         self,
         rows: Tensor,
         row_range: Tensor,
-        data: Tensor,
-        scale: Tensor,
+        out: Buffers,
         block_format: BlockFormat,
         *,
-        row_index: Tensor | None = None,
-        amax: Tensor | None = None,
+        row_index: MaybeTensor = None,
+        amax: MaybeTensor = None,
         signs: int | None = None,
-        seeds: Tensor | None = None,
+        seeds: MaybeTensor = None,
     ) -> None:
         """Quantises every feature of every group, with scales along the tokens; data is transposed. Whole groups.
 
@@ -86,7 +85,7 @@ class QuantizeKernels(Protocol):
         row_range: Tensor,
         amax: Tensor,
         *,
-        row_index: Tensor | None = None,
+        row_index: MaybeTensor = None,
         signs: int | None = None,
     ) -> None:
         """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G]. Whole groups.
@@ -94,17 +93,11 @@ class QuantizeKernels(Protocol):
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
 
-    def weight_amax(self, weight: Tensor | TensorTable, amax: Tensor) -> None:
+    def weight_amax(self, weight: Matrices, amax: Tensor) -> None:
         """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
 
     def quantize_weights(
-        self,
-        weight: Tensor | TensorTable,
-        data: Tensor,
-        scale: Tensor,
-        block_format: BlockFormat,
-        *,
-        amax: Tensor | None = None,
+        self, weight: Matrices, out: Buffers, block_format: BlockFormat, *, amax: MaybeTensor = None
     ) -> None:
         """Quantises G matrices, with scales along the last dimension.
 
@@ -114,36 +107,28 @@ class QuantizeKernels(Protocol):
 
     def quantize_weight_pairs(
         self,
-        weight: Tensor | TensorTable,
-        data: Tensor,
-        scale: Tensor,
-        transposed_data: Tensor,
-        transposed_scale: Tensor,
+        weight: Matrices,
+        out: Buffers,
+        transposed_out: Buffers,
         block_format: BlockFormat,
         *,
-        amax: Tensor | None = None,
+        amax: MaybeTensor = None,
     ) -> None:
-        """Both operands of G contiguous matrices [G, M, K]: the results of quantize_weights for `weight` (data, scale)
-        and for `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is
-        packed."""
+        """Both operands of G contiguous matrices [G, M, K]: the results of quantize_weights for `weight`, and for
+        `weight.mT` (transposed_out). M and K are even where E2M1 is packed."""
 
     def act_quantize(
         self,
         h: Tensor,
         row_scale: Tensor,
         row_range: Tensor,
+        out: Buffers,
         activation: Activation,
         block_format: BlockFormat,
-        *,
-        rows: Buffers | None = None,
-        columns: Buffers | None = None,
     ) -> None:
-        """scaled_activation of h, rounded to the dtype of h and quantised: operands of the second GEMM.
+        """scaled_activation of h, rounded to the dtype of h and quantised by quantize_rows: rows of the second GEMM.
 
-        h bf16 or fp16 [N, W]; row_scale fp32[N]; columns need whole groups. Pairs (data, scale):
-        rows, data [N, I], by quantize_rows; columns, data [I, P], P a multiple of TILE, by quantize_columns. A
-        pair that is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if
-        an argument is not as described.
+        h bf16 or fp16 [N, W]; row_scale fp32[N]; data [N, I]. block_format: takes_act_quantize.
         """
 
     def dact_quantize(
@@ -152,25 +137,16 @@ class QuantizeKernels(Protocol):
         h: Tensor,
         row_scale: Tensor,
         row_range: Tensor,
-        dscale: Tensor,
+        out: DactOperands,
         workspace: Tensor,
         activation: Activation,
         block_format: BlockFormat,
-        *,
-        rows: Buffers | None = None,
-        columns: Buffers | None = None,
-        a_columns: Buffers | None = None,
-        dbias: Tensor | None = None,
     ) -> None:
         """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; columns of the activation again,
         so that a forward pass need not keep them; and the first GEMM's dbias, of the rounded dh. Whole groups.
 
-        da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
-        dact_quantize_workspace_numel(...) elements. rows, columns: for dh, W features: operands of the first GEMM's
-        input gradient and weight gradient; a_columns: operand of the second GEMM's weight gradient; dbias [G, W], bf16,
-        fp16 or fp32: what grouped_bias_grad makes of dh, bit for bit. All may be None.
-        The others as in act_quantize. If h has halves, blocks must divide I (takes_dact_quantize). ArgumentError if an
-        argument is not as described.
+        da [N, I] of the dtype of h; workspace: fp32, of dact_quantize_workspace_numel(...) elements. The others as in
+        act_quantize; block_format: takes_dact_quantize.
         """
 
     def swizzle_scales(self, scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor) -> None:

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.operands import Buffers
 
 
 class WireKernels(Protocol):
     def encode_rows(self, rows: Tensor, wire: Tensor, block_format: BlockFormat) -> None:
         """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
 
-    def unpack_rows(
-        self, wire: Tensor, row_range: Tensor, data: Tensor, scale: Tensor, *, row_index: Tensor | None = None
-    ) -> None:
-        """data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
+    def unpack_rows(self, wire: Tensor, row_range: Tensor, out: Buffers, *, row_index: Tensor | None = None) -> None:
+        """out = data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
 
         data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
@@ -32,8 +31,7 @@ class WireKernels(Protocol):
         self,
         wire: Tensor,
         row_range: Tensor,
-        data: Tensor,
-        scale: Tensor,
+        out: Buffers,
         block_format: BlockFormat,
         dtype: torch.dtype,
         *,
@@ -41,6 +39,6 @@ class WireKernels(Protocol):
     ) -> None:
         """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), which is not stored.
 
-        data and scale as in quantize_columns; block_format: format of rows and columns, E4M3 in blocks. Rows of no
+        out as in quantize_columns; block_format: format of rows and columns, E4M3 in blocks. Rows of no
         group are not read.
         """

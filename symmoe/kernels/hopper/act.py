@@ -309,17 +309,11 @@ def launch_dact(dout, weight, row_range, hidden, results, activation, *, num_sms
     num_rows, ffn = results[1].shape
     num_groups, dout_width, _ = weight.shape
     gathered = row_index is not None
-    variant = variant or dact_variant(dout_width, gathered)
+    if variant is None:
+        variant = GATHERED if gathered else TWO_WARPS if dout_width >= LONG_PRODUCT else ALTERNATE
     pipe, constants = _dact_plan(num_groups, ffn, dout_width, dout.dtype, activation, gathered, tuple(variant.items()))
     arguments = None if gathered else dout, dout, row_index, weight, row_range, *hidden, *results, num_rows
     launch(hopper_dact_kernel, grid(pipe, num_rows, num_sms, dout.device), constants, *arguments)
-
-
-def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
-    """The options of the fastest variant."""
-    if gathered:
-        return GATHERED
-    return TWO_WARPS if dout_width >= LONG_PRODUCT else ALTERNATE
 
 
 @functools.cache

@@ -19,7 +19,7 @@ They wait for each other on mbarriers, whose phases alternate; use u of a barrie
     taken[w]   1                                   finish has read them           multiply w
 
 A role that waits for a free place begins one phase ahead: in the first round every place is free.
-tests/kernels/test_hopper_protocol.py plays these roles in random order.
+tests/support/hopper_emulator_checks.py runs these roles without a GPU, in any order.
 """
 
 from dataclasses import dataclass

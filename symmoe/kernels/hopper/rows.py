@@ -23,7 +23,7 @@ from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import thread_barrier, tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import make_barriers
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
 UNIT_BYTES = gl.constexpr(256)
@@ -202,7 +202,7 @@ def takes_rows(rows: torch.Tensor) -> bool:
 @functools.cache
 def _push_plan(row_bytes: int, num_ranks: int, column: int) -> Constants:
     cut = cut_rows(row_bytes, num_ranks, column, MAX_PIECE_BYTES)
-    descriptors = {0: describe_rows(cut), 1: describe_arena(cut)}
+    descriptors = {0: describe_rows(cut), 1: describe_rows(cut, UNIT_BYTES.value)}
     return Constants({"CUT": cut, "num_warps": 4}, descriptors)
 
 
@@ -224,31 +224,14 @@ def cut_rows(row_bytes: int, num_ranks: int, column: int, most_bytes: int) -> Pi
     )
 
 
-def _layout(block: list[int]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-
-
-def describe_rows(cut: Pieces):
-    """Function from contiguous rows to their descriptor."""
-    block = [1, cut.piece, cut.segment]
+def describe_rows(cut: Pieces, unit_bytes: int = 0) -> Describe:
+    """Function from contiguous rows to their descriptor, or from an arena in which a row may begin at any unit."""
+    block, step = [1, cut.piece, cut.segment], unit_bytes or cut.row_bytes
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 
     def describe(rows: torch.Tensor) -> TensorDescriptor:
-        words = rows.view(torch.int32)
-        shape = [words.shape[0], cut.num_segments, cut.segment]
-        return TensorDescriptor(words, shape, [words.shape[1], cut.segment, 1], block, _layout(block))
-
-    return describe
-
-
-def describe_arena(cut: Pieces):
-    """Function from an arena (bytes) to the descriptor of rows that begin at any of its units."""
-    block = [1, cut.piece, cut.segment]
-
-    def describe(arena: torch.Tensor) -> TensorDescriptor:
-        num_units = (arena.numel() - cut.row_bytes) // UNIT_BYTES.value + 1
-        shape = [num_units, cut.num_segments, cut.segment]
-        strides = [UNIT_BYTES.value // 4, cut.segment, 1]
-        return TensorDescriptor(arena.view(torch.int32), shape, strides, block, _layout(block))
+        shape = [(rows.nbytes - cut.row_bytes) // step + 1, cut.num_segments, cut.segment]
+        return TensorDescriptor(rows.view(torch.int32), shape, [step // 4, cut.segment, 1], block, layout)
 
     return describe
 

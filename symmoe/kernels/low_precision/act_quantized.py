@@ -1,7 +1,7 @@
 """The activation of an expert and its gradient with quantised results (Triton). Letters: contract/quantize.py.
 
-Rows of the activation do not depend on groups: a program has a few of them by FEATURES of the result. For columns
-it has TILE tokens of a group. A gradient's program goes through them twice: in strips of features, which have
+Rows of the activation do not depend on groups: a program has a few of them by FEATURES of the result. A gradient's
+program has TILE tokens of a group, and goes through them twice: in strips of features, which have
 whole blocks of columns, and in strips of rows, which have whole blocks of rows. The second time h is in L2. (In one
 tile for both, numbers that wait to be quantised would fill the registers.) On Hopper a kernel computes each number once
 and passes it through shared memory: low_precision/hopper_dact_quantize.py.
@@ -12,20 +12,14 @@ The arithmetic is that of activation.py and quantize.py, the same functions on t
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
-from symmoe.kernels.act_quantized import (
-    ANY_ADDRESS,
-    FEATURES,
-    Buffers,
-    check_act_quantize,
-    check_dact_quantize,
-    dact_features,
-)
+from symmoe.kernels.act_quantized import ANY_ADDRESS, FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
@@ -50,12 +44,11 @@ from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs
 
 TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and its transposition, at any width.
-STRIP, DACT_STRIP = 64, 32  # features of a strip of columns, of the result and of its gradient
+STRIP = 32  # features of a strip of columns
 ROWS = 32  # rows of a strip, and of a program that makes only rows
 ROW_WARPS = 4  # warps of such a program: few, so that many programs have loads in flight
 NUM_WARPS = 8
 REGISTERS = 128  # per thread of those: two programs to an SM
-_PROGRAM = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
 
 
 @triton.jit
@@ -119,7 +112,7 @@ def act_part(
     COLUMNS: tl.constexpr,
 ):
     """a [ROWS, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
     return (value * factor).to(h.dtype.element_ty)
@@ -140,7 +133,7 @@ def dact_part(
 ):
     """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
     DTYPE: tl.constexpr = h.dtype.element_ty
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     gate = gate.to(tl.float32)
     up = up.to(tl.float32)
     column = first + tl.arange(0, COLUMNS)
@@ -180,37 +173,6 @@ def act_quantize_rows_kernel(
         row = first_row + tl.arange(0, ROWS)
         a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
         store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scale", "row_range", "scale"])
-def act_quantize_columns_kernel(
-    h,  # [N, W]
-    row_scale,  # fp32[N]
-    row_range,
-    data,  # bytes [I, num_tiles * TILE]
-    scale,
-    num_tiles,
-    FIELDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    FFN: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STRIP: tl.constexpr,
-):
-    """Grid (tiles of tokens, tiles of features)."""
-    ACTIVATION: tl.constexpr = activation_of(FIELDS)
-    tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
-    if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
-        token = first_row + tl.arange(0, TILE)
-        for i in tl.range(0, FEATURES, STRIP):
-            first = tl.program_id(1) * FEATURES + i
-            a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-            store_columns(a, first, FFN, tile, (data, scale, num_tiles), None, FFN, SCALE, BLOCK)
 
 
 @fast_launch
@@ -283,93 +245,62 @@ def dact_quantize_kernel(
                 store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
 
 
-def act_quantize(h, row_scale, row_range, activation, block_format, *, rows=None, columns=None):
-    sizes = check_act_quantize(h, row_scale, row_range, activation, block_format, rows, columns)
-    problem = sizes.ffn, sizes.num_groups, activation, block_format
-    row_constants, column_constants = _row_constants(*problem), _column_constants(*problem)
-    if sizes.num_rows == 0:
+def act_quantize(h, row_scale, row_range, out, activation, block_format):
+    (num_rows, ffn), num_groups = out[0].shape, row_range.shape[1]
+    if num_rows == 0:
         return
-    tiles_of_features = ceil_div(sizes.ffn, FEATURES)
-    if rows is not None:
-        num_programs = row_programs(max_row_tiles(sizes.num_rows, sizes.num_groups, ROWS), tiles_of_features)
-        grid = tiles_of_features, num_programs
-        launch(act_quantize_rows_kernel, grid, row_constants, h, row_scale, row_range, *_row_bytes(rows))
-    if columns is not None:
-        grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
-        operands = *_column_bytes(columns), _num_tiles(columns)
-        launch(act_quantize_columns_kernel, grid, column_constants, h, row_scale, row_range, *operands)
+    tiles_of_features = ceil_div(ffn, FEATURES)
+    grid = tiles_of_features, row_programs(max_row_tiles(num_rows, num_groups, ROWS), tiles_of_features)
+    constants = _act_constants(ffn, num_groups, activation, block_format)
+    launch(act_quantize_rows_kernel, grid, constants, h, row_scale, row_range, *map(as_stored, out))
 
 
-def dact_quantize(
-    da,
-    h,
-    row_scale,
-    row_range,
-    dscale,
-    workspace,
-    activation,
-    block_format,
-    *,
-    rows=None,
-    columns=None,
-    a_columns=None,
-    dbias=None,
-):
-    sizes = check_dact_quantize(
-        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns, dbias
-    )
-    constants = _dact_constants(sizes.ffn, sizes.num_groups, activation, block_format)
-    if sizes.num_rows == 0:
-        if dbias is not None:
-            dbias.zero_()
+def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block_format):
+    (num_rows, ffn), num_groups = da.shape, row_range.shape[1]
+    if num_rows == 0:
+        if out.dbias is not None:
+            out.dbias.zero_()
         return
-    bias_sums = None if dbias is None else workspace[sizes.num_rows * num_scale_sums(sizes.ffn) :]
-    tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
-    on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, sizes.hidden)
-    all_operands = rows is not None and columns is not None and a_columns is not None
-    if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
-        inputs = da, h, row_scale, row_range, workspace, activation, block_format
-        on_hopper.launch_dact_quantize(*inputs, rows, columns, a_columns, bias_sums)
+    arguments = dact_arguments(da, h, row_scale, row_range, out, workspace)
+    on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, h.shape[1])
+    if on_hopper is not None and on_hopper.takes_dact_quantize(da, h, activation, block_format):
+        on_hopper.launch_dact_quantize(arguments, activation, block_format)
     else:
-        grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
-        results = *_row_bytes(rows), *_column_bytes(columns), *_column_bytes(a_columns), bias_sums
-        numbers = sizes.num_rows, _num_tiles(columns), _num_tiles(a_columns)
-        launch(dact_quantize_kernel, grid, constants, da, h, row_scale, row_range, workspace, *results, *numbers)
-    sum_dact_partials(workspace, row_range, dscale, num_scale_sums(sizes.ffn))
-    if bias_sums is not None and dbias is not None:
-        sum_row_tiles(bias_sums, row_range, dbias, formats.TILE)
+        grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
+        launch(dact_quantize_kernel, grid, _dact_constants(ffn, num_groups, activation, block_format), *arguments)
+    sum_dact_partials(workspace, row_range, out.dscale, num_scale_sums(ffn))
+    if out.dbias is not None:
+        sum_row_tiles(workspace[num_rows * num_scale_sums(ffn) :], row_range, out.dbias, formats.TILE)
 
 
-def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Data and scales as kernels store them."""
-    return (None, None) if rows is None else (as_stored(rows[0]), as_stored(rows[1]))
-
-
-def _column_bytes(columns: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if columns is None else (as_stored(columns[0]), column_scale(columns[1]))
-
-
-def _num_tiles(columns: Buffers | None) -> int:
-    """Tiles of tokens that columns have room for."""
-    return 0 if columns is None else columns[0].shape[1] // formats.TILE
+def dact_arguments(
+    da: torch.Tensor,
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    row_range: torch.Tensor,
+    out: DactOperands,
+    workspace: torch.Tensor,
+) -> tuple[Any, ...]:
+    """The arguments of dact_quantize's kernels."""
+    num_rows, ffn = da.shape
+    columns = [(as_stored(data), column_scale(scale)) for data, scale in (out.columns, out.a_columns)]
+    bias_sums = None if out.dbias is None else workspace[num_rows * num_scale_sums(ffn) :]
+    numbers = num_rows, *(data.shape[1] // formats.TILE for data, _ in columns)
+    results = *map(as_stored, out.rows), *columns[0], *columns[1], bias_sums
+    return da, h, row_scale, row_range, workspace, *results, *numbers
 
 
 @functools.cache
-def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+def _act_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
     tile = {"FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
 
 
 @functools.cache
-def _column_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"FEATURES": FEATURES, "STRIP": STRIP}
-    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
-
-
-@functools.cache
 def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"FEATURES": dact_features(activation), "STRIP": max(DACT_STRIP, activation.interleave or 0), "ROWS": ROWS}
-    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
+    tile = {"FEATURES": dact_features(activation), "STRIP": max(STRIP, activation.interleave or 0), "ROWS": ROWS}
+    program = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **program})
 
 
 def _common(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> dict[str, object]:

@@ -3,28 +3,28 @@
 Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
 in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
-of grouped_gemm_fp8, and for narrow results.
+of forward products, and for narrow results.
 """
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import hopper_choice, quantized_gemm
+from symmoe.kernels import quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.tensor_table import packed_and_table
-from symmoe.kernels.triton.gemm import add_bias, zero_matrices
+from symmoe.kernels.launch.launch import Constants, fast_launch
+from symmoe.kernels.triton.gemm import add_bias
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
     TileConfig,
     describe,
     first_tail_row,
-    launch_grid,
     load_lines,
     locate_tile,
     matrix_of,
@@ -141,62 +141,10 @@ def grouped_gemm_wgrad_fp8_kernel(
             store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
 
 
-def grouped_gemm_fp8(
-    rows,
-    row_scale,
-    weight,
-    weight_scale,
-    row_range,
-    out,
-    *,
-    bias=None,
-    bias_scale=None,
-    zero_tail=False,
-    num_sms=None,
-    config=None,
-):
-    quantized_gemm.check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
-    num_rows, out_width = out.shape
-    num_groups = weight.shape[0]
-    if num_rows == 0:
-        return
-    if config is None:
-        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
-            addend = {"bias": bias, "bias_scale": bias_scale}
-            options = {"zero_tail": zero_tail, "num_sms": num_sms}
-            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
-            return
-    plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1])
-    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
-    operands = rows, row_scale, *packed_and_table(weight), *packed_and_table(weight_scale)
-    results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
-    launch(grouped_gemm_fp8_kernel, grid, plan.constants, *operands, *results)
-
-
-def grouped_gemm_wgrad_fp8(
-    dout, dout_scale, rows, rows_scale, row_range, out, *, accumulate=False, num_sms=None, config=None
-):
-    quantized_gemm.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
-    if dout_scale.shape[1] == 0:
-        if not accumulate:
-            zero_matrices(out)
-        return
-    if config is None:
-        operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = hopper_choice.hopper_kernels(out.device, operands, out.shape[2])
-        if on_hopper is not None and (isinstance(out, torch.Tensor) or out.dtype == torch.float32):
-            options = {"accumulate": accumulate, "num_sms": num_sms}
-            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
-            return
-    plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
-    grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
-    operands = dout, dout_scale, rows, rows_scale, row_range
-    launch(grouped_gemm_wgrad_fp8_kernel, grid, plan.constants, *operands, *packed_and_table(out))
-
-
 @functools.cache
-def _gemm_plan(config: TileConfig, num_groups: int, out_width: int, in_width: int) -> Plan:
+def plan_gemm(num_groups: int, out_width: int, in_width: int, **tile: Any) -> Plan:
+    """How grouped_gemm_fp8_kernel is launched. tile: fields of TileConfig."""
+    config = replace(CONFIG, **tile)
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
@@ -204,20 +152,16 @@ def _gemm_plan(config: TileConfig, num_groups: int, out_width: int, in_width: in
         "IN_WIDTH": in_width,
         **_tile_constants(config),
     }
-    descriptors = {
-        0: describe([config.block_m, BLOCK.value]),
-        2: describe([1, config.block_n, BLOCK.value]),
-    }
+    descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([1, config.block_n, BLOCK.value])}
     return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache
-def _wgrad_plan(config: TileConfig, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...]) -> Plan:
+def plan_wgrad(dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...], **tile: Any) -> Plan:
+    """How grouped_gemm_wgrad_fp8_kernel is launched."""
+    config = replace(CONFIG, **tile)
     constants = {"GROUP_LANES": next_power_of_2(shape[0]), **_tile_constants(config)}
-    descriptors = {
-        0: describe([config.block_m, BLOCK.value]),
-        2: describe([config.block_n, BLOCK.value]),
-    }
+    descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
     return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 

@@ -34,6 +34,7 @@ from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
+from symmoe.kernels.operands import Buffers
 from symmoe.kernels.triton.tiles import device_num_sms
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
@@ -371,37 +372,34 @@ def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> 
     return in_tiles and width % 8 == 0 and rows.data_ptr() % ACCESS_BYTES == 0
 
 
-def launch_quantize_columns(rows, row_range, data, scale, block_format, *, row_index=None, num_sms=None, **options):
+def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None, **options):
     """quantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
-    width, num_tiles = scale.shape
-    layout = (width, row_range.shape[1], block_format.scale, rows.dtype, width // 2, 4)
-    plan, constants = _plan(*layout, tuple(options.items()))
-    operands = rows.view(torch.int32), row_index, row_range, data.view(torch.uint8), scale.t(), num_tiles
-    launch(hopper_quantize_columns_kernel, plan.grid(num_tiles, num_sms, rows.device), constants, *operands)
+    plan, constants = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None, **options)
+    inputs, results = (rows.view(torch.int32), row_index, row_range), _results(out)
+    grid = plan.grid(results[2], num_sms, rows.device)
+    launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
 
 
-def launch_requantize_columns(
-    wire, row_range, data, scale, block_format, dtype, *, row_index=None, num_sms=None, **options
-):
+def launch_requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None, num_sms=None, **options):
     """requantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
-    width, num_tiles = scale.shape
-    layout = (width, row_range.shape[1], block_format.scale, dtype, wire.shape[1] // 2, 2)
-    plan, constants = _plan(*layout, tuple(options.items()))
-    inputs = wire.view(torch.int16), wire.view(torch.float32), row_index, row_range
-    operands = *inputs, data.view(torch.uint8), scale.t(), num_tiles
-    launch(hopper_requantize_columns_kernel, plan.grid(num_tiles, num_sms, wire.device), constants, *operands)
+    plan, constants = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1], **options)
+    inputs, results = (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range), _results(out)
+    grid = plan.grid(results[2], num_sms, wire.device)
+    launch(hopper_requantize_columns_kernel, grid, constants, *inputs, *results)
+
+
+def _results(out: Buffers) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Data, scales, and tiles of tokens, as the kernels take them."""
+    data, scale = out
+    return data.view(torch.uint8), scale.t(), scale.shape[1]
 
 
 @functools.cache
 def _plan(
-    width: int,
-    num_groups: int,
-    scale: str,
-    dtype: torch.dtype,
-    row_words: int,
-    word_bytes: int,
-    options: tuple[tuple[str, int], ...],
+    width: int, num_groups: int, scale: str, dtype: torch.dtype, wire_bytes: int | None, **options: int
 ) -> tuple[ColumnPlan, Constants]:
+    """wire_bytes: of a row of the wire; None: rows are not quantised."""
+    row_words, word_bytes = (width // 2, 4) if wire_bytes is None else (wire_bytes // 2, 2)
     plan = ColumnPlan(
         width=width,
         num_groups=num_groups,
@@ -409,7 +407,7 @@ def _plan(
         dtype=GLUON_DTYPES[dtype],
         row_words=row_words,
         word_bytes=word_bytes,
-        **{**OPTIONS, **dict(options)},
+        **{**OPTIONS, **options},
     )
     registers = MAX_REGISTERS[plan.programs_per_sm]
     return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": registers})

@@ -36,10 +36,10 @@ from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_prefix
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.triton.bias import sum_tile
-from symmoe.kernels.triton.tiles import device_num_sms
+from symmoe.kernels.triton.tiles import device_num_sms, launch_grid
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 STRIP = gl.constexpr(64)  # rows
@@ -240,43 +240,20 @@ def takes_dact_quantize(da: torch.Tensor, h: torch.Tensor, activation: Activatio
     return is_in_halves and in_tiles and (da.data_ptr() | h.data_ptr()) % ACCESS_BYTES == 0
 
 
-def launch_dact_quantize(
-    da,
-    h,
-    row_scale,
-    row_range,
-    workspace,
-    activation,
-    block_format,
-    rows,
-    columns,
-    a_columns,
-    bias_sums=None,
-    *,
-    num_sms=None,
-    **options,
-):
-    """dact_quantize of at least one row, without the sums of dscale's and dbias's parts, which stay in the workspace
-    and in bias_sums, a part of it.
+def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, **options):
+    """dact_quantize of at least one row, without the sums of dscale's and dbias's parts, which stay in the workspace.
 
-    options: fields of DactQuantize.
+    arguments: those of the kernel. options: fields of DactQuantize.
     """
-    num_rows, ffn = da.shape
-    num_groups = row_range.shape[1]
-    num_sms = device_num_sms(h.device) if num_sms is None else num_sms
+    da, _, _, row_range, *_ = arguments
+    (num_rows, ffn), num_groups = da.shape, row_range.shape[1]
     num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
-    grid = (max(1, min(num_tiles, PROGRAMS_PER_SM * num_sms)),)
-    constants = _constants(num_groups, ffn, activation, block_format.scale, tuple(options.items()))
-    data, column_data, a_column_data = (buffers[0].view(torch.uint8) for buffers in (rows, columns, a_columns))
-    results = data, rows[1], column_data, column_scale(columns[1]), a_column_data, column_scale(a_columns[1])
-    numbers = num_rows, column_data.shape[1] // TILE.value, a_column_data.shape[1] // TILE.value
-    inputs = da, h, row_scale, row_range, workspace
-    launch(hopper_dact_quantize_kernel, grid, constants, *inputs, *results, bias_sums, *numbers)
+    grid = launch_grid(num_tiles, PROGRAMS_PER_SM * (num_sms or device_num_sms(da.device)), da.device)
+    constants = _constants(num_groups, ffn, activation, block_format.scale, **options)
+    launch(hopper_dact_quantize_kernel, grid, constants, *arguments)
 
 
 @functools.cache
-def _constants(
-    num_groups: int, ffn: int, activation: Activation, scale: str, options: tuple[tuple[str, int], ...]
-) -> Constants:
-    plan = DactQuantize(num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **dict(options))
+def _constants(num_groups: int, ffn: int, activation: Activation, scale: str, **options: int) -> Constants:
+    plan = DactQuantize(num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **options)
     return Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

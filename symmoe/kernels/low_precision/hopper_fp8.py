@@ -1,4 +1,4 @@
-"""grouped_gemm_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 contracted features.
+"""grouped_gemm_quantized for Hopper: E4M3 products, scaled in fp32 every 128 contracted features.
 
 Tiles, roles and barriers as in pipeline.py: a stage is 128 rows and 256 rows of the weight, 128 bytes of either. WGMMA
 adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) is added by the fp32 units:
@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
 from symmoe.kernels.hopper.gluon_names import tma_load
 from symmoe.kernels.hopper.pipeline import (
@@ -234,36 +235,22 @@ def hopper_fp8_gemm_kernel(
         zero_tail_rows(out, row_range, num_rows, PIPE)
 
 
-def launch_fp8_gemm(
-    rows,
-    row_scale,
-    weight,
-    weight_scale,
-    row_range,
-    out,
-    *,
-    bias=None,
-    bias_scale=None,
-    zero_tail=False,
-    num_sms=None,
-    **options,
-):
-    """grouped_gemm_fp8 of at least one row. options: of Fp8Pipeline."""
-    num_rows, num_groups = out.shape[0], weight.shape[0]
-    packed, table = packed_and_table(weight)
-    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, table is not None, tuple(options.items()))
-    weights = (rows, table, rows) if packed is None else (packed, None, None)
-    scales = row_scale, *packed_and_table(weight_scale)
-    options_of_rows = row_range, bias, bias_scale, num_rows if zero_tail else None
+def launch_fp8_gemm(rows, weight, row_range, out, *, bias=None, zero_tail=False, num_sms=None, **options):
+    """grouped_gemm_quantized of at least one row with fp32 scales. options: of Fp8Pipeline."""
+    num_rows, (packed, table) = out.shape[0], packed_and_table(weight.data)
+    pipe, constants = _plan(*weight.data.shape, out.dtype, table is not None, **options)
+    weights = (rows.data, table, rows.data) if packed is None else (packed, None, None)
+    scales = rows.scale, *packed_and_table(weight.scale)
+    addend = row_range, *as_pair(bias), num_rows if zero_tail else None
     programs = grid(pipe, num_rows, num_sms, out.device)
-    launch(hopper_fp8_gemm_kernel, programs, constants, rows, *weights, out, out, *scales, *options_of_rows)
+    launch(hopper_fp8_gemm_kernel, programs, constants, rows.data, *weights, out, out, *scales, *addend)
 
 
 @functools.cache
 def _plan(
-    num_groups: int, out_width: int, in_width: int, dtype: torch.dtype, is_table: bool, options: tuple[Any, ...]
+    num_groups: int, out_width: int, in_width: int, dtype: torch.dtype, is_table: bool, **options: Any
 ) -> tuple[Fp8Pipeline, Constants]:
-    pipe = Fp8Pipeline(num_groups=num_groups, columns=out_width, in_width=in_width, **{"group_m": 16, **dict(options)})
+    pipe = Fp8Pipeline(num_groups=num_groups, columns=out_width, in_width=in_width, **{"group_m": 16, **options})
     block = [BLOCK_N.value, BLOCK_K.value]
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),

@@ -1,4 +1,4 @@
-"""grouped_gemm_wgrad_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 tokens.
+"""grouped_gemm_wgrad_quantized for Hopper: E4M3 products, scaled in fp32 every 128 tokens.
 
 Tiles as in hopper/wgrad.py, roles and sums as in hopper_fp8.py. Both operands lie with tokens last, so WGMMA reads them
 as it reads rows and weights, and both have a scale for a feature and 128 tokens:
@@ -46,7 +46,7 @@ from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
 from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
 from symmoe.kernels.tensor_table import packed_and_table
-from symmoe.kernels.triton.tiles import device_num_sms
+from symmoe.kernels.triton.tiles import launch_grid
 
 PART = gl.constexpr(32)  # columns of sums stored at a time
 PARTS = gl.constexpr(8)  # parts of a warpgroup's sums in a tile
@@ -275,14 +275,15 @@ def hopper_fp8_wgrad_kernel(
     )
 
 
-def launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, *, accumulate=False, num_sms=None, **options):
-    """grouped_gemm_wgrad_fp8 of at least one block of tokens; matrices of a table are fp32. options: fields of the
-    pipeline, for comparisons."""
+def launch_fp8_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=None, **options):
+    """grouped_gemm_wgrad_quantized of at least one block of tokens with fp32 scales; matrices of a table are fp32.
+    options: fields of the pipeline, for comparisons."""
     packed, table = packed_and_table(out)
-    target = dout_scale.t() if packed is None else packed  # an anchor must be of the table's dtype
-    pipe, constants = _plan(*out.shape, out.dtype, accumulate, table is not None, tuple(options.items()))
-    num_sms = device_num_sms(out.device) if num_sms is None else num_sms
-    grid, operands = (min(pipe.num_tiles, num_sms),), (dout, dout_scale.t(), rows, rows_scale.t())
+    dout_scale, rows_scale = dout.scale.t(), rows.scale.t()
+    target = dout_scale if packed is None else packed  # an anchor must be of the table's dtype
+    pipe, constants = _plan(*out.shape, out.dtype, accumulate, table is not None, **options)
+    operands = dout.data, dout_scale, rows.data, rows_scale
+    grid = launch_grid(pipe.num_tiles, num_sms, out.device)
     launch(hopper_fp8_wgrad_kernel, grid, constants, *operands, target, target, table, row_range)
 
 
@@ -294,7 +295,7 @@ def _plan(
     dtype: torch.dtype,
     accumulate: bool,
     is_table: bool,
-    options: tuple[Any, ...],
+    **options: Any,
 ) -> tuple[Fp8WgradPipeline, Constants]:
     pipe = Fp8WgradPipeline(
         num_groups=num_groups,
@@ -302,7 +303,7 @@ def _plan(
         columns=columns,
         accumulate=accumulate,
         # 16-bit results leave memory for one more stage of operands.
-        **{**({"stages": 4, "batch": 1} if dtype.itemsize == 2 else {"batch": 2}), **dict(options)},
+        **{**({"stages": 4, "batch": 1} if dtype.itemsize == 2 else {"batch": 2}), **options},
     )
     block = [CHUNK.value, PART.value]
     is_distant = is_table or (accumulate and dtype == torch.float32)

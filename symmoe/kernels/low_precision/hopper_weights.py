@@ -160,29 +160,23 @@ def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorT
     return in_tiles and is_aligned and all(n % formats.TILE == 0 for n in weight.shape[1:])
 
 
-def launch_quantize_weight_pairs(
-    weight, data, scale, transposed_data, transposed_scale, block_format, *, num_sms=None, **options
-):
+def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, num_sms=None, **options):
     """quantize_weight_pairs for weights that takes_weight_pairs accepts. options: as OPTIONS."""
-    num_tiles = scale.numel()
+    num_tiles = out[1].numel()
     if num_tiles == 0:
         return
-    num_sms = device_num_sms(weight.device) if num_sms is None else num_sms
-    plan, constants = _plan(*weight.shape[1:], block_format.scale, weight.dtype, tuple(options.items()))
+    plan, constants = _plan(*weight.shape[1:], block_format.scale, weight.dtype, **options)
     packed, table = packed_and_table(weight)
-    grid, words = (
-        (min(num_tiles, plan.programs_per_sm * num_sms),),
-        None if packed is None else packed.view(torch.int32),
-    )
-    buffers = data.view(torch.int16), scale, transposed_data.view(torch.uint8), transposed_scale
+    words = None if packed is None else packed.view(torch.int32)
+    num_sms = device_num_sms(weight.device) if num_sms is None else num_sms
+    grid = (min(num_tiles, plan.programs_per_sm * num_sms),)
+    buffers = out[0].view(torch.int16), out[1], transposed_out[0].view(torch.uint8), transposed_out[1]
     launch(hopper_quantize_weight_pairs_kernel, grid, constants, words, table, *buffers, num_tiles)
 
 
 @functools.cache
-def _plan(
-    num_lines: int, width: int, scale: str, dtype: torch.dtype, options: tuple[tuple[str, int], ...]
-) -> tuple[WeightPlan, Constants]:
-    given = {**OPTIONS, **dict(options)}
+def _plan(num_lines: int, width: int, scale: str, dtype: torch.dtype, **options: int) -> tuple[WeightPlan, Constants]:
+    given = {**OPTIONS, **options}
     plan = WeightPlan(num_lines=num_lines, width=width, scale=scale, dtype=GLUON_DTYPES[dtype], **given)
     registers = MAX_REGISTERS[plan.programs_per_sm]
     return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": registers})

@@ -347,39 +347,27 @@ def weight_amax_kernel(
     store_largest(amax_bits + group, tl.load(pointers + column[None, :], mask=inside, other=0.0).to(tl.float32))
 
 
-def quantize_rows(
-    rows,
-    row_range,
-    data,
-    scale,
-    block_format,
-    *,
-    row_index=None,
-    amax=None,
-    seeds=None,
-    bias_sums=None,
-    bias_scale=None,
-):
+def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None):
+    (data, scale), num_groups = out, row_range.shape[1]
     num_rows, width = data.shape[0], rows.shape[1]
-    num_groups = row_range.shape[1]
     if num_rows == 0:
         return
-    constants = _row_constants(block_format, num_groups, width, bias_sums is not None)
+    constants = _row_constants(block_format, num_groups, width, sums is not None)
     num_columns = ceil_div(width, constants.named["COLUMNS"])
     grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
     operands = rows, row_index, row_range, as_stored(data), as_stored(scale)
-    launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, bias_sums, bias_scale)
+    launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, *(sums or (None, None)))
 
 
-def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
+def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
+    (data, scale), width, num_groups = out, rows.shape[1], row_range.shape[1]
     check_column_scale("scale", scale)
-    width, num_groups = rows.shape[1], row_range.shape[1]
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
     on_hopper = hopper_choice.hopper_kernels(rows.device, rows.dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
-        on_hopper.launch_quantize_columns(rows, row_range, data, scale, block_format, row_index=row_index)
+        on_hopper.launch_quantize_columns(rows, row_range, out, block_format, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
     constants = _column_constants(block_format, num_groups, width, signs is not None)
@@ -387,26 +375,24 @@ def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=No
     launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
 
 
-def quantize_weights(weight, data, scale, block_format, *, amax=None):
+def quantize_weights(weight, out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
     constants = _weight_constants(block_format, weight.dtype, num_lines, width, *strides)
-    buffers = as_stored(data), as_stored(scale)
-    launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
+    launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *map(as_stored, out), amax)
 
 
-def quantize_weight_pairs(weight, data, scale, transposed_data, transposed_scale, block_format, *, amax=None):
+def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    buffers = data, scale, transposed_data, transposed_scale
     on_hopper = hopper_choice.hopper_kernels(weight.device, weight.dtype, width)
     if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
-        on_hopper.launch_quantize_weight_pairs(weight, *buffers, block_format)
+        on_hopper.launch_quantize_weight_pairs(weight, out, transposed_out, block_format)
         return
     constants = _pair_constants(block_format, weight.dtype, num_lines, width)
     grid = ceil_div(width, constants.named["COLUMNS"]), ceil_div(num_lines, constants.named["LINES"]), num_groups
-    stored = map(as_stored, buffers)
-    launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *stored, amax)
+    buffers = map(as_stored, (*out, *transposed_out))
+    launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
 
 
 def group_amax(rows, row_range, amax, *, row_index=None, signs=None):

@@ -12,7 +12,7 @@ ranges that begin elsewhere are cut out of tiles by masks.
 
 import functools
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -23,16 +23,14 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
-from symmoe.kernels.tensor_table import packed_and_table
-from symmoe.kernels.triton.gemm import add_bias, zero_matrices
+from symmoe.kernels.launch.launch import Constants, Describe, fast_launch
+from symmoe.kernels.triton.gemm import add_bias
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
     TileConfig,
     describe,
     first_tail_row,
-    launch_grid,
     load_lines,
     matrix_of,
     matrix_pointer,
@@ -311,71 +309,17 @@ def grouped_gemm_wgrad_scaled_kernel(
             store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
 
 
-def grouped_gemm_scaled(
-    rows,
-    row_scale,
-    weight,
-    weight_scale,
-    row_range,
-    out,
-    *,
-    row_global_scale=None,
-    weight_global_scale=None,
-    group_range=None,
-    bias=None,
-    bias_scale=None,
-    zero_tail=False,
-    num_sms=None,
-    config=None,
-):
-    block_format = quantized_gemm.check_scaled_gemm(
-        *(rows, row_scale, weight, weight_scale, row_range, out),
-        *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
-    )
-    num_rows, out_width = out.shape
-    num_groups = weight.shape[0]
-    if num_rows == 0:
-        return
-    plan = _gemm_plan(config, block_format, scaled_products(out.device), num_groups, out_width, rows.shape[1])
-    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
-    operands = rows, row_scale, *packed_and_table(weight), *packed_and_table(weight_scale)
-    global_scales, ranges = (row_global_scale, weight_global_scale), (row_range, group_range)
-    results = out, bias, bias_scale, num_rows if zero_tail else None
-    launch(grouped_gemm_scaled_kernel, grid, plan.constants, *operands, *global_scales, *ranges, *results)
-
-
-def grouped_gemm_wgrad_scaled(
-    dout,
-    dout_scale,
-    rows,
-    rows_scale,
-    row_range,
-    out,
-    *,
-    dout_global_scale=None,
-    rows_global_scale=None,
-    accumulate=False,
-    num_sms=None,
-    config=None,
-):
-    block_format = quantized_gemm.check_scaled_wgrad(
-        dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
-    )
-    if dout.shape[1] == 0:
-        if not accumulate:
-            zero_matrices(out)
-        return
-    plan = _wgrad_plan(config, block_format, scaled_products(out.device), out.dtype, accumulate, out.shape)
-    grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
-    operands = dout, dout_scale, rows, rows_scale, dout_global_scale, rows_global_scale, row_range
-    launch(grouped_gemm_wgrad_scaled_kernel, grid, plan.constants, *operands, *packed_and_table(out))
-
-
 @functools.cache
-def _gemm_plan(
-    config: TileConfig | None, block_format: BlockFormat, unit: Unit, num_groups: int, out_width: int, line_bytes: int
+def plan_gemm(
+    block_format: BlockFormat,
+    unit: Unit,
+    num_groups: int,
+    out_width: int,
+    line_bytes: int,
+    **tile: Any,
 ) -> Plan:
-    config = config or _gemm_config(block_format, unit, out_width)
+    """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
+    config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
     constants = {
         "NUM_GROUPS": num_groups,
@@ -395,15 +339,16 @@ def _gemm_plan(
 
 
 @functools.cache
-def _wgrad_plan(
-    config: TileConfig | None,
+def plan_wgrad(
     block_format: BlockFormat,
     unit: Unit,
     dtype: torch.dtype,
     accumulate: bool,
     shape: tuple[int, ...],
+    **tile: Any,
 ) -> Plan:
-    config = config or _wgrad_config(block_format, unit, shape[2])
+    """How grouped_gemm_wgrad_scaled_kernel is launched."""
+    config = replace(_gemm_config(block_format, unit, shape[2]), **{"block_k": formats.TILE, **tile})
     if config.block_k != formats.TILE:
         raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
     step, across = _check_tiles(config, block_format)
@@ -427,10 +372,6 @@ def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileC
     if unit != "tcgen05":
         return CONFIG
     return next(config for least, config in TCGEN05_CONFIGS[block_format.element] if out_width >= least)
-
-
-def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
-    return replace(_gemm_config(block_format, unit, out_width), block_k=formats.TILE)
 
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:

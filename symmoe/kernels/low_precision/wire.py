@@ -205,8 +205,8 @@ def encode_rows(rows, wire, block_format):
     launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
-def unpack_rows(wire, row_range, data, scale, *, row_index=None):
-    num_rows, width = data.shape
+def unpack_rows(wire, row_range, out, *, row_index=None):
+    (data, scale), (num_rows, width) = out, out[0].shape
     if num_rows == 0:
         return
     num_groups = row_range.shape[1]
@@ -224,14 +224,15 @@ def decode_rows(wire, out, block_format):
     launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
-def requantize_columns(wire, row_range, data, scale, block_format, dtype, *, row_index=None):
+def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=None):
+    data, scale = out
     check_column_scale("scale", scale)
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
     on_hopper = hopper_choice.hopper_kernels(wire.device, dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
-        on_hopper.launch_requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
+        on_hopper.launch_requantize_columns(wire, row_range, out, block_format, dtype, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
     constants = _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype)

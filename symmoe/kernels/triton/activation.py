@@ -198,15 +198,7 @@ def hidden_place(
 
 @triton.jit
 def load_hidden(
-    h,
-    row,
-    end,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
+    h, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
     """Gate and up features of COLUMNS columns of a tile of TILE; not gated: the features, twice.
 
@@ -215,7 +207,7 @@ def load_hidden(
     pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
     gate = tl.load(pointers, mask=mask, other=0.0)
     if is_scattered(ACTIVATION, h.dtype.element_ty):
-        gate, up = split_blocks(gate, ROWS, COLUMNS, ACTIVATION.interleave)
+        gate, up = split_blocks(gate, row.shape[0], COLUMNS, ACTIVATION.interleave)
     elif ACTIVATION.is_gated:
         up = tl.load(pointers + up_distance(ACTIVATION, FFN), mask=mask, other=0.0)
     else:
@@ -224,23 +216,12 @@ def load_hidden(
 
 
 @triton.jit
-def store_hidden(
-    h,
-    gate,
-    up,
-    row,
-    end,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def store_hidden(h, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, TILE: tl.constexpr):
     """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
+    COLUMNS: tl.constexpr = gate.shape[1]
     pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
     if is_scattered(ACTIVATION, h.dtype.element_ty):
-        both = join_blocks(gate, up, ROWS, COLUMNS, ACTIVATION.interleave)
+        both = join_blocks(gate, up, row.shape[0], COLUMNS, ACTIVATION.interleave)
         tl.store(pointers, both, mask=mask)
     else:
         tl.store(pointers, gate, mask=mask)
@@ -264,7 +245,7 @@ def scaled_activation_kernel(
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first_column = tl.program_id(1) * COLUMNS
-    gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS, COLUMNS)
     value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     value = value * tl.load(scale + row, mask=row < num_rows, other=0.0)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
@@ -296,7 +277,7 @@ def scaled_activation_grad_kernel(
         column = first_column + tl.arange(0, COLUMNS)
         pointers = dout + row.to(tl.int64)[:, None] * FFN + column[None, :]
         da = tl.load(pointers, mask=tile_mask(row, num_rows, column, FFN, COLUMNS), other=0.0).to(tl.float32)
-        gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+        gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS, COLUMNS)
         gate = gate.to(tl.float32)
         up = up.to(tl.float32)
         sums = add_neighbours(scale_terms(da, act_value(gate, up, ACTIVATION)), SUM_STEPS)
@@ -306,7 +287,7 @@ def scaled_activation_grad_kernel(
         by_gate, by_up = act_slopes(gate, up, ACTIVATION)
         dgate = (ds * by_gate).to(dh.dtype.element_ty)
         dup = (ds * by_up).to(dh.dtype.element_ty)
-        store_hidden(dh, dgate, dup, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+        store_hidden(dh, dgate, dup, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS)
     tl.store(dscale + row, total, mask=row < num_rows)
 
 

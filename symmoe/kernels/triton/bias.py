@@ -166,7 +166,7 @@ def grouped_bias_dot_kernel(
         bias_row = bias + group.to(tl.int64) * WIDTH
         total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
         for first_column in tl.range(0, WIDTH, BLOCK, num_stages=NUM_STAGES):
-            x = load_k_rows(None, dout, source, first_row, first_row, end, first_column, WIDTH, BLOCK, BLOCK_ROWS)
+            x = load_k_rows(None, dout, source, first_row, first_row, end, first_column, WIDTH, BLOCK)
             column = first_column + tl.arange(0, BLOCK)
             features = tl.load(bias_row + column, mask=column < WIDTH, other=0.0)
             total += x.to(tl.float32) * features.to(tl.float32)[None, :]

@@ -255,8 +255,9 @@ def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr
 
 
 @triton.jit
-def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out [., WIDTH] += acc [ROWS, COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
+def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [., WIDTH] += acc [., COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
+    ROWS: tl.constexpr = acc.shape[0]
     PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
     parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
     for i in tl.static_range(COLUMNS // PART):
@@ -299,7 +300,7 @@ def grouped_gemm_kernel(
         column = first_column + tl.arange(0, BLOCK_N)
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH)
         if GEMM.accumulate:
-            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_M, BLOCK_N)
+            add_tile(acc, out, row, end, first_column, WIDTH, BLOCK_N)
         else:
             pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
@@ -349,8 +350,8 @@ def grouped_gemm_wgrad_kernel(
             j = next_j
             next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
             next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
-            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K)
-            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K)
+            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M)
+            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
         row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)

@@ -112,19 +112,10 @@ def add_hidden_bias(
 
 @triton.jit
 def store_activation(
-    gate,
-    up,
-    scale,
-    a,
-    row,
-    end,
-    first_column,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
+    gate, up, scale, a, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, TILE: tl.constexpr
 ):
-    """Stores a for COLUMNS columns of a tile of TILE columns; returns act(h), both from rounded features in fp32."""
+    """Stores a for columns of a tile of TILE columns; returns act(h), both from rounded features in fp32."""
+    COLUMNS: tl.constexpr = gate.shape[1]
     value = act_value(gate, up, ACTIVATION)
     column = first_column + tl.arange(0, COLUMNS)
     pointers = a + row.to(tl.int64)[:, None] * FFN + column[None, :]
@@ -177,16 +168,15 @@ def grouped_gemm_act_kernel(
             gate_i, up_i = add_hidden_bias(gates[i], ups[i], bias, group, column, ACTIVATION, FFN, PART)
             gate_i = gate_i.to(h.dtype.element_ty)
             up_i = up_i.to(h.dtype.element_ty)
-            store_hidden(h, gate_i, up_i, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
+            store_hidden(h, gate_i, up_i, row, end, column, ACTIVATION, FFN, BLOCK_N)
             gate_i, up_i = gate_i.to(tl.float32), up_i.to(tl.float32)
-            store_activation(gate_i, up_i, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
+            store_activation(gate_i, up_i, scale, a, row, end, column, ACTIVATION, FFN, BLOCK_N)
 
 
 @triton.jit
-def store_column_sums(
-    sums, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr
-):
+def store_column_sums(sums, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr):
     """Sums of rounded dh over the rows before `end`, into `sums` [W], a row tile's slot."""
+    COLUMNS: tl.constexpr = gate.shape[1]
     inside = (row < end)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     pointers = sums + gate_column(column, ACTIVATION)
@@ -241,7 +231,7 @@ def grouped_gemm_dact_kernel(
         for i in tl.static_range(PARTS + LEAD):
             if i < PARTS:
                 column = first_column + i * PART
-                part = load_hidden(h, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
+                part = load_hidden(h, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
                 hidden = hidden + (part,)  # noqa: RUF005 (Triton has no starred expressions)
             if i >= LEAD:
                 column = first_column + (i - LEAD) * PART
@@ -249,7 +239,7 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                value = store_activation(gate, up, scale, a, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
+                value = store_activation(gate, up, scale, a, row, end, column, ACTIVATION, FFN, BLOCK_N)
                 part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
@@ -262,10 +252,10 @@ def grouped_gemm_dact_kernel(
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
                 dup = (ds * by_up).to(dh.dtype.element_ty)
-                store_hidden(dh, dgate, dup, row, end, column, ACTIVATION, FFN, BLOCK_M, PART, BLOCK_N)
+                store_hidden(dh, dgate, dup, row, end, column, ACTIVATION, FFN, BLOCK_N)
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * WIDTH
-                    store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN, PART)
+                    store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN)
 
 
 @fast_launch

@@ -225,23 +225,13 @@ def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_k_rows(
-    desc,
-    pointer,
-    source,
-    position,
-    start,
-    end,
-    first_column,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def load_k_rows(desc, pointer, source, position, start, end, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
     A ragged TMA descriptor ends reads at the group's end in hardware; desc None: pointers read rows source
     int32[BLOCK_K] of the tensor.
     """
+    BLOCK_K: tl.constexpr = source.shape[0]
     if desc is not None:
         tile = load_ragged(desc, start, end - start, [position - start, first_column])
     else:

@@ -18,37 +18,24 @@ from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, packed, take
 from symmoe.kernels.twin.philox import random_words
 
 
-def quantize_rows(
-    rows,
-    row_range,
-    data,
-    scale,
-    block_format,
-    *,
-    row_index=None,
-    amax=None,
-    seeds=None,
-    bias_sums=None,
-    bias_scale=None,
-):
-    width = rows.shape[1]
+def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None):
+    (data, scale), width = out, rows.shape[1]
     for g, span in filled_groups(row_range):
         lines = take_rows((rows, row_index), span).float()
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
-        if bias_sums is not None:
-            sums = block_sums((lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS)
+        if sums is not None:
+            bias_sums, bias_scale = sums
+            terms = block_sums((lines if bias_scale is None else lines * bias_scale[span, None]).t(), SLOT_ROWS)
             first = span.start // SLOT_ROWS + g
-            bias_sums[first : first + sums.shape[1]] = sums.t()
+            bias_sums[first : first + terms.shape[1]] = terms.t()
 
 
-def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
+def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax=None, signs=None, seeds=None):
+    (data, scale), first = out, 0
     check_column_scale("scale", scale)
-    first = 0
-    for g, span in groups(row_range):
-        if span.start == span.stop:
-            continue
+    for g, span in filled_groups(row_range):
         lines = _padded_columns(take_rows((rows, row_index), span), signs)
         codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _place(data, block_format.data_width(first), _pack(codes, block_format))
@@ -56,17 +43,17 @@ def quantize_columns(rows, row_range, data, scale, block_format, *, row_index=No
         first += lines.shape[1]
 
 
-def quantize_weights(weight, data, scale, block_format, *, amax=None):
-    num_groups, num_lines, num_columns = weight.shape
+def quantize_weights(weight, out, block_format, *, amax=None):
+    (data, scale), (num_groups, num_lines, num_columns) = out, weight.shape
     for g in range(num_groups):
         codes, scales = _quantize_lines(matrix(weight, g).float(), block_format, g, amax, None)
         _bytes(data)[g] = _pack(codes[:num_lines, :num_columns], block_format)
         _bytes(scale)[g] = scales
 
 
-def quantize_weight_pairs(weight, data, scale, transposed_data, transposed_scale, block_format, *, amax=None):
-    quantize_weights(weight, data, scale, block_format, amax=amax)
-    quantize_weights(packed(weight).mT, transposed_data, transposed_scale, block_format, amax=amax)
+def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
+    quantize_weights(weight, out, block_format, amax=amax)
+    quantize_weights(packed(weight).mT, transposed_out, block_format, amax=amax)
 
 
 def weight_amax(weight, amax):

@@ -1,0 +1,62 @@
+"""Grouped GEMMs of quantised numbers: which kernel multiplies them (contract/quantized_gemm.py).
+
+Numbers with fp32 scales go to fp8.py, or on Hopper to hopper_fp8.py and hopper_fp8_wgrad.py; those with scales in tiles
+go to scaled.py. `tile`: fields of TileConfig, for comparisons; then no kernel for Hopper is taken.
+"""
+
+import torch
+
+from symmoe.kernels import hopper_choice
+from symmoe.kernels.contract.operands import as_pair
+from symmoe.kernels.launch.launch import launch
+from symmoe.kernels.low_precision import fp8, scaled
+from symmoe.kernels.quantized_gemm import FLOAT8_BLOCK, check_gemm, check_wgrad
+from symmoe.kernels.tensor_table import packed_and_table
+from symmoe.kernels.triton.gemm import zero_matrices
+from symmoe.kernels.triton.tiles import launch_grid
+
+
+def grouped_gemm_quantized(
+    rows, weight, row_range, out, *, group_range=None, bias=None, zero_tail=False, num_sms=None, **tile
+):
+    block_format = check_gemm(rows, weight, row_range, out, bias, group_range)
+    (num_rows, out_width), num_groups = out.shape, weight.data.shape[0]
+    if num_rows == 0:
+        return
+    operands = rows.data, rows.scale, *packed_and_table(weight.data), *packed_and_table(weight.scale)
+    sizes = num_groups, out_width, rows.data.shape[1]
+    if block_format is FLOAT8_BLOCK:
+        on_hopper = None if tile else hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
+            on_hopper.launch_fp8_gemm(rows, weight, row_range, out, bias=bias, zero_tail=zero_tail, num_sms=num_sms)
+            return
+        kernel, plan, arguments = fp8.grouped_gemm_fp8_kernel, fp8.plan_gemm(*sizes, **tile), (row_range,)
+    else:
+        kernel, unit = scaled.grouped_gemm_scaled_kernel, scaled.scaled_products(out.device)
+        plan = scaled.plan_gemm(block_format, unit, *sizes, **tile)
+        arguments = rows.global_scale, weight.global_scale, row_range, group_range
+    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
+    launch(kernel, grid, plan.constants, *operands, *arguments, out, *as_pair(bias), num_rows if zero_tail else None)
+
+
+def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False, num_sms=None, **tile):
+    block_format = check_wgrad(dout, rows, out)
+    if dout.data.shape[1] == 0:
+        if not accumulate:
+            zero_matrices(out)
+        return
+    sizes = out.dtype, accumulate, out.shape
+    arguments = dout.data, dout.scale, rows.data, rows.scale
+    if block_format is FLOAT8_BLOCK:
+        operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
+        on_hopper = None if tile else hopper_choice.hopper_kernels(out.device, operands, out.shape[2])
+        if on_hopper is not None and (isinstance(out, torch.Tensor) or out.dtype == torch.float32):
+            on_hopper.launch_fp8_wgrad(dout, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
+            return
+        kernel, plan = fp8.grouped_gemm_wgrad_fp8_kernel, fp8.plan_wgrad(*sizes, **tile)
+    else:
+        kernel, unit = scaled.grouped_gemm_wgrad_scaled_kernel, scaled.scaled_products(out.device)
+        plan = scaled.plan_wgrad(block_format, unit, *sizes, **tile)
+        arguments = *arguments, dout.global_scale, rows.global_scale
+    grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
+    launch(kernel, grid, plan.constants, *arguments, row_range, *packed_and_table(out))

@@ -1,0 +1,132 @@
+"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, against float64. A script of test_interpreted.py.
+
+Every kernel has several tiles to a program, some of them partial, and a ring that turns several times or not at all.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import gluon_emulator
+import torch
+
+gluon_emulator.install()
+
+from gemm_problem import (  # noqa: E402
+    ActProblem,
+    check_act,
+    check_act_ranges,
+    check_dgrad,
+    check_gemm,
+    check_ranges,
+    check_wgrad,
+    part_calls,
+)
+from row_ranges import random_ranges  # noqa: E402
+
+from symmoe.kernels import hopper_choice, twin  # noqa: E402
+from symmoe.kernels.activation import Activation, num_scale_sums  # noqa: E402
+from symmoe.kernels.hopper import act, gemm, pipeline, wgrad  # noqa: E402
+from symmoe.kernels.triton import gemm as public  # noqa: E402
+from symmoe.kernels.triton import tiles  # noqa: E402
+from symmoe.kernels.twin.activation import _value_and_slopes  # noqa: E402
+
+SPLITS, ODD, EXACT = (140, 0, 1, 128, 0), (392, 152), (64, 256)  # H, I: parts of tiles and steps; whole ones
+LIMITED = Activation(alpha=1.702, limit=1.0, offset=1.0)
+VARIANTS = {  # of act and dact; without one, act is the twin
+    "separate": (act.SEPARATE, act.SEPARATE),
+    "alternate": (act.ALTERNATE, act.ALTERNATE),
+    "two warps": (None, act.TWO_WARPS),
+    "gathered": (None, act.GATHERED),
+}
+
+
+def of_parts(gate, up, activation, *, need_slopes):
+    h = torch.cat((gate, up), 1) if activation.is_gated else gate
+    return _value_and_slopes(h, activation, need_slopes=need_slopes)
+
+
+def act_slopes(gate, up, activation):
+    slopes = of_parts(gate, up, activation, need_slopes=True)[1]
+    return slopes[0], slopes[-1]
+
+
+tiles.device_num_sms = lambda device: 3
+on_hopper = SimpleNamespace(launch_gemm=gemm.launch_gemm, launch_wgrad=wgrad.launch_wgrad, MAX_ROWS=pipeline.MAX_ROWS)
+hopper_choice.hopper_kernels = lambda device, dtype, columns: on_hopper
+# In Triton or in assembly:
+act.act_value = lambda *args: of_parts(*args, need_slopes=False)[0]
+act.act_slopes, act.scale_terms = act_slopes, torch.mul
+act.add_neighbours = lambda x, steps: x.unflatten(1, (-1, 2 ** int(steps))).sum(2)
+act.unpack = lambda pair, dtype: pair.contiguous().view(dtype).float().unflatten(1, (-1, 2)).unbind(2)
+act.pack = lambda low, high, dtype: torch.stack((low, high), 2).to(dtype).flatten(1).view(torch.int32)
+
+
+def dact(variant, dout, weight, row_range, hidden, gradients, workspace, activation, **options):
+    dh, a, dscale, _ = gradients
+    act.launch_dact(dout, weight, row_range, hidden, (dh, a, workspace), activation, variant=variant, **options)
+    if dscale is not None:
+        sum_partials(workspace, row_range, dscale, num_scale_sums(a.shape[1]))
+    return num_scale_sums(a.shape[1])
+
+
+def sum_partials(workspace, row_range, dscale, num_partials):
+    dscale[:] = workspace.view(-1, len(dscale))[:num_partials].T.cumsum(1)[:, -1]
+    dscale[int(row_range[1, -1]) :] = 0
+
+
+def kernels_of(act_variant, dact_variant):
+    launch_act = partial(act.launch_act, variant=act_variant)
+    return SimpleNamespace(
+        grouped_gemm_act=lambda *args, bias, **options: (launch_act if act_variant else twin.grouped_gemm_act)(
+            *args, **options
+        ),
+        grouped_gemm_dact=partial(dact, dact_variant),
+        dact_workspace_numel=lambda num_rows, num_groups, ffn, activation: num_rows * num_scale_sums(ffn),
+        sum_dact_partials=sum_partials,
+    )
+
+
+def check_products(splits, widths, dtype):
+    """By the public functions, which choose these kernels."""
+    p = ActProblem(splits, widths, dtype, Activation())
+    for number, zero_tail in enumerate((False, True)):
+        check_gemm(public, p, False, False, "none", zero_tail, num_sms=number + 1)
+        check_dgrad(public, p, False, False, zero_tail, num_sms=3 - number)
+    check_wgrad(public, p, False, False, False, False, dtype, num_sms=3)
+    for name in ("plain", "dgrad"):
+        check_ranges(p, *part_calls(public, p)[name], random_ranges(splits, 2), num_sms=2)
+
+
+def check_activations(name, splits, widths, dtype, activation):
+    p, kernels = ActProblem(splits, widths, dtype, activation), kernels_of(*VARIANTS[name])
+    gather = name == "gathered"
+    check_act(kernels, p, {"num_sms": 2}, {"num_sms": 3}, cases=[(gather, False)])
+    check_act_ranges(kernels, p, random_ranges(splits, 2), gather=gather, num_sms=2)
+
+
+def check_that_mistakes_are_noticed():
+    """A ring's stage that one of two warpgroups frees; products that one of two readers overwrites."""
+    p, init = ActProblem((140,), (512, 256), torch.bfloat16, Activation()), pipeline.mbarrier.init
+    check_gemm(public, p, False, False, "none", False, num_sms=1)
+    pipeline.mbarrier.init = lambda barrier, count: init(barrier, max(1, int(count) - 1))
+    try:
+        check_gemm(public, p, False, False, "none", False, num_sms=1)
+    except (AssertionError, RuntimeError):
+        return
+    finally:
+        pipeline.mbarrier.init = init
+    raise AssertionError("nothing was noticed")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for splits, widths, dtype in ((SPLITS, ODD, torch.bfloat16), ((0, 3, 129), EXACT, torch.float16)):
+        check_products(splits, widths, dtype)
+    check_products((0, 0, 0), EXACT, torch.bfloat16)
+    for name in VARIANTS:
+        widths = ODD if VARIANTS[name][0] is None else (392, 256)  # halves of act must be whole tiles
+        check_activations(name, SPLITS, widths, torch.bfloat16, LIMITED)
+        check_activations(name, (0, 3, 129), EXACT, torch.float16, Activation(function="gelu"))
+    check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())
+    check_that_mistakes_are_noticed()
+    print("all is well")
