@@ -21,9 +21,9 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGGING_FACE = ("transformers>=5.23", "accelerate", "safetensors")
-# With any free port, so that no two runs meet.
+# With any free port, so that no two runs meet; what ranks print goes into files, where it does not mingle.
 LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--log-dir=logs", "--redirects=3"],
     "accelerate launch": ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"],
     "python": [],
 }
@@ -76,9 +76,13 @@ PAGES = {
         is_slow=True,
     ),
     "docs/peft.md": Page(
-        "", 1, ("adapters/adapter_config.json", "adapters/adapter_model.safetensors"), ("peft>=0.21", *HUGGING_FACE)
+        "",
+        1,
+        ("adapters/adapter_config.json", "adapters/adapter_model.safetensors"),
+        ("peft>=0.21", *HUGGING_FACE),
+        is_slow=True,
     ),
-    "docs/finetune.md": Page(r"step \d+0: loss \d\.\d+", 10, ("tuned/tokenizer.json",), HUGGING_FACE),
+    "docs/finetune.md": Page(r"step \d+0: loss \d\.\d+", 10, ("tuned/tokenizer.json",), HUGGING_FACE, is_slow=True),
     "docs/megatron.md": Page(r"[01] \d\.\d+", 2, needs=("megatron-core",), is_slow=True),
     "docs/torchtitan.md": Page(
         r"loss:",
@@ -118,8 +122,12 @@ def run(command: list[str], folder: Path) -> str:
     done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    return done.stdout
+    printed, errors = (
+        "".join(path.read_text(errors="replace") for path in folder.glob(f"logs/**/{name}.log"))
+        for name in ("stdout", "stderr")
+    )
+    assert done.returncode == 0, (done.stdout + printed)[-2000:] + (done.stderr + errors)[-5000:]
+    return done.stdout + printed
 
 
 def is_installed(requirement: Requirement) -> bool:
