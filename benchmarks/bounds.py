@@ -1,4 +1,4 @@
-"""What bounded waits cost: steps whose kernels look at the clock while they wait, beside steps whose kernels do not.
+"""What bounded waits cost: steps whose kernels look at the clock while they wait and steps whose kernels do not.
 
     torchrun --nproc-per-node=2 benchmarks/bounds.py [--preset qwen3-30b] [--json bounds.json]
 

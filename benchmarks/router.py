@@ -1,4 +1,4 @@
-"""The router's products, forward and backward: our kernels beside torch's in fp32, tf32 and bf16, on one GPU.
+"""The router's products, forward and backward: ours and torch's in fp32, tf32 and bf16, on one GPU.
 
     python benchmarks/router.py [--json router.json]
 

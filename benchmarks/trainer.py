@@ -1,4 +1,4 @@
-"""Tokens per second of transformers' Trainer: a swapped model and symmoe's Trainer beside the unmodified ones.
+"""Tokens per second of transformers' Trainer: a swapped model with symmoe's Trainer, and the unmodified ones.
 
     torchrun --nproc-per-node=2 benchmarks/trainer.py --json trainer.json
     python benchmarks/trainer.py --layers 2                            one process

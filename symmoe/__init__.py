@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # the same names as below; `as` says that they are public
     from symmoe.grouped.activations import ScaledSwiGLU as ScaledSwiGLU
     from symmoe.grouped.activations import deinterleave_gate_up as deinterleave_gate_up
     from symmoe.grouped.activations import interleave_gate_up as interleave_gate_up
-    from symmoe.grouped.constant_weights import constant_weights as constant_weights
     from symmoe.grouped.linear import GroupedLinear as GroupedLinear
+    from symmoe.grouped.linear import constant_weights as constant_weights
     from symmoe.grouped.mlp import GroupedMLP as GroupedMLP
     from symmoe.grouped.pointers import copy_data_ptrs_to_device as copy_data_ptrs_to_device
     from symmoe.grouped.pointers import copy_host_to_device as copy_host_to_device
@@ -60,8 +60,7 @@ _PUBLIC = {  # by the module that has them
     "dispatch.plan": "Plan make_plan",
     "grouped.activations": "ScaledActivation ScaledClampedSwiGLU ScaledSReLU ScaledSwiGLU "
     "deinterleave_gate_up interleave_gate_up",
-    "grouped.constant_weights": "constant_weights",
-    "grouped.linear": "GroupedLinear",
+    "grouped.linear": "GroupedLinear constant_weights",
     "grouped.mlp": "GroupedMLP",
     "grouped.pointers": "copy_data_ptrs_to_device copy_host_to_device pack_weight_ptrs",
     "grouped.sequential": "Sequential",

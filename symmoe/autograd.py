@@ -31,7 +31,8 @@ else:
 
 
 class Context(Protocol):
-    """What autograd gives to forward and backward of a Function. (torch's own FunctionCtx leaves half of it out.)"""
+    """What autograd gives to forward and backward of a Function. (torch's own FunctionCtx leaves half of it out.) Other
+    attributes are what forward sets for backward."""
 
     saved_tensors: tuple[Any, ...]  # each a tensor, or None
     needs_input_grad: tuple[bool, ...]
@@ -44,6 +45,10 @@ class Context(Protocol):
 
     def set_materialize_grads(self, value: bool) -> None:
         """False: backward gets None, not zeros, for an output that nobody differentiates."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 def is_in_backward() -> bool:
@@ -93,12 +98,8 @@ class GradientBuffer:
     Autograd does not save the buffer: its contents do not matter until backward, and hooks on saved tensors may return
     a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept.
 
-    Args:
-        name: name of the argument, for texts.
-        tensor: the buffer; None if the caller gave none.
-
     Attributes:
-        tensor: the buffer; None if there was none, or if it has been released.
+        tensor: the buffer; None if the caller gave none, or if it has been released.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -136,13 +137,10 @@ def _hand_on(buffer: torch.Tensor) -> torch.Tensor:
     held = [gradient]
     # The list is cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
     call_after_backward(held.clear)
-    start = gradient.data_ptr()
-    storage = buffer.untyped_storage()
+    start, storage = gradient.data_ptr(), buffer.untyped_storage()
     pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
-    storage._gradients = [  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
-        *pending,
-        (start, start + gradient.nbytes, weakref.ref(gradient)),
-    ]
+    pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
+    storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
     return gradient
 
 

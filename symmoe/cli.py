@@ -20,15 +20,16 @@ from symmoe import __version__
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.precision.recipes import PRECISIONS
-from symmoe.timeline.command import add_command as add_trace
+from symmoe.timeline import command as trace
+from symmoe.tools.bench import command as bench
 from symmoe.tools.bench.cases import add_shape_arguments, config_of, shape_of
-from symmoe.tools.bench.command import add_command as add_bench
-from symmoe.tools.doctor.command import add_command as add_doctor
+from symmoe.tools.doctor import command as doctor
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.network_plan import NetworkPlan, plan_network
 from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_PLAN_HELP = "bytes of heap and activations, or bytes and time on several nodes, per rank"
 _PLAN = """\
 Says what a rank needs to train MoE layers, before anything is allocated: bytes of the symmetric heap and of activations
 with exact capacity (uniform routing, and the worst) and with a static one. With --nodes: a model of the bytes and the
@@ -74,11 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
-    commands = parser.add_subparsers(required=True)
-    _add_plan(commands)
-    add_bench(commands)
-    add_doctor(commands)
-    add_trace(commands)
+    commands, raw = parser.add_subparsers(required=True), argparse.RawDescriptionHelpFormatter
+    plan = commands.add_parser("plan", help=_PLAN_HELP, description=_PLAN, formatter_class=raw)
+    _add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
+    for name, command in (("bench", bench), ("doctor", doctor), ("trace", trace)):
+        its = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION, formatter_class=raw)
+        command.add_arguments(its)
+        its.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:
         status: int = args.run(args)
@@ -91,13 +95,7 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.error(f"{error.filename}: {error.strerror}")
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="bytes of heap and activations, or bytes and time on several nodes, per rank",
-        description=_PLAN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     add_shape_arguments(plan)
     plan.add_argument("--ranks", type=int, required=True, help="R, ranks of the expert-parallel group")
     plan.add_argument("--tokens", type=int, required=True, help="T, tokens of a rank in one call")
@@ -128,7 +126,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--nodes", type=int, help="instead of memory: bytes and time of a forward pass on N nodes")
     plan.add_argument("--nic-gbs", type=float, default=50.0, help="GB/s that a rank sends to other nodes (default 50)")
     plan.add_argument("--rail-capacity", type=int, help="see MoEConfig (default: --tokens)")
-    plan.set_defaults(run=_plan)
 
 
 def _plan(args: argparse.Namespace) -> int:

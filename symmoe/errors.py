@@ -36,7 +36,7 @@ class CapacityError(SymmoeError):
 
 
 class HeapExhausted(SymmoeError):
-    """The arena cannot hold another lease. The text names the lease, its size, what is free and the high-water mark."""
+    """The arena cannot hold another lease. The text names the lease, its size, what is free, and what heap would do."""
 
 
 class HeapClosed(SymmoeError):
@@ -93,8 +93,7 @@ class PeerTimeout(PeerError):
     """A peer did not arrive at a barrier in time.
 
     Attributes:
-        rank: the missing peer (rank in the EP group).
-        node: its node, if the group spans several; else None.
+        node: of the missing peer, if the group spans several; else None.
         phase: the barrier's name, e.g. "dispatch: arrived".
         expected: the epoch that was waited for.
         seen: the last epoch the peer had reached.
@@ -122,35 +121,20 @@ class PeerTimeout(PeerError):
         super().__init__(
             f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
         )
-        self.rank = rank
-        self.phase = phase
-        self.expected = expected
-        self.seen = seen
-        self.reported_by = reported_by
-        self.node = node
-        self.is_lost = is_lost
+        self.rank, self.phase, self.expected, self.seen = rank, phase, expected, seen
+        self.reported_by, self.node, self.is_lost = reported_by, node, is_lost
 
 
 class PeerAborted(PeerError):
-    """A peer has given up: it called `heap.abort`, or an exception left its `with heap:` block.
-
-    Attributes:
-        rank: the peer (rank in the EP group).
-        reason: what it gave as the reason.
-    """
+    """A peer has given up: it called `heap.abort`, or an exception left its `with heap:` block, for this `reason`."""
 
     def __init__(self, *, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} gave up: {reason}")
-        self.rank = rank
-        self.reason = reason
+        self.rank, self.reason = rank, reason
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended.
-
-    Attributes:
-        rank: the peer (rank in the EP group).
-    """
+    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended."""
 
     def __init__(self, *, rank: int, problem: str) -> None:
         super().__init__(f"lost rank {rank}: {problem}")

@@ -7,7 +7,7 @@ packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, overload
+from typing import overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -84,17 +84,12 @@ def dispatch_tokens(
     return rows, row_probs
 
 
-class _DispatchContext(Context, Protocol):
-    plan: Plan
-    order: str
-
-
 class _Dispatch(Function):
     """The backward of dispatch is combine over the same plan."""
 
     @staticmethod
     def forward(
-        ctx: _DispatchContext,
+        ctx: Context,
         x: torch.Tensor,
         probs: torch.Tensor | None,
         plan: Plan,
@@ -111,7 +106,7 @@ class _Dispatch(Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _DispatchContext, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
+        ctx: Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
         heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
@@ -211,18 +206,12 @@ def combine_tokens(
     return y
 
 
-class _CombineContext(Context, Protocol):
-    plan: Plan
-    grad_out: GradientBuffer
-    num_rows: int
-
-
 class _Combine(Function):
     """The backward of combine is dispatch over the same plan."""
 
     @staticmethod
     def forward(
-        ctx: _CombineContext, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+        ctx: Context, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
         with readable_rows(expert_out, plan, order=order, name="expert output") as rows:
@@ -230,7 +219,7 @@ class _Combine(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _CombineContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, buffer = ctx.plan, ctx.grad_out.tensor
         with FailPeersOnError(plan.heap, SEND):
             plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)

@@ -25,7 +25,7 @@ from suites.rows import LocalRows
 from suites.variants import E4M3_ERROR
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.grouped.splits import Splits
+from symmoe.grouped.rows_function import Splits
 from symmoe.precision.recipes import NVFP4, PRECISIONS, Recipe, precision_problem
 from symmoe.tools.bench.cases import Shape
 from symmoe.tools.bench.layer import Step

@@ -9,7 +9,7 @@ import torch
 
 from suites.figures import of_choice
 from symmoe.dispatch.plan import Plan
-from symmoe.grouped.constant_weights import constant_weights
+from symmoe.grouped.linear import constant_weights
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision.recipes import Float8Block
 from symmoe.tokens import combine_tokens, dispatch_tokens

@@ -30,22 +30,16 @@ def groups_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> Group
     return [[places[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def state_places(optimizer: torch.optim.Optimizer, groups: Groups) -> list[Place]:
-    """Every tensor in the optimizer's state."""
-    return [
-        place.like(f"{PREFIX}{place.key}.{kind}", value)
-        for place in itertools.chain(*groups)
-        for kind, value in optimizer.state.get(place.tensor, {}).items()
-        if isinstance(value, torch.Tensor)
-    ]
-
-
-def record_of(optimizer: torch.optim.Optimizer, groups: Groups) -> StoredOptimizer:
-    """What is stored of it in addition, if that is fit for JSON. Discrete weights of one layer have one name."""
+def stored_of(optimizer: torch.optim.Optimizer, groups: Groups) -> tuple[list[Place], StoredOptimizer]:
+    """Every tensor in the optimizer's state; and what is stored in addition, if that is fit for JSON, in which discrete
+    weights of one layer have one name."""
+    tensors: list[Place] = []
     values: dict[str, dict[str, Any]] = {}
     for place in itertools.chain(*groups):
         for kind, value in optimizer.state.get(place.tensor, {}).items():
-            if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                tensors.append(place.like(f"{PREFIX}{place.key}.{kind}", value))
+            else:
                 values.setdefault(place.key, {})[kind] = value
     stored = []
     for places, group in zip(groups, optimizer.param_groups, strict=True):
@@ -55,14 +49,14 @@ def record_of(optimizer: torch.optim.Optimizer, groups: Groups) -> StoredOptimiz
             if name not in ("params", "param_names")
         }
         stored.append(StoredGroup(list(dict.fromkeys(place.key for place in places)), settings))
-    return StoredOptimizer(type(optimizer).__name__, stored, values)
+    return tensors, StoredOptimizer(type(optimizer).__name__, stored, values)
 
 
 def check_record(stored: StoredOptimizer | None, optimizer: torch.optim.Optimizer, groups: Groups) -> StoredOptimizer:
     """The stored optimizer. CheckpointError: it has another class than this one, or other parameters in its groups."""
     if stored is None:
         raise CheckpointError("the checkpoint has no optimizer state")
-    own = record_of(optimizer, groups)
+    _, own = stored_of(optimizer, groups)
     if stored.name != own.name:
         raise CheckpointError(f"the checkpoint's optimizer is {stored.name!r}, not {own.name!r}")
     for number, pair in enumerate(itertools.zip_longest(stored.groups, own.groups)):

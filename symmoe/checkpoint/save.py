@@ -21,7 +21,7 @@ from torch import nn
 import symmoe
 from symmoe.checkpoint import files, folder
 from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredOptimizer
-from symmoe.checkpoint.optimizer_state import groups_of, record_of, state_places
+from symmoe.checkpoint.optimizer_state import groups_of, stored_of
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import Place, check_replicas, digest, places_of, rows_problem
 from symmoe.errors import ArgumentError, CheckpointError
@@ -77,9 +77,8 @@ def save_checkpoint(
             place, record = folder.path_of(directory), None
             places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
             if optimizer is not None:
-                groups = groups_of(optimizer, places)
-                places += state_places(optimizer, groups)
-                record = record_of(optimizer, groups)
+                of_optimizer, record = stored_of(optimizer, groups_of(optimizer, places))
+                places += of_optimizer
             settings = None if record is None else dataclasses.asdict(record)
             common = {"step": step, "keep_last": keep_last, "extra": extra, "a setting of optimizer": settings}
             parts = _parts(places)

@@ -35,26 +35,16 @@ AuxLoss = Literal["micro_batch", "sequence", "global"]
 DropPolicy = Literal["probs", "position"]
 
 # Words by the name of the argument that takes them. A name means the same everywhere.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "overflow": get_args(Overflow),
-    "order": get_args(Order),
-    "score": get_args(Score),
-    "stash": get_args(Stash),
-    "layout": get_args(Layout),
-    "router": get_args(RouterKind),
-    "schedule": get_args(Schedule),
-    "quantized_wire": get_args(QuantizedWire),
-    "aux_loss": get_args(AuxLoss),
-    "drop_policy": get_args(DropPolicy),
-}
+_NAMES = "overflow order score stash layout router schedule quantized_wire aux_loss drop_policy".split()
+_KINDS = Overflow, Order, Score, Stash, Layout, RouterKind, Schedule, QuantizedWire, AuxLoss, DropPolicy
+CHOICES: dict[str, tuple[str, ...]] = dict(zip(_NAMES, map(get_args, _KINDS), strict=True))
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
 
 
 def is_choice(name: str, word: object) -> bool:
     """Whether `word` is one of the words that argument `name` takes."""
-    # Only strings are compared: an array would compare with each element.
-    return isinstance(word, str) and word in CHOICES[name]
+    return isinstance(word, str) and word in CHOICES[name]  # an array would compare with each element
 
 
 def words_problem(**words: object) -> ArgumentError | None:
@@ -77,22 +67,13 @@ def size_problem(**sizes: object) -> ArgumentError | None:
 
 
 def parameter_dtype_problem(dtype: object) -> ArgumentError | None:
-    """What keeps `dtype` from being that of parameters, or None."""
-    if dtype in control.DTYPES:
+    """What keeps `dtype` from being that of parameters and of rows that travel, or None."""
+    if isinstance(dtype, torch.dtype) and dtype in control.DTYPES:
         return None
     return ArgumentError(f"dtype ({dtype!r}) must be one of {', '.join(map(str, control.DTYPES))}")
 
 
 # -- tensors to read, and buffers for results --------------------------------------------------------------------------
-
-
-def dtype_problem(
-    name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...] = control.DTYPES
-) -> ArgumentError | None:
-    """What is wrong with `dtype`, or None; by default `dtype` is that of rows that travel."""
-    if dtype in dtypes:
-        return None
-    return ArgumentError(f"{name} has dtype {dtype}; it must be {' or '.join(map(str, dtypes))}")
 
 
 def stale_problem(name: str, tensor: object) -> StaleLease | None:
@@ -135,12 +116,9 @@ def tensor_problem(
     dtypes: tuple[torch.dtype, ...] | None,
     device: torch.device | None,
 ) -> Problem:
-    """What keeps `tensor` from being an argument that kernels read, or None.
+    """What keeps the argument `name` from being a tensor that kernels read, or None. None for what it must be: unknown.
 
-    Args:
-        name: name of the argument, for the text.
-        shape: required shape; a word stands for any size, and "..." in front for any dimensions.
-        dtypes, device: allowed dtypes, and required device. None, as for the shape: unknown.
+    shape: a word stands for any size, and "..." in front for any dimensions.
     """
     if shape is not None and not isinstance(tensor, torch.Tensor):
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor of shape {_shown(shape)}")
@@ -151,7 +129,9 @@ def tensor_problem(
         return ArgumentError(f"{name} has shape {list(tensor.shape)}; it must be {_shown(shape)}")
     if device is not None and tensor.device != device:
         return ArgumentError(f"{name} is on {tensor.device}; it must be on {device}")
-    return None if dtypes is None else dtype_problem(name, tensor.dtype, dtypes)
+    if dtypes is not None and tensor.dtype not in dtypes:
+        return ArgumentError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    return None
 
 
 def _shown(shape: tuple[int | str, ...]) -> str:
@@ -180,11 +160,9 @@ def buffer_problem(
     inputs: tuple[torch.Tensor, ...] = (),
     heap: SymmetricHeap | None = None,
 ) -> Problem:
-    """What keeps `buffer` from taking a result, or None.
+    """What keeps the argument `name` from taking a result, or None. shape, dtype, device: as in tensor_problem.
 
     Args:
-        name: name of the argument, for the text.
-        shape, dtype, device: required ones; None: unknown.
         inputs: tensors it must not overlap: those read or saved for backward, and other buffers.
         heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
     """
@@ -206,13 +184,8 @@ def buffer_problem(
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that a call writes, and the time for which its contents matter.
-
-    Attributes:
-        name: name of the argument, for texts.
-        tensor: the memory, contiguous.
-        first, last: points in time in any unit, both included; a call that is one step needs none.
-    """
+    """Contiguous memory that a call writes, and from when to when its contents matter, both included, in any unit; a
+    call that is one step needs no times."""
 
     name: str
     tensor: torch.Tensor
@@ -221,12 +194,8 @@ class Buffer:
 
 
 def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> ArgumentError | None:
-    """The error if a buffer shares memory with an input, or with another buffer while both matter, or None.
-
-    Args:
-        buffers: memory that is written.
-        inputs: what is read or saved for backward, at any time; what is no dense tensor is skipped.
-    """
+    """The error if a buffer shares memory with an input, or with another buffer while both matter, or None. inputs:
+    what is read or saved for backward, at any time; what is no dense tensor is skipped."""
     if not buffers:
         return None
     spans = [(_span(buffer.tensor), buffer) for buffer in buffers]
@@ -239,12 +208,8 @@ def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> Argu
         and _meet(span := _span(tensor), (lowest, highest))
     ]
     for i, (span, buffer) in enumerate(spans):
-        others = [
-            (other_span, other.tensor)
-            for other_span, other in spans[:i]
-            if buffer.first <= other.last and other.first <= buffer.last
-        ]
-        for other_span, tensor in (*near, *others):
+        earlier = [each for each in spans[:i] if buffer.first <= each[1].last and each[1].first <= buffer.last]
+        for other_span, tensor in (*near, *[(other_span, other.tensor) for other_span, other in earlier]):
             if _meet(span, other_span) and tensor.device == buffer.tensor.device:
                 return ArgumentError(
                     f"{buffer.name} {list(buffer.tensor.shape)} overlaps a tensor of shape {list(tensor.shape)} that "
@@ -279,13 +244,8 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class RowsLike(NamedTuple):
-    """What is known of rows, which another module may still have to make; None for what is unknown.
-
-    Attributes:
-        shape: shape of the rows without their features.
-        dtype: dtype to compute in.
-        device: device of the rows.
-    """
+    """What is known of rows, which another module may still have to make: their shape without features, the dtype to
+    compute in, and their device. None for what is unknown."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -315,10 +275,8 @@ def scale_problem(name: str, scale: object, rows: RowsLike) -> Problem:
     shape = scale.shape if rows.shape is None else rows.shape
     device = scale.device if rows.device is None else rows.device
     if scale.shape != shape or scale.device != device or not scale.dtype.is_floating_point:
-        given = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
-        return ArgumentError(
-            f"{name} is {given}; it must be floating point {list(shape)} on {device}: one for each row"
-        )
+        given, wanted = (f"{list(each)} on {where}" for each, where in ((scale.shape, scale.device), (shape, device)))
+        return ArgumentError(f"{name} is {scale.dtype} {given}; it must be floating point {wanted}: one for each row")
     return stale_problem(name, scale)
 
 

@@ -23,10 +23,9 @@ from symmoe.symm_mem.heap import nodes_of
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """What is collected inside a node, for the tokens of one plan.
+    """What is collected inside a node, for the tokens of one plan inside it.
 
     Attributes:
-        plan: of tokens inside the node.
         rows: [T, 1, H], sums, or with order "slot" between nodes [T, K, H], the rows one by one, which home adds. None:
             only values come home.
         values: fp32 [T, K], or None.
@@ -51,9 +50,7 @@ class FromNodes:
     """One way home between nodes. Memory is allocated when it is made.
 
     Args:
-        plan: the plan over all ranks.
         like: rows [., H] of the experts; None: only values come home.
-        has_values: whether values come home.
         order: "slot": row by row; else a sum of each node.
 
     Attributes:
@@ -78,11 +75,10 @@ class FromNodes:
         Yields:
             a function that waits for what comes from other nodes.
         """
-        heap, rails = self._plan.heap, self._rails
-        sends = [rails.by_node(tensor) for tensor in self.foreign.tensors]
-        receives = [rails.to_nodes(tensor[self._plan.num_tokens :]) for tensor in self._home.tensors]
-        nodes_of(heap).meet(control.PHASE_NODES_HOME, **rails.agreed_on_rail(agreed))
-        with nodes_of(heap).moving(sends, receives) as wait:
+        sends = [self._rails.by_node(tensor) for tensor in self.foreign.tensors]
+        receives = [self._rails.to_nodes(tensor[self._plan.num_tokens :]) for tensor in self._home.tensors]
+        self.meet(agreed)
+        with nodes_of(self._plan.heap).moving(sends, receives) as wait:
             yield wait
 
     def add(self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor) -> None:
@@ -109,7 +105,7 @@ class FromNodes:
         return row.masked_fill_(slot_to_node < 0, -1)
 
     def meet(self, agreed: control.CallFields) -> None:
-        """The meeting before the trip's last barrier, see Nodes.meet."""
+        """The meeting before the trip, and before its last barrier, see Nodes.meet."""
         nodes_of(self._plan.heap).meet(control.PHASE_NODES_HOME, **self._rails.agreed_on_rail(agreed))
 
 

@@ -58,19 +58,16 @@ def combine(
     """Calls `compute` to fill `rows`, and sums each token's on its own rank. Collective; does not synchronise the host.
 
     Args:
-        rows: [N_cap, H]; on the heap with order "slot".
+        rows: [N_cap, H]; on the heap with order "slot". The result is [T, H].
         compute: called for all rows, or with a division for one part after the other, which goes home while the next
             one is computed: the parts of a dispatch in the opposite order. Between nodes rows of foreign tokens come
             first: their sums go home while those of this node's tokens are computed.
         division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
-
-    Returns:
-        [T, H].
     """
     if division is None:
         compute(None)
-        with Collection(rows, plan, order=order) as collection:
-            collection.collect()
+        with collecting(rows, plan, order=order) as collection:
+            pass
         return given("rows", collection.out)
     branch, nodes, num_ctas = plan.heap.streams.branch(), plan.nodes, division.num_ctas
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
@@ -234,11 +231,10 @@ class Collection:
         """Sums rows where they are, and brings values."""
         plan, trip = wanted.plan, (self._plan.heap.peers, self._ready)
         if wanted.rows is not None:
-            out = wanted.rows.flatten(0, 1)
             lines = plan.slot_to_rank, plan.slot_to_row
             if wanted.rows.shape[1] > 1:  # one by one
                 lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
-            self._ops.pull_rows(*lines, *trip, out, column=READY_ROWS)
+            self._ops.pull_rows(*lines, *trip, wanted.rows.flatten(0, 1), column=READY_ROWS)
         if wanted.values is not None:
             index = (plan.slot_to_rank, plan.token_to_packed_row)
             self._ops.pull_values(*index, *trip, wanted.values, column=READY_VALUES)

@@ -57,11 +57,8 @@ class RailRows:
 
 
 def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, limit: int | None) -> RailRows:
-    """Counts the tokens for each node, and takes the first ones, as many as a rail has room for. Local; does not
-    synchronise.
-
-    topk_idx: int [T, K]; ids that are out of range count as none.
-    """
+    """Counts the tokens for each node, and takes the first ones, as many as a rail has room for. Ids that are out of
+    range count as none. Local; does not synchronise."""
     rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp(-1, heap.num_ranks)
     slot_to_node = nodes_of(heap).maps.to_other_node[rank.long()]  # -1 for this node, and for no expert
     goes = (slot_to_node[:, :, None] == nodes_of(heap).maps.nodes).any(1)
@@ -87,8 +84,8 @@ class RailCounts:
         number: int32 [1], what only the device knows, of HEAD_RAIL_DROPPED in the header; None: nothing.
 
     Attributes:
-        num_received: int32 [N], tokens that each node sends to this rank; after :meth:`share`.
-        num_tokens: by node, T of its rank on this rail, as hosts know it; after :meth:`share`.
+        num_received, num_tokens: after :meth:`share`, int32 [N], tokens that each node sends to this rank; and by node,
+            T of its rank on this rail, as hosts know it.
     """
 
     def __init__(self, heap: SymmetricHeap, rails: RailRows, number: torch.Tensor | None) -> None:
@@ -116,8 +113,8 @@ class RailCounts:
         receives = [*received[: topology.node], mine, *received[topology.node :]]
         sends, num_tokens = [[mine] * topology.num_nodes], len(self._rails.topk_idx)
         phase = control.PHASE_NODES_PLAN
-        own = {"num_tokens": num_tokens, "config": config}
-        self.num_tokens = nodes_of(self._heap).exchange(sends, [receives], phase, **own)
+        exchange = nodes_of(self._heap).exchange
+        self.num_tokens = exchange(sends, [receives], phase, num_tokens=num_tokens, config=config)
         rows, num_received = received.split([ours.numel(), topology.num_nodes], 1)
         others = maps.by_node.index_select(0, maps.other_nodes).flatten()
         table.index_copy_(0, to_row[others], rows.reshape(len(others), -1))
@@ -168,9 +165,7 @@ class RailPlan:
         self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
         """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        comes next.
-
-        phase, agreed: as in Nodes.meet.
+        comes next. phase, agreed: as in Nodes.meet.
 
         Yields:
             a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
@@ -263,18 +258,14 @@ class Region(NamedTuple):
 
     Attributes:
         tokens: which of those that are sent together; None: all.
-        slot_to_row, slot_to_rank, token_to_packed_row: their lines of the plan's maps.
-        block_tokens: int32 [., R], tokens of each block of them that go to each rank.
-        packed_start, packed_limit: int32 [R], their first packed row on each rank, and rows of the region there.
+        slots: their lines of slot_to_row and slot_to_rank.
+        places: their lines of token_to_packed_row; int32 [., R], tokens of each block of them that go to each rank;
+            int32 [R], their first packed row on each rank, and rows of the region there.
     """
 
     tokens: slice | None
-    slot_to_row: torch.Tensor
-    slot_to_rank: torch.Tensor
-    token_to_packed_row: torch.Tensor
-    block_tokens: torch.Tensor
-    packed_start: torch.Tensor
-    packed_limit: torch.Tensor
+    slots: tuple[torch.Tensor, torch.Tensor]
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,9 +289,8 @@ class NodesPlan(Generic[P]):
 
 def plan_in_node(plan: P, rails: RailPlan, rail_capacity: int) -> NodesPlan[P]:
     """The plans of the tokens inside the node, of which the ranks of the rail send each other the maps: lines of the
-    plan's, with all slots of a token, and where it is on the ranks of the node it goes to.
-
-    Collective over the group; does not synchronise the host.
+    plan's, with all slots of a token, and where it is on the ranks of the node it goes to. Collective over the group;
+    does not synchronise the host.
 
     rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
     """
@@ -377,4 +367,4 @@ def _region(plan: PlanIntegers, tokens: slice | None, starts_and_limits: torch.T
     slots = plan.slot_to_row[which], plan.slot_to_rank[which]
     to_packed_row, (start, limit) = plan.token_to_packed_row[which], starts_and_limits
     block_tokens = (to_packed_row >= 0).sum(0, dtype=torch.int32)[None]
-    return Region(tokens, *slots, to_packed_row, block_tokens, start, limit)
+    return Region(tokens, slots, (to_packed_row, block_tokens, start, limit))

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from symmoe import kernels
-from symmoe.checks.arguments import is_choice, tensor_problem, words_problem
+from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
 from symmoe.dispatch.nodes import NodesPlan, RailCounts, Region, find_rail_rows, make_rail_plan, plan_in_node
-from symmoe.errors import ArgumentError, StaleLease, StalePlan
+from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import bounds_of
@@ -36,10 +36,7 @@ class Plan(PlanIntegers):
     """What :func:`make_plan` returns: tensors on the heap's device, and what the host knows of them.
 
     Attributes:
-        splits: int32 [e], rows of each local expert.
-        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank; -1 is none.
-            The other integers are described in symmoe.kernels.control.PlanIntegers.
+        splits, expert_load, slot_to_row, slot_to_rank, ...: int32, see symmoe.kernels.control.PlanIntegers.
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on this rank: the largest N of the group (exact
@@ -130,8 +127,8 @@ class Plan(PlanIntegers):
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's tokens have their packed rows, by the rank that they are from."""
-        maps = self.slot_to_row, self.slot_to_rank, self.token_to_packed_row
-        return (Region(None, *maps, self.block_tokens, self.packed_start, self.packed_limit),)
+        places = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
+        return (Region(None, (self.slot_to_row, self.slot_to_rank), places),)
 
     @property
     def in_node(self) -> Plan:
@@ -174,7 +171,7 @@ class PlanOptions(NamedTuple):
     precision: Recipe | None
     quantized_wire: str
     rail_capacity: int | None = None
-    config: int = 0  # the number of a layer's configuration, see symm_mem/configurations.py
+    config: int = 0  # the number of a layer's configuration, see symm_mem/reports.py
 
 
 def make_plan(
@@ -378,9 +375,8 @@ def _fill(
     if counts is not None:
         counts.share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
-        received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True)).repeat(
-            num_ranks, 1
-        )
+        received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True))
+        received = received.repeat(num_ranks, 1)
     ops.lay_out(
         heap.count_peers,
         received,
@@ -406,11 +402,9 @@ def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
     return integers
 
 
-def _find_problem(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions
-) -> ArgumentError | StaleLease | None:
+def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity, _ = options
+    num_experts, capacity, overflow, max_tokens, _, dtype, precision, quantized_wire, rail_capacity, _ = options
     dtypes = (torch.int32, torch.int64)
     error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
     if error is not None:
@@ -419,39 +413,34 @@ def _find_problem(
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
-    integers = {"num_experts": num_experts, "capacity": capacity, "max_tokens": max_tokens, "hidden": hidden}
-    integers["rail_capacity"] = rail_capacity
-    for name, value in integers.items():
+    for name in ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity"):
+        value = getattr(options, name)
         if value is None and name != "num_experts":
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
         if value >= 2**31:
             return ArgumentError(f"{name} ({value}) must be less than 2**31")
+        if value < 1 and name in ("capacity", "hidden", "rail_capacity"):
+            return ArgumentError(f"{name} ({value}) must be at least 1")
     if not 1 <= num_experts <= control.MAX_EXPERTS:
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
     if not is_choice("overflow", overflow):
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
-    if hidden is not None and hidden < 1:
-        return ArgumentError(f"hidden ({hidden}) must be at least 1")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in control.DTYPES):
-        return ArgumentError(f"dtype ({dtype}) must be one of {', '.join(map(str, control.DTYPES))}")
+    if dtype is not None and (error := parameter_dtype_problem(dtype)) is not None:
+        return error
     if capacity is None and (max_tokens is not None or overflow != "raise"):
         setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
         return ArgumentError(f"{setting} needs a static capacity, and capacity is None")
     if capacity is None and rail_capacity is not None:
         return ArgumentError(f"rail_capacity ({rail_capacity}) needs a static capacity, and capacity is None")
-    if rail_capacity is not None and rail_capacity < 1:
-        return ArgumentError(f"rail_capacity ({rail_capacity}) must be at least 1 token")
     if capacity is None and heap.captured_reports is None and heap.streams.capture:
         return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
             "steps with symmoe.capture_step"
         )
-    if capacity is not None and capacity < 1:
-        return ArgumentError(f"capacity ({capacity}) must be at least 1 row")
     if max_tokens is not None and max_tokens < topk_idx.shape[0]:
         return ArgumentError(f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})")
     if precision is not None and not isinstance(precision, Recipe):

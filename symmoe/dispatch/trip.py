@@ -45,8 +45,8 @@ class Arrival:
         parts: an iterator with a part per source rank, in the order of arrival: rows of the local experts that the
             current stream may read from then on, and SMs for their GEMMs. Together the parts are all rows. None: all
             rows have arrived.
-        row_probs: fp32 [N_cap], complete for the parts that have been handed out; None without probs.
-        row_to_packed_row: int32 [N_cap], complete for the same parts.
+        row_probs, row_to_packed_row: fp32 or None without probs, and int32, [N_cap]; complete for the parts that have
+            been handed out.
     """
 
     parts: Iterator[Part] | None
@@ -65,10 +65,9 @@ def dispatch(
     gradients: int | None = None,
     division: Division | None = None,
 ) -> Iterator[Arrival]:
-    """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective.
-
-    A context, at the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the
-    plan's `packed_to_row` and `row_to_packed_row`; backward needs them.
+    """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective. A context, at
+    the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the plan's
+    `packed_to_row` and `row_to_packed_row`; backward needs them.
 
     Args:
         probs: fp32 [T, K], which travel along in forward.
@@ -128,11 +127,8 @@ def _travelling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Index:
-    """The slots of a dispatch: what they say of the rows that come. Tensors as in Plan and Arrival.
-
-    Attributes:
-        slots, probs: where they come, int32 and fp32 [P_cap, K], and the offsets of both; None and () in backward.
-    """
+    """The slots of a dispatch: what they say of the rows that come. Tensors as in Plan and Arrival; slots and probs are
+    where they come, int32 and fp32 [P_cap, K], and offsets of both; None and () in backward."""
 
     packed_to_row: torch.Tensor
     row_to_packed_row: torch.Tensor
@@ -147,14 +143,9 @@ class _Index:
             return
         for region in tokens.regions:
             own_probs = probs if region.tokens is None or probs is None else probs[region.tokens]
-            kernels.for_device(self.slots.device).push_slots(
-                (region.slot_to_row, region.slot_to_rank, own_probs),
-                (region.token_to_packed_row, region.block_tokens, region.packed_start, region.packed_limit),
-                tokens.heap.peers,
-                ready,
-                row_column=READY_SLOTS,
-                prob_column=READY_PROBS,
-            )
+            slots, trip = (*region.slots, own_probs), (tokens.heap.peers, ready)
+            push = kernels.for_device(self.slots.device).push_slots
+            push(slots, region.places, *trip, row_column=READY_SLOTS, prob_column=READY_PROBS)
 
     def read(self, begin: torch.Tensor, end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor) -> None:
         """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
@@ -194,12 +185,7 @@ def _with_slots(
 
 class _Trip:
     """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
-    division, on a branch.
-
-    Args:
-        travelling: as _travelling yields it.
-        agreed: fields of the call on which all ranks must agree.
-    """
+    division, on a branch. travelling: as _travelling yields it."""
 
     def __init__(
         self,
@@ -226,14 +212,12 @@ class _Trip:
     def send(self) -> None:
         """Sends and receives everything."""
         for tokens, rows in self._tokens:
-            if self._layout == "packed":
-                self._push(rows, tokens)
-            else:
-                self._push(rows, tokens, but=self._rank)
+            is_packed = self._layout == "packed"
+            self._push(rows, tokens, but=None if is_packed else self._rank)
+            if not is_packed:
                 self._place_own(rows, tokens)
-        self._receive(
-            None, self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
-        )
+        arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
+        self._receive(None, arrived)
 
     @contextmanager
     def arriving(self) -> Iterator[Iterator[Part]]:

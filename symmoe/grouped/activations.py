@@ -8,7 +8,7 @@ formulas are in symmoe.kernels.activation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,20 +19,32 @@ from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import Problem, RowsLike, memory_problem, scale_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
-from symmoe.kernels.activation import RELU2, Activation
+from symmoe.kernels.activation import FUNCTIONS, RELU2, Activation
+
+
+def activation_problem(activation: object, kind: type = Activation) -> ArgumentError | None:
+    """Why this is no Activation, or no ScaledActivation, and what there is, or None."""
+    if isinstance(activation, kind):
+        return None
+    wanted = "an Activation" if kind is Activation else "a ScaledActivation, or None; it takes an Activation"
+    return ArgumentError(
+        f"activation ({activation!r}) must be {wanted}: symmoe.Activation(function='gelu', is_gated=False) is one of "
+        f"functions {', '.join(FUNCTIONS)}. Experts with another function run by parts: see symmoe.MoELayer"
+    )
 
 
 class ScaledActivation(nn.Module):
     """out = act(h) * scale for the function that `activation` names. Has no parameters.
 
-    Args:
-        activation: the function.
+    Raises:
+        ArgumentError: `activation` is no Activation.
     """
 
     num_extra_inputs = 1  # Sequential passes the scale
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
+        raise_for(activation_problem(activation))
         self.activation = activation
 
     def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -129,15 +141,9 @@ def _reordered(tensor: torch.Tensor, block: int, dim: int, blocks: tuple[int, in
     return tensor.reshape(*shape[:dim], *blocks, block, *shape[dim + 1 :]).transpose(dim, dim + 1).reshape(shape)
 
 
-class _ScaledActivationContext(Context, Protocol):
-    activation: Activation
-
-
 class _ScaledActivation(Function):
     @staticmethod
-    def forward(
-        ctx: _ScaledActivationContext, h: torch.Tensor, scale: torch.Tensor, activation: Activation
-    ) -> torch.Tensor:
+    def forward(ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
         h, scale = h.contiguous(), scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
         out = h.new_empty((*h.shape[:-1], ffn))
@@ -149,7 +155,7 @@ class _ScaledActivation(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _ScaledActivationContext, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         raise_for(memory_problem("d_y", d_out))
         h, scale = ctx.saved_tensors
         d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from symmoe.autograd import Unmodified
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.parameters import local_tensors
-from symmoe.grouped.weight_gradients import Compute
+from symmoe.grouped.weights import Compute
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
@@ -31,12 +31,8 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """What launches of experts depend on besides tensors.
-
-    Attributes:
-        num_groups, hidden, ffn, activation, precision: as in GroupedMLP.
-        are_packed: whether the weights of fc1 are packed, and whether those of fc2 are.
-    """
+    """What launches of experts depend on in addition to tensors: fields of GroupedMLP, and whether the weights of fc1
+    and those of fc2 are packed."""
 
     num_groups: int
     hidden: int
@@ -54,19 +50,12 @@ class ExpertForm:
 @dataclass(frozen=True, slots=True, eq=False)
 class CallExperts:
     """The experts of one call: a frozen description, and tensors: a module's, this rank's parts of DTensors, what
-    parametrizations and adapters have made for this call, or an operator's inputs.
-
-    Attributes:
-        form: what launches depend on besides tensors.
-        biases: of fc1 and fc2, or None.
-        tensors: their weights and adapters in one sequence, see ExpertForm.split.
-        linears: fc1 and fc2, whose options backward reads when it runs.
-    """
+    parametrizations and adapters have made for this call, or an operator's inputs."""
 
     form: ExpertForm
     biases: Biases
-    tensors: tuple[torch.Tensor, ...]
-    linears: tuple[GroupedLinear, GroupedLinear]
+    tensors: tuple[torch.Tensor, ...]  # weights and adapters in one sequence, see ExpertForm.split
+    linears: tuple[GroupedLinear, GroupedLinear]  # whose options backward reads when it runs
 
 
 class Experts(Protocol):
@@ -105,17 +94,11 @@ def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts
 
 
 class Hidden(NamedTuple):
-    """What forward leaves for backward, in addition to its inputs.
+    """What forward leaves for backward, in addition to its inputs; with a recipe the transposed weights as operands."""
 
-    Attributes:
-        h: [num_rows, W], FC1's output.
-        t1, t2: [num_rows, r], what adapters have made of the rows and of the activation; None without adapters.
-        The others: the transposed weights as operands; None without a recipe.
-    """
-
-    h: torch.Tensor
-    t1: torch.Tensor | None = None
-    t2: torch.Tensor | None = None
+    h: torch.Tensor  # [num_rows, W], FC1's output
+    t1: torch.Tensor | None = None  # [num_rows, r], what adapters have made of the rows
+    t2: torch.Tensor | None = None  # and of the activation
     w1_data: torch.Tensor | None = None
     w1_scale: torch.Tensor | None = None
     w1_global_scale: torch.Tensor | None = None
@@ -153,18 +136,12 @@ SecondInput = torch.Tensor | tuple[Operand, Operand]
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of the experts as the kernels take them, and the order in which the kernels run.
+    """The weights of the experts as the kernels take them, and the order in which the kernels run."""
 
-    Attributes:
-        w1, w2: [G, W, H], [G, H, I], packed or as tables.
-        b1, b2: [G, W], [G, H], or None.
-        activation: the function between the two layers.
-    """
-
-    w1: torch.Tensor | TensorTable
-    b1: torch.Tensor | None
-    w2: torch.Tensor | TensorTable
-    b2: torch.Tensor | None
+    w1: torch.Tensor | TensorTable  # [G, W, H]
+    b1: torch.Tensor | None  # [G, W]
+    w2: torch.Tensor | TensorTable  # [G, H, I]
+    b2: torch.Tensor | None  # [G, H]
     activation: Activation
 
     def first_layer(
@@ -196,36 +173,20 @@ class ExpertWeights:
             a, self.w2, part.rows, out, bias=bias, zero_tail=zero_tail, num_sms=part.num_sms
         )
 
-    def backward(
-        self,
-        x: ExpertRows,
-        hidden: Hidden,
-        d_out: torch.Tensor,
-        *,
-        parts: Iterable[Part] | None = None,
-        needs_scale: bool = True,
-    ) -> ExpertsBackward:
+    def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> ExpertsBackward:
         """The backward pass; its first step has run. The arguments are those of ExpertsBackward."""
-        return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+        return ExpertsBackward(x, self, hidden, d_out, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """What both directions need to know of the rows.
+    """What both directions need to know of the rows. Row i is `rows[row_index[i]]`, or `rows[i]` without an index."""
 
-    Attributes:
-        rows: [., H]; row i is `rows[row_index[i]]`, or `rows[i]` without an index.
-        row_range: int32 [2, G], where the rows of each group begin and end.
-        scale: fp32 [N], multiplies the activation.
-        bias_scale: fp32 [N], multiplies b2; None is 1.
-        row_index: int32 [N] or None.
-    """
-
-    rows: torch.Tensor
-    row_range: torch.Tensor
-    scale: torch.Tensor
-    bias_scale: torch.Tensor | None = None
-    row_index: torch.Tensor | None = None
+    rows: torch.Tensor  # [., H]
+    row_range: torch.Tensor  # int32 [2, G], where the rows of each group begin and end
+    scale: torch.Tensor  # fp32 [N], multiplies the activation
+    bias_scale: torch.Tensor | None = None  # fp32 [N], multiplies b2; None is 1
+    row_index: torch.Tensor | None = None  # int32 [N]
 
     def without_tail(self, num_rows: int) -> ExpertRows:
         """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
@@ -237,12 +198,8 @@ class ExpertRows:
 def experts_forward(
     x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
 ) -> Hidden:
-    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale. Returns what backward needs besides the inputs.
-
-    Args:
-        out: [N, H], written up to the end of the last group, and with zeros past it if `zero_tail`.
-        num_rows: rows of the intermediate tensors, enough for all groups.
-    """
+    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out [N,
+    H] is written up to the end of the last group, and with zeros past it if `zero_tail`."""
     hidden, a = weights.first_layer(x, num_rows=num_rows)
     weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
     return hidden
@@ -252,19 +209,10 @@ class ExpertsBackward:
     """Backward of :func:`experts_forward`, in three steps that the caller puts in order.
 
     Construction runs the first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then
-    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all.
-
-    Args:
-        x, weights: the arguments of forward.
-        hidden: what forward returned.
-        d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
-        parts: rows for the first step, as in ExpertWeights.first_layer; `d_out` is complete after the last part.
-        needs_scale: whether the caller will read `d_scale`, which is incomplete otherwise.
-
-    Attributes:
-        d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
-            0 in the tail.
-        db1, db2: gradients of the biases; None for those that require none.
+    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of
+    d_out [., H] is at `row_index[i]`, or at i without an index; it is complete after the last of `parts` (as in
+    ExpertWeights.first_layer). d_scale fp32 [num_rows] is the gradient of the scale of the activation and (if it has
+    the same) of b2, 0 in the tail; it is incomplete without `needs_scale`. db1, db2: None for those that require none.
     """
 
     def __init__(
@@ -285,7 +233,7 @@ class ExpertsBackward:
             torch.empty_like(bias) if bias is not None and bias.requires_grad else None
             for bias in (weights.b1, weights.b2)
         )
-        self._to_first_layer(hidden, parts)
+        self._fc2_dgrad(hidden, parts)
         self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
         if weights.b2 is not None:
             d_out = self._output_gradients()
@@ -298,7 +246,7 @@ class ExpertsBackward:
         x = self._x
         self._ops.grouped_bias_grad((d_out, x.row_index), x.row_range, db2, scale=x.bias_scale)
 
-    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
@@ -317,7 +265,7 @@ class ExpertsBackward:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
 
     def _output_gradients(self) -> torch.Tensor:
-        """[., H] in the working dtype; row i is at `row_index[i]`, or at i without an index."""
+        """[., H] in the working dtype, as d_out."""
         return self._d_out
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
@@ -325,14 +273,14 @@ class ExpertsBackward:
         self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_range, d_rows, zero_tail=zero_tail)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """Writes dW1 [G, W, H]; a weight_gradients.Compute."""
+        """Writes dW1 [G, W, H]; a weights.Compute."""
         self._inputs.check()
         x = self._x
         operands = self._dh, (x.rows, x.row_index)
         self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """Writes dW2 [G, H, I]; a weight_gradients.Compute."""
+        """Writes dW2 [G, H, I]; a weights.Compute."""
         self._inputs.check()
         x = self._x
         operands = (self._d_out, x.row_index), self._a

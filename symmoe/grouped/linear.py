@@ -1,20 +1,32 @@
 """GroupedLinear: y_g = x_g W_g^T + b_g for every group g of rows, with results in buffers of the caller.
 
-G groups (experts of this rank), C input features, O output features. Rows are sorted by group; rows past sum(splits)
-are a tail that is never read: it stays as it is in a buffer of the caller, and is zero in what is allocated here.
+G groups (experts of this rank), C input features, O output features, N rows sorted by group; rows past sum(splits) are
+a tail that is never read: it stays as it is in a buffer of the caller, and is zero in what is allocated here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from symmoe import kernels
+from symmoe.autograd import Unmodified
 from symmoe.checks.arguments import working_dtype
+from symmoe.errors import ArgumentError
+from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
-from symmoe.grouped.products import LinearProducts
-from symmoe.grouped.rows_function import RowArguments, run_rows
-from symmoe.grouped.splits import Splits
+from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
+from symmoe.grouped.weights import Compute, kernel_matrices
+from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
+from symmoe.kernels.operands import Operand, given
+from symmoe.kernels.tensor_table import TensorTable
+from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
+from symmoe.precision.recipes import Recipe
 
 
 class GroupedLinear(GroupedParameters):
@@ -30,7 +42,7 @@ class GroupedLinear(GroupedParameters):
             so, also after `.to()`, the kernels take them for a packed weight. A trainer may put them anywhere: on GPUs
             the kernels then find them by their addresses, which is slower. State dicts of either form load into either.
         accumulate_into_main_grad: the wgrad kernel adds to the fp32 `main_grad` of each weight instead of making
-            `.grad` (see symmoe.grouped.weight_gradients).
+            `.grad` (see symmoe.grouped.weights).
         delay_wgrad: backward leaves the weight gradients to :meth:`backward_dw`.
         precision: which numbers the three products multiply (docs/precision.md); None: those of the working dtype.
             Parameters, their gradients and state dicts are the same with all of them. C and O must be multiples of
@@ -76,13 +88,13 @@ class GroupedLinear(GroupedParameters):
         Raises:
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
-        given = RowArguments(splits, bias_scale, out, grad_input_out, (is_first_microbatch,))
-        given.check("x", x, (self,))
+        arguments = RowArguments(splits, bias_scale, out, grad_input_out, (is_first_microbatch,))
+        arguments.check("x", x, (self,))
         x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
         biases, weights, adapters = local_tensors((self,), x.dtype, cast_biases=is_autocast)
         products = LinearProducts((self,), trains_rows=torch.is_grad_enabled() and x.requires_grad)
         added = (None,) if self.return_bias else tuple(biases)
-        y = run_rows(products, given, x, added, (*weights, *adapters))
+        y = run_rows(products, arguments, x, added, (*weights, *adapters))
         return (y, biases[0]) if self.return_bias else y
 
     @torch.no_grad()
@@ -111,3 +123,159 @@ class GroupedLinear(GroupedParameters):
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.has_bias}, weights={'packed' if self.is_packed else 'discrete'}{precision}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProducts:
+    """A rows_function.Products: y = W x + bias * scale, += B (A x) with adapters.
+
+    trains_rows: whether backward will ask for the gradient of the rows.
+    """
+
+    layers: tuple[GroupedParameters]
+    trains_rows: bool
+
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
+        # Kept are A x, and the transposed weight in the recipe's numbers if rows are trained.
+        (layer,), transposed = self.layers, None
+        weights, low = _split(layer, rows.tensors)
+        (weight,) = kernel_matrices({"weight": weights})
+        ops, bias = kernels.for_device(out.device), (rows.biases[0], rows.scale)
+        if layer.precision is None:
+            ops.grouped_gemm(rows.x, weight, rows.row_range, out, bias=bias, zero_tail=zero_tail)
+        else:
+            recipe, held = layer.precision, layer.held_weight
+            left = recipe.quantize(rows.x, rows.row_range).operand()
+            right, transposed = weight_operands(recipe, weight, transposed=self.trains_rows, held=held)
+            ops.grouped_gemm_quantized(left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail)
+        t = None
+        if low is not None:
+            t = low.down(rows.x, rows.row_range)
+            low.add_up(t, rows.row_range, out)
+        return t, *(transposed or (None, None, None))
+
+    def backward(
+        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> LinearGradients:
+        return LinearGradients(self.layers[0], rows, kept, d_out, needs)
+
+
+class LinearGradients:
+    """Backward of LinearProducts. The gradient of the bias is there after input_gradient, if rows get a gradient."""
+
+    def __init__(
+        self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+    ) -> None:
+        (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
+        self._recipe, self._rows, self._d_out, self._kept = layer.precision, rows, d_out, kept
+        self._weights, self._low = _split(layer, rows.tensors)
+        self._ops = ops = kernels.for_device(d_out.device)
+        self._d_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+        self.d_scale: torch.Tensor | None = None
+        if self._low is not None:
+            self._d_t = self._low.down_gradient(d_out, rows.row_range)
+        if not needs_x and self._d_bias is not None:
+            ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
+        if needs_scale and bias is not None:
+            self.d_scale = torch.zeros_like(given("bias_scale", rows.scale))
+            ops.grouped_bias_dot(d_out, bias, rows.row_range, self.d_scale)
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
+        """Fills d_rows [N, C], and the gradient of the bias by grouped_bias_grad's formula."""
+        d_out, row_range = self._d_out, self._rows.row_range
+        if self._recipe is None:
+            (weight,) = kernel_matrices({"weight": self._weights})
+            self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
+            if self._d_bias is not None:
+                self._ops.grouped_bias_grad(d_out, row_range, self._d_bias, scale=self._rows.scale)
+        else:
+            sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
+            lines = gradient_rows(self._recipe, d_out, row_range, **sums)
+            _, data, scale, global_scale = self._kept
+            transposed = Operand(given("data", data), given("scale", scale), global_scale)
+            self._ops.grouped_gemm_quantized(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
+        if self._low is not None:
+            self._low.add_up_gradient(self._d_t, row_range, d_rows)
+
+    def bias_gradients(self) -> Gradients:
+        """dbias [G, O], or None."""
+        return (self._d_bias,)
+
+    def weight_gradients(self) -> tuple[Compute, ...]:
+        """Needs no weights, so a delayed gradient keeps none of them alive."""
+        x, row_range, d_out = self._rows.x, self._rows.row_range, self._d_out
+        return (functools.partial(_weight_gradient, self._recipe, x, row_range, d_out, Unmodified(x=x, d_y=d_out)),)
+
+    def adapter_gradients(self) -> Gradients:
+        """dA and dB; none without adapters."""
+        if self._low is None:
+            return ()
+        t = given("t", self._kept[0])
+        return self._low.gradients(self._rows.x, t, self._d_out, self._d_t, self._rows.row_range)
+
+
+def _weight_gradient(
+    recipe: Recipe | None,
+    x: torch.Tensor,
+    row_range: torch.Tensor,
+    d_out: torch.Tensor,
+    inputs: Unmodified,
+    out: torch.Tensor | TensorTable,
+    accumulate: bool,
+) -> None:
+    """out [G, O, C] (+)= d_out_g^T x_g."""
+    inputs.check()
+    ops = kernels.for_device(x.device)
+    if recipe is None:
+        ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
+        return
+    left, right = gradient_columns(recipe, d_out, row_range), recipe.quantize_columns(x, row_range).operand()
+    ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
+
+
+def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:
+    weights, adapters = tensors[: len(layer.weight_names)], tensors[len(layer.weight_names) :]
+    return weights, LowRank(*adapters) if adapters else None
+
+
+@contextmanager
+def constant_weights(module: nn.Module) -> Iterator[None]:
+    """A block in which no weight of a GroupedLinear in `module` changes: each is quantised once, for all calls in it.
+
+        with symmoe.constant_weights(model):
+            for batch in micro_batches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    The block changes only layers with a `precision`, also those of GroupedMLP and MoELayer. The first forward pass in
+    the block quantises the weights; if it was without gradients, the first one with gradients quantises them again.
+    Results have the same bits as without the block. Backward passes may run after it: they use what forward has kept.
+
+    The operands of both directions are held, a byte each for a parameter (plus scales), until the block is left, also
+    by an exception. Calls that wait for their backward pass share them. Blocks may be nested; the outer one counts.
+
+    In CUDA graphs: the block is entered and left inside of one capture. Every replay then quantises the weights as they
+    are. Inside torch.compile, and under a TorchDispatchMode, calls quantise as without the block.
+
+    Not collective, but it must be the same on all ranks of an expert-parallel group, as the calls are. Does not
+    synchronise the host.
+
+    Raises:
+        ArgumentError: in the block, by a forward pass, before anything is computed: a weight has been written to since
+            the first one, e.g. by an optimizer's step, or only one of the two is captured in a CUDA graph.
+            A write that autograd does not see (`weight.data.copy_`) is not found, nor is a parameter that replaces
+            another: then results are those of the old weight. On entering: `module` has no GroupedLinear.
+    """
+    linears = [found for found in module.modules() if isinstance(found, GroupedLinear)]
+    if not linears:
+        raise ArgumentError(f"module ({type(module).__name__}) has no GroupedLinear whose weights could be constant")
+    entered = [linear for linear in linears if linear.precision is not None and linear.held_weight is None]
+    for linear in entered:
+        linear.held_weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
+    try:
+        yield
+    finally:
+        for linear in entered:
+            if linear.held_weight is not None:
+                linear.held_weight.close()
+            linear.held_weight = None

@@ -24,11 +24,7 @@ from symmoe.kernels.operands import given
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeights(ExpertWeights):
-    """Weights of experts, frozen or not, and the adapters of both layers.
-
-    Attributes:
-        low1, low2: the adapters of FC1 and FC2.
-    """
+    """Weights of experts, frozen or not, and the adapters of FC1 and FC2."""
 
     low1: LowRank
     low2: LowRank
@@ -49,19 +45,10 @@ class AdaptedWeights(ExpertWeights):
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
         return Hidden(h, t1, self.low2.down(a, x.row_range)), a
 
-    def second_layer(
-        self,
-        a: SecondInput,
-        hidden: Hidden,
-        x: ExpertRows,
-        out: torch.Tensor,
-        *,
-        zero_tail: bool = False,
-        part: Part | None = None,
-    ) -> None:
+    def second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor, **options: Any) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
-        part = part or Part(x.row_range)
-        ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, part=part)
+        ExpertWeights.second_layer(self, a, hidden, x, out, **options)
+        part = options.get("part") or Part(x.row_range)
         self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
@@ -74,7 +61,7 @@ class AdaptedBackward(ExpertsBackward):
 
     _weights: AdaptedWeights
 
-    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, low2 = h.shape[0], weights.low2
         self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, weights.w2.shape[2]))

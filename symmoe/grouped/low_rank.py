@@ -21,15 +21,10 @@ RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The adapters of one layer, and its GEMMs in both directions. row_range: int32 [2, G] (kernels/contract).
+    """The adapters of one layer, and its GEMMs in both directions, with row_range int32 [2, G] (kernels/contract)."""
 
-    Attributes:
-        a: [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs.
-        b: [G, O, r], times the adapters' scaling.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
+    a: torch.Tensor  # [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs
+    b: torch.Tensor  # [G, O, r], times the adapters' scaling
 
     def new_rows(self, num_rows: int) -> torch.Tensor:
         """[num_rows, r], uninitialised: for t or dt."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
+from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
 from symmoe.grouped.experts import (
     Biases,
     ExpertForm,
@@ -32,8 +32,7 @@ from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, run_rows
-from symmoe.grouped.splits import Splits
+from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
@@ -82,8 +81,8 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         raise_for(size_problem(num_groups=num_groups, hidden=hidden, ffn=ffn))
-        if activation is not None and not isinstance(activation, ScaledActivation):
-            raise ArgumentError(f"activation ({activation!r}) must be a ScaledActivation, or None")
+        if activation is not None:
+            raise_for(activation_problem(activation, ScaledActivation))
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.activation = ScaledSwiGLU() if activation is None else activation
         options: dict[str, Any] = {"bias": bias, "weights": weights, "precision": precision}
@@ -141,12 +140,8 @@ class GroupedMLP(nn.Module):
 
 
 def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
-    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between.
-
-    Args:
-        x: rows, and the other arguments: as in GroupedMLP.forward.
-        scale_bias: whether the scale multiplies fc2's bias too.
-    """
+    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
+    as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
     fc1, fc2 = experts.fc1, experts.fc2
     raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
     arguments.check("rows", x, (fc1, fc2))
@@ -189,13 +184,9 @@ def expert_weights(
     wire: Wire = FULL,
     held: Held = (None, None),
 ) -> ExpertWeights:
-    """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence.
-
-    Args:
-        trains: whether backward will ask for the gradient of the rows, and whether there will be one.
-        wire: the formats in which rows and gradients have travelled.
-        held: what symmoe.constant_weights holds of fc1 and fc2.
-    """
+    """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence;
+    trains: whether backward will ask for the gradient of the rows, and whether there will be one; wire: how rows and
+    gradients have travelled; held: what symmoe.constant_weights holds of fc1 and fc2."""
     weights1, weights2, adapters = form.split(tensors)
     w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
     weights = (w1, biases[0], w2, biases[1], form.activation)

@@ -18,8 +18,15 @@ from torch import nn
 from symmoe.checks.arguments import parameter_dtype_problem, size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.low_rank import RANK_MULTIPLE
-from symmoe.grouped.weight_gradients import DelayedGradients, MainGrads, NewGradients, Target
-from symmoe.grouped.weights import addresses, lay_side_by_side
+from symmoe.grouped.weights import (
+    DelayedGradients,
+    MainGrads,
+    NewGradients,
+    Target,
+    addresses,
+    check_uniform,
+    lay_side_by_side,
+)
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.precision.operands import HeldWeight
@@ -33,11 +40,7 @@ _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
 
 class GroupedParameters(nn.Module):
-    """What a GroupedLinear is without its forward; the arguments are its.
-
-    Attributes:
-        weight_names: of the one packed weight, or of the G discrete ones.
-    """
+    """What a GroupedLinear is without its forward; the arguments are its."""
 
     holds_experts = True
     _is_fsdp_managed_module = False  # FSDP sets it
@@ -143,10 +146,8 @@ class GroupedParameters(nn.Module):
         """With `init_method`, fills the weights by it and the biases with zeros; else both uniformly like nn.Linear."""
         bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
         if self._init_method is None:
-            for weight in self.weight_parameters():
-                weight.uniform_(-bound, bound)
-            if bias is not None:
-                bias.uniform_(-bound, bound)
+            for parameter in (*self.weight_parameters(), *(() if bias is None else (bias,))):
+                parameter.uniform_(-bound, bound)
             return
         for g in range(self.num_groups):
             self._init_method(getattr(self, f"weight{g}"))
@@ -235,7 +236,10 @@ def local_tensors(
     weights: list[torch.Tensor] = []
     for linear in linears:
         own = linear.weight_parameters()
-        weights += own if own[0].dtype == dtype else [weight.to(dtype) for weight in own]
+        if own[0].dtype != dtype:  # else kernel_matrices looks at them
+            check_uniform(own)
+            own = tuple(weight.to(dtype) for weight in own)
+        weights += own
     pairs = [linear.adapters() for linear in linears]
     if not any(pairs):
         return biases, weights, []

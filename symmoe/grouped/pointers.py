@@ -101,11 +101,7 @@ def copy_data_ptrs_to_device(
 
 
 def load_addresses(lists: Lists, device: torch.device, *, alignment: int = 1, contiguous: bool = False) -> torch.Tensor:
-    """The addresses of all named lists, one after the other, as int64 [N] on `device`. Does not look at leases.
-
-    Raises:
-        ArgumentError: as in :func:`copy_data_ptrs_to_device`.
-    """
+    """copy_data_ptrs_to_device of all named lists, one after the other; does not look at leases."""
     return _loaded(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
 
 
@@ -154,8 +150,16 @@ def pack_weight_ptrs(
     """
     weights = {"fc1": fc1, "fc2": fc2}
     given = {name: s for name, s in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales)) if s is not None}
-    _check_lists(weights, given, swizzle)
+    if swizzle is not None and swizzle not in [*_FORMATS]:
+        raise ArgumentError(f"swizzle ({swizzle!r}) must be None or one of {', '.join(_FORMATS)}")
+    for name, matrices in given.items():
+        if (num_weights := len(weights[_LAYER[name]])) not in (0, len(matrices)):
+            raise ArgumentError(f"{name} has {len(matrices)} tensors; {_LAYER[name]} has {num_weights}")
+    if swizzle is not None and not any(map(len, given.values())):
+        raise ArgumentError(f"swizzle is {swizzle!r}; fc1_scales or fc2_scales must have tensors, both have 0")
     lists = weights | given
+    if not any(map(len, lists.values())):
+        raise ArgumentError("fc1, fc2, fc1_scales or fc2_scales must have tensors; all have 0")
     first = next(tensors[0] for tensors in lists.values() if len(tensors))
     device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")  # which is refused below
     payload = _addresses(weights, device, alignment=16, contiguous=True)
@@ -229,19 +233,6 @@ def _extent(
             )
         num_rows, num_columns = wanted
     return (num_columns, num_rows, 1, scale[1]) if is_columnwise else (num_rows, num_columns, scale[1], 1)
-
-
-def _check_lists(weights: Lists, scales: Lists, swizzle: object) -> None:
-    if swizzle is not None and swizzle not in [*_FORMATS]:
-        raise ArgumentError(f"swizzle ({swizzle!r}) must be None or one of {', '.join(_FORMATS)}")
-    for name, matrices in scales.items():
-        num_weights = len(weights[_LAYER[name]])
-        if num_weights not in (0, len(matrices)):
-            raise ArgumentError(f"{name} has {len(matrices)} tensors; {_LAYER[name]} has {num_weights}")
-    if swizzle is not None and not any(map(len, scales.values())):
-        raise ArgumentError(f"swizzle is {swizzle!r}; fc1_scales or fc2_scales must have tensors, both have 0")
-    if not any(map(len, [*weights.values(), *scales.values()])):
-        raise ArgumentError("fc1, fc2, fc1_scales or fc2_scales must have tensors; all have 0")
 
 
 def _loaded(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -131,7 +131,7 @@ class QuantizedBackward(ExpertsBackward):
     _dh_columns: Callable[[], Operand]
     _a_columns: Callable[[], Operand]
 
-    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         x, weights, h = self._x, self._weights, hidden.h
         self._dtype, wire = h.dtype, weights.wire.gradients
         self._transposed1 = None if hidden.w1_data is None else hidden.transposed1

@@ -10,11 +10,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
+from symmoe import kernels
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import (
     Buffer,
@@ -28,10 +31,13 @@ from symmoe.checks.arguments import (
 )
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.parameters import GroupedParameters
-from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
-from symmoe.grouped.weight_gradients import Compute
+from symmoe.grouped.weights import Compute
 from symmoe.kernels import control
 
+Splits = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
+
+_KERNEL_DTYPES = (torch.int32, torch.int64)
+_DTYPES = (*_KERNEL_DTYPES, torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MaybeTensor = torch.Tensor | None
 Gradients = tuple[MaybeTensor, ...]
 Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
@@ -39,19 +45,13 @@ Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
 
 @dataclass(frozen=True, slots=True)
 class RowArguments:
-    """The arguments of a call other than the rows.
-
-    Attributes:
-        splits, out, grad_input_out: as in GroupedLinear.forward.
-        scale: `bias_scale` of a linear layer, `row_probs` of an MLP.
-        overwrite_main_grad: for each layer, whether its weight gradient overwrites `main_grad`.
-    """
+    """The arguments of a call other than the rows, as in GroupedLinear.forward."""
 
     splits: Splits
-    scale: MaybeTensor = None
+    scale: MaybeTensor = None  # `bias_scale` of a linear layer, `row_probs` of an MLP
     out: MaybeTensor = None
     grad_input_out: MaybeTensor = None
-    overwrite_main_grad: tuple[bool, ...] = (False, False)
+    overwrite_main_grad: tuple[bool, ...] = (False, False)  # for each layer
 
     def problem(self, rows: RowsLike, layers: Layers) -> Problem:
         """What is wrong with them for rows that go through these layers, or None. Reads no device memory."""
@@ -60,8 +60,11 @@ class RowArguments:
         error = splits_problem(self.splits, num_groups=first.num_groups, device=rows.device, num_rows=num_rows)
         if error is None and len(layers) == 2:
             error = scale_problem("row_probs", self.scale, rows)
+        elif error is None and self.scale is not None and first.has_bias and not first.return_bias:
+            error = scale_problem("bias_scale", self.scale, rows)
         elif error is None and self.scale is not None:
-            error = self._bias_scale_problem(first) or scale_problem("bias_scale", self.scale, rows)
+            found = list(self.scale.shape) if isinstance(self.scale, torch.Tensor) else type(self.scale).__name__
+            error = ArgumentError(f"bias_scale ({found}) needs a bias that is added; {first} adds none")
         features = (("out", self.out, last.out_features), ("grad_input_out", self.grad_input_out, first.in_features))
         for name, buffer, width in features:
             if error is None and buffer is not None:
@@ -69,19 +72,8 @@ class RowArguments:
                 error = buffer_problem(name, buffer, shape=shape, dtype=rows.dtype, device=rows.device)
         return error
 
-    def _bias_scale_problem(self, linear: GroupedParameters) -> ArgumentError | None:
-        if linear.has_bias and not linear.return_bias:
-            return None
-        scale = self.scale
-        found = list(scale.shape) if isinstance(scale, torch.Tensor) else type(scale).__name__
-        return ArgumentError(f"bias_scale ({found}) needs a bias that is added; {linear} adds none")
-
     def check(self, name: str, x: torch.Tensor, layers: Layers) -> None:
-        """Checks all arguments of a call, of which argument `name` is x, before anything is computed.
-
-        Raises:
-            ArgumentError, StaleLease: an argument is wrong, or a buffer shares memory with what the call also uses.
-        """
+        """Checks all arguments of a call, of which argument `name` is x: ArgumentError, StaleLease."""
         problem = _rows_problem(name, x, layers[0])
         for layer in layers:
             problem = problem or layer.width_problem(x) or layer.held_problem()
@@ -111,26 +103,17 @@ def _rows_problem(name: str, x: object, linear: GroupedParameters) -> Problem:
 
 
 class RowInputs(NamedTuple):
-    """What the kernels of a call read.
+    """What the kernels of a call read: rows, where those of each group begin and end, their scale, a bias (or None) of
+    each layer, and the weights of all layers, then the adapters."""
 
-    Attributes:
-        x: the rows [N, C].
-        row_range: int32 [2, G], where those of each group begin and end.
-        scale: fp32 [N], or None.
-        biases: one of each layer, or None.
-        tensors: the weights of all layers, then the adapters.
-    """
-
-    x: torch.Tensor
-    row_range: torch.Tensor
-    scale: MaybeTensor
+    x: torch.Tensor  # [N, C]
+    row_range: torch.Tensor  # int32 [2, G]
+    scale: MaybeTensor  # fp32 [N]
     biases: Gradients
     tensors: tuple[torch.Tensor, ...]
 
 
-def _inputs(
-    num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: torch.Tensor
-) -> RowInputs:
+def _inputs(num_layers: int, x: torch.Tensor, row_range: torch.Tensor, scale: MaybeTensor, *tensors: Any) -> RowInputs:
     rows, scale = x.view(-1, x.shape[-1]), None if scale is None else scale.view(-1)
     return RowInputs(rows, row_range, scale, tensors[:num_layers], tensors[num_layers:])
 
@@ -147,51 +130,34 @@ def run_rows(
 
 
 class ProductGradients(Protocol):
-    """Backward of Products. input_gradient comes first, if rows get a gradient."""
+    """Backward of Products. input_gradient, which fills d_rows [N, C], comes first, if rows get a gradient. d_scale
+    fp32 [N] is None if nobody asks for it; there is a gradient of a bias and of a weight for each layer."""
 
     @property
-    def d_scale(self) -> MaybeTensor:
-        """fp32 [N]; None if nobody asks for it."""
-
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
-        """Fills d_rows [N, C]."""
-
-    def bias_gradients(self) -> Gradients:
-        """One for each layer."""
-
-    def weight_gradients(self) -> tuple[Compute, ...]:
-        """One for each layer."""
-
-    def adapter_gradients(self) -> Gradients:
-        """In the order of the adapters."""
+    def d_scale(self) -> MaybeTensor: ...
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None: ...
+    def bias_gradients(self) -> Gradients: ...
+    def weight_gradients(self) -> tuple[Compute, ...]: ...
+    def adapter_gradients(self) -> Gradients: ...
 
 
 class Products(Protocol):
-    """What the layers of a call compute, without autograd."""
+    """What the layers of a call, whose options backward reads when it runs, compute without autograd. forward fills out
+    [N, O] and returns what backward needs in addition to the inputs; needs: whether the rows, the scale and each bias
+    get a gradient."""
 
     @property
-    def layers(self) -> Layers:
-        """The layers, whose options backward reads when it runs."""
-
-    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients:
-        """Fills out [N, O]. Returns what backward needs in addition to the inputs."""
-
+    def layers(self) -> Layers: ...
+    def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients: ...
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
-    ) -> ProductGradients:
-        """kept: what forward has returned. needs: whether the rows, the scale and each bias get a gradient."""
-
-
-class _RowsContext(Context, Protocol):
-    settings: tuple[Products, Sequence[bool]]
-    num_kept: int
-    grad_input_out: GradientBuffer
+    ) -> ProductGradients: ...
 
 
 class _RowsFunction(Function):
     @staticmethod
     def forward(
-        ctx: _RowsContext,
+        ctx: Context,
         settings: tuple[Products, Sequence[bool]],
         buffers: tuple[MaybeTensor, MaybeTensor],
         x: torch.Tensor,
@@ -213,7 +179,7 @@ class _RowsFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _RowsContext, d_y: torch.Tensor) -> Gradients:
+    def backward(ctx: Context, d_y: torch.Tensor) -> Gradients:
         raise_for(memory_problem("d_y", d_y))
         (products, overwrites), buffer, saved = ctx.settings, ctx.grad_input_out, ctx.saved_tensors
         layers, (x, _, scale, *_) = products.layers, saved[ctx.num_kept :]
@@ -241,14 +207,88 @@ class _RowsFunction(Function):
 
 
 def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
-    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes.
-
-    Raises:
-        ArgumentError, StaleLease: the buffer cannot take the gradient, or is in use.
-    """
+    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes."""
     raise_for(buffer.problem())
-    given, shape = buffer.tensor, tuple(x.shape)
-    if given is None:
+    if (given := buffer.tensor) is None:
         return torch.empty_like(x)
+    shape = tuple(x.shape)
     raise_for(buffer_problem("grad_input_out", given, shape=shape, dtype=x.dtype, device=x.device, inputs=(d_y,)))
     return given
+
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+def splits_problem(splits: Splits, *, num_groups: int, device: torch.device | None, num_rows: int | None) -> Problem:
+    """What is wrong with `splits` for `num_rows` rows on `device` (None: unknown), or None. Never waits for the device:
+    the values of splits on a GPU are not checked, and kernels clamp them instead."""
+    if not isinstance(splits, (torch.Tensor, np.ndarray, Sequence)):
+        return ArgumentError(f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts")
+    shape = (len(splits),) if isinstance(splits, Sequence) else tuple(splits.shape)
+    if shape != (num_groups,):
+        return ArgumentError(f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)")
+    problem = None if isinstance(splits, Sequence) else _array_problem(splits, device)
+    if problem is not None or (isinstance(splits, torch.Tensor) and splits.is_cuda):
+        return problem
+    if device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return ArgumentError(
+            f"splits ({type(splits).__name__} on the CPU) would be frozen into the CUDA graph that is being captured; "
+            f"give an integer tensor on {device}"
+        )
+    counts = splits if isinstance(splits, Sequence) else splits.tolist()
+    if not _are_counts(counts) or (num_rows is not None and sum(map(int, counts)) > num_rows):
+        most = "" if num_rows is None else f" that add up to at most {num_rows} rows"
+        return ArgumentError(f"splits ({list(counts)}) must be counts{most}")
+    return None
+
+
+def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
+    """int32 [2, G] on `device` of checked splits: group g has rows row_range[0, g]:row_range[1, g], none past num_rows,
+    whatever device splits say. Does not synchronise the host."""
+    ops = kernels.for_device(device)
+    if isinstance(splits, torch.Tensor) and splits.device == device:
+        on_device = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
+        row_range = torch.empty((2, splits.shape[0]), dtype=torch.int32, device=device)
+        ops.splits_to_row_range(on_device.contiguous(), row_range, num_rows)
+        return row_range
+    counts = [int(n) for n in splits] if isinstance(splits, Sequence) else splits.tolist()
+    bounds = [*itertools.accumulate(counts, initial=0)]
+    on_host = torch.tensor([bounds[:-1], bounds[1:]], dtype=torch.int32, device="cpu")
+    if on_host.device == device:
+        return on_host
+    row_range = torch.empty_like(on_host, device=device)
+    ops.copy_host_to_device(on_host, row_range)
+    return row_range
+
+
+def same_splits(left: Splits, right: Splits) -> bool:
+    """Whether two splits are certainly equal, as far as can be told without waiting for a device. Takes any objects."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.layout is right.layout is torch.strided and all(
+            getter(left) == getter(right)
+            for getter in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.type)
+        )
+    if isinstance(left, Sequence) and isinstance(right, Sequence):
+        return _are_counts(left) and _are_counts(right) and list(left) == list(right)
+    return False
+
+
+def _array_problem(splits: torch.Tensor | npt.NDArray[np.integer[Any]], device: torch.device | None) -> Problem:
+    """What is wrong with splits that have a dtype, apart from their values, or None."""
+    is_integer = splits.dtype.kind in "iu" if isinstance(splits, np.ndarray) else splits.dtype in _DTYPES
+    if not is_integer:
+        return ArgumentError(
+            f"splits has dtype {splits.dtype}; it must be torch.int32, torch.int64 or another integer dtype"
+        )
+    if isinstance(splits, np.ndarray):
+        return None
+    if device is not None and splits.device not in (device, torch.device("cpu")):
+        return ArgumentError(f"splits is on {splits.device}; rows is on {device}")
+    return memory_problem("splits", splits)
+
+
+def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:
+    # isinstance takes a bool for an int, but a mask is no count.
+    return all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts)

@@ -26,8 +26,7 @@ from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import ExpertLayers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, fused_mlp
-from symmoe.grouped.rows_function import RowArguments
-from symmoe.grouped.splits import same_splits
+from symmoe.grouped.rows_function import RowArguments, same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
 _Item = TypeVar("_Item")
@@ -122,7 +121,10 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
     given, needed, completed = len(extra_inputs), sum(counts), list(extra_inputs)
     if given == needed:
         return completed
-    patterns = list(_patterns(modules))
+    patterns, place = [], 0  # where among all inputs those of each pattern begin: splits, scale, splits
+    for part in _split(list(_flatten(modules)), _is_pattern):
+        patterns += [place] * (len(part) == 3)
+        place += sum(map(_num_extra_inputs, part))
     if given != needed - len(patterns):
         names = ", ".join(kind.__name__ for kind in _PATTERN)
         fewest = f", or {needed - len(patterns)} with the splits once for each of {names}" if patterns else ""
@@ -131,15 +133,6 @@ def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[A
     for place in patterns:
         completed.insert(place + 2, completed[place])
     return completed
-
-
-def _patterns(modules: Iterable[nn.Module]) -> Iterator[int]:
-    """Where among all extra inputs those of each pattern begin: splits, scale, splits."""
-    place = 0
-    for part in _split(list(_flatten(modules)), _is_pattern):
-        if len(part) == 3:
-            yield place
-        place += sum(map(_num_extra_inputs, part))
 
 
 def _split(items: list[_Item], belong: Callable[[list[_Item]], bool]) -> Iterator[list[_Item]]:
@@ -192,19 +185,15 @@ def _route(modules: list[nn.Module], op_kwargs: OpKwargs | None, prefix: str) ->
     keys: dict[int, object] = {}
     for key, keywords in op_kwargs.items():
         index = _index(modules, key, labels)
-        if index in keys:
-            raise ArgumentError(
-                f"op_kwargs addresses {labels[index]} twice, by {_show(keys[index])} and by {_show(key)}"
-            )
-        keys[index] = key
+        if (other := keys.setdefault(index, key)) is not key:
+            raise ArgumentError(f"op_kwargs addresses {labels[index]} twice, by {_show(other)} and by {_show(key)}")
         if not isinstance(keywords, Mapping):
             raise ArgumentError(f"op_kwargs[{_show(key)}] ({keywords!r}) must be a dict of keyword arguments")
         valid = _keywords(modules[index])
-        if valid is not None:
-            for name in keywords:
-                if name not in valid:
-                    choice = f"it takes {', '.join(sorted(valid))}" if valid else "it takes no keyword arguments"
-                    raise ArgumentError(f"op_kwargs gives {name!r} to {labels[index]}; {choice}")
+        for name in keywords:
+            if valid is not None and name not in valid:
+                choice = ", ".join(sorted(valid)) if valid else "no keyword arguments"
+                raise ArgumentError(f"op_kwargs gives {name!r} to {labels[index]}; it takes {choice}")
         routed[index] = dict(keywords)
     return routed
 
@@ -270,11 +259,7 @@ def _show(key: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One module with what it takes in addition to the rows.
-
-    Attributes:
-        name: its name in the outermost Sequential, as in named_modules().
-    """
+    """One module with what it takes in addition to the rows; `name` is that of named_modules()."""
 
     name: str
     module: nn.Module
@@ -292,11 +277,6 @@ class Stage:
     def is_known(self) -> bool:
         """Whether it is known how the modules use all arguments, and that the result has new memory."""
         return len(self.calls) == 3 or type(self.calls[0].module).forward in _FORWARDS
-
-    @property
-    def delays_gradients(self) -> bool:
-        """Whether tensors of forward or backward are still read after the backward pass."""
-        return any(getattr(part, "delay_wgrad", False) for call in self.calls for part in call.module.modules())
 
     def arguments(self) -> RowArguments:
         """Those of grouped layers."""
@@ -383,7 +363,10 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
 
     def gradient(i: int, buffer: Buffer) -> Buffer:  # time goes on as the number of the stage falls
         reader = next((reader for reader in reversed(known) if reader < i), None)
-        last = math.inf if reader is None or stages[reader].delays_gradients else -reader
+        # Delayed weight gradients still read tensors after the backward pass.
+        modules = () if reader is None else (part for call in stages[reader].calls for part in call.module.modules())
+        delays = any(getattr(module, "delay_wgrad", False) for module in modules)
+        last = math.inf if reader is None or delays else -reader
         return replace(buffer, first=-i, last=last)
 
     error = overlap_problem([result(*each) for each in results], read)

@@ -1,17 +1,25 @@
-"""Weights of a layer, packed in one tensor or scattered in G, as kernels take them.
+"""Weights of a layer, packed in one tensor or scattered in G, as kernels take them; and where their gradients go:
+`.grad`, or a trainer's fp32 `main_grad`, now or later.
 
 G groups, O output features, C input features. Kernels read a packed tensor by TMA. Of matrices that may lie anywhere
 they have only the addresses (TensorTable); in the working dtype only the general kernels take those. So every call
 looks at the list, in forward and in backward, and passes it on as a packed tensor if it lies like one. Nothing is
 cached, because trainers move parameters with `.data =`.
+
+The protocol of `main_grad` is that of Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
+`get_main_grad`), into which the wgrad kernel accumulates. `overwrite_main_grad` on the parameter, or a call on the
+first micro-batch, makes it overwrite instead. A parameter that has `grad_added_to_main_grad` gets it set to True, and
+a gradient of zeros, so that the trainer's hooks on `.grad` still run.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import struct
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,15 +29,13 @@ from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
 from symmoe.kernels.tensor_table import TensorTable
+from symmoe.torch_internals import version_of
 
 
 def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor | TensorTable]:
-    """Each named list as kernels take it: one packed tensor, or a table of G tensors that do not lie like one.
-
-    The addresses of all tables are loaded in one launch. Does not synchronise the host.
-
-    Args:
-        lists: one tensor [G, O, C] or G of [O, C] each, all on one device.
+    """Each named list, one tensor [G, O, C] or G of [O, C], as kernels take it: one packed tensor, or a table of
+    tensors that do not lie like one. The addresses of all tables are loaded in one launch. Does not synchronise the
+    host.
 
     Raises:
         ArgumentError: discrete weights differ in shape or dtype; a packed tensor is not aligned to 16 bytes; tensors in
@@ -37,7 +43,12 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
     """
     found: dict[str, torch.Tensor | TensorTable | None] = {}
     for name, matrices in lists.items():
-        found[name] = packed = matrices[0].contiguous() if matrices[0].dim() == 3 else _view_of_uniform(matrices)
+        if matrices[0].dim() == 3:
+            packed: torch.Tensor | None = matrices[0].contiguous()
+        else:
+            check_uniform(matrices)
+            packed = packed_view(matrices)
+        found[name] = packed
         if packed is not None and (address := packed.data_ptr()) % control.ACCESS_BYTES:
             raise ArgumentError(f"{name} starts at address {address}; it must be aligned to {control.ACCESS_BYTES}")
     scattered = {name: lists[name] for name, packed in found.items() if packed is None}
@@ -58,16 +69,11 @@ def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
 
 
 def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """[G, O, C] over the memory of G matrices, if each begins where the one before it ends; None otherwise.
+    """[G, O, C] over the memory of G matrices of one shape and dtype, if each begins where the one before it ends.
 
-    Copies nothing, does not synchronise the host. The view has no history and does not share version counters.
-
-    Args:
-        matrices: [O, C] each, of one shape and dtype.
-
-    Returns:
-        None too if they are not contiguous, aligned and on one device, or if the first one's storage ends before the
-        last of them: then they are neighbours by chance, and nothing would keep the others alive.
+    Copies nothing, does not synchronise the host. The view has no history and does not share version counters. None
+    too if they are not contiguous, aligned and on one device, or if the first one's storage ends before the last of
+    them: then they are neighbours by chance, and nothing would keep the others alive.
     """
     first = matrices[0]
     # The first two tell most lists that are not adjacent, at the cost of two addresses.
@@ -81,14 +87,13 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided(shape, (num_rows * num_columns, num_columns, 1))
 
 
-def _view_of_uniform(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """packed_view of discrete weights; ArgumentError if they differ in shape or dtype, of which a table has one."""
+def check_uniform(weights: Sequence[torch.Tensor]) -> None:
+    """ArgumentError if discrete weights differ in shape or dtype: a layer has one of each, as a packed weight has."""
     for name in ("shape", "dtype"):
         found = list(map(operator.attrgetter(name), weights))
         if found.count(found[0]) != len(found):
             g = next(g for g, value in enumerate(found) if value != found[0])
             raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
-    return packed_view(weights)
 
 
 def lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
@@ -128,3 +133,139 @@ def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool)
     read = kernels.for_device(device).read_addresses
     addresses: bytes | None = read(list(matrices), device, alignment=alignment, contiguous=contiguous)
     return addresses
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+# compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
+Compute = Callable[[torch.Tensor | TensorTable, bool], None]
+Gradients = Sequence[torch.Tensor | None]  # one for each weight
+
+
+class Target:
+    """Where the gradients of a layer's weights go, found when backward begins. Here: nowhere."""
+
+    tensors: Sequence[torch.Tensor] = ()  # the trainer's memory
+    option: str = "none"  # tells targets apart that launch something else
+    computes: bool = False  # whether `add` computes anything
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        """Computes them, or sees to it. Those that autograd has to be given."""
+        return [None] * len(weights)
+
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> Gradients:
+        """What autograd gets for `weights` where :meth:`add` has found None."""
+        return [None] * len(weights)
+
+    def for_autograd(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        """Same as :meth:`add`, but gives all that an autograd function's backward returns for `weights`."""
+        found = self.add(weights, compute)
+        return found if self.option == "new" else self.placeholders(weights)
+
+
+class NewGradients(Target):
+    """Autograd gets new tensors: [G, O, C] for one packed weight, or views of one buffer for G of [O, C]."""
+
+    option, computes = "new", True
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        buffer = torch.empty(packed_shape(weights), dtype=weights[0].dtype, device=weights[0].device)
+        compute(buffer, False)
+        return [buffer] if weights[0].dim() == 3 else list(buffer.unbind(0))
+
+
+class MainGrads(Target):
+    """The `main_grad`s of a layer's parameters, one packed or G, as they are now; ArgumentError if the kernel cannot
+    write to one. overwrite: gradients overwrite what is there, whatever the parameters say."""
+
+    computes = True
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, overwrite: bool) -> None:
+        self._parameters = parameters
+        # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
+        self.tensors = [
+            _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters
+        ]
+        overwrites = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
+        self.option = "overwrite" if overwrites else "add"
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        (target,) = kernel_matrices({"main_grad": self.tensors})
+        compute(target, self.option == "add")
+        return [None] * len(weights)
+
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> Gradients:
+        """`weights` are the parameters, or what autocast has made of them; then a gradient goes through the cast."""
+        asked = [p.requires_grad and hasattr(p, "grad_added_to_main_grad") for p in self._parameters]
+        if not any(asked):
+            return [None] * len(weights)
+        for parameter in itertools.compress(self._parameters, asked):
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # the trainer's
+        zeros = _shared_zeros(weights[0])
+        # A tensor for each: autograd would copy one that it has been given twice.
+        return [zeros.detach() if is_asked else None for is_asked in asked]
+
+
+class DelayedGradients(Target):
+    """One of the `calls` that backward_dw makes. overwrite: as in MainGrads; None: gradients go to `.grad`."""
+
+    option = "delayed"
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], calls: deque[Callable[[], None]], overwrite: bool | None
+    ) -> None:
+        self._parameters, self._calls, self._overwrite = parameters, calls, overwrite
+
+    def add(self, weights: Sequence[torch.Tensor], compute: Compute) -> Gradients:
+        self._calls.append(functools.partial(self._compute, compute))
+        return [None] * len(weights)
+
+    def _compute(self, compute: Compute) -> None:
+        """Leaves what autograd would have left: a sum in `.grad`, or placeholders. Megatron's DDP looks there before it
+        reduces."""
+        to_grad, parameters = self._overwrite is None, self._parameters
+        target = NewGradients() if self._overwrite is None else MainGrads(parameters, overwrite=self._overwrite)
+        for parameter, gradient in zip(parameters, target.for_autograd(parameters, compute), strict=True):
+            if gradient is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif to_grad:
+                parameter.grad.add_(gradient)
+
+
+def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
+    getter = getattr(parameter, "get_main_grad", None)  # FSDP makes the tensor when it is asked for
+    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None) if getter is None else getter()
+    if main_grad is None:
+        raise ArgumentError(
+            f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"
+        )
+    if (
+        main_grad.shape != parameter.shape
+        or main_grad.dtype != torch.float32
+        or main_grad.device != parameter.device
+        or not main_grad.is_contiguous()
+    ):
+        raise ArgumentError(
+            f"main_grad is {main_grad.dtype} {list(main_grad.shape)} with strides {list(main_grad.stride())} on "
+            f"{main_grad.device}; it must be contiguous torch.float32 {list(parameter.shape)} on {parameter.device}"
+        )
+    return main_grad
+
+
+def _shared_zeros(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros like a layer's weights, which all have one shape and dtype."""
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Those of other layers must not come out of a graph's memory.
+        return weight.new_zeros(()).expand(weight.shape)
+    key = tuple(weight.shape), weight.dtype, weight.device
+    if version_of(_zeros(*key)):  # somebody has written into their gradient
+        _zeros.cache_clear()
+    return _zeros(*key)
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Shared by all parameters of a shape: trainers drop these gradients at once, and a model has dozens of layers.
+    return torch.zeros(shape, dtype=dtype, device=device)

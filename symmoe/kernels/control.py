@@ -33,7 +33,7 @@ MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 # sees a fault, and a plan that finds an error for the host, set FAULTED: until the host has raised the error, barriers
 # return at once and count no epoch, so all ranks go on from the same one, however far their hosts had run ahead.
 # RAIL_FAULT is 1 if a rank of another node has sent word of a fault with its payload: the next barrier is entered with
-# it. A rank tells other nodes the three of them, see symm_mem/mates.py.
+# it. A rank tells other nodes the three of them, see symm_mem/several_nodes.py.
 # ON_RAIL is 1 while this rank waits for ranks of other nodes, which peers do not take for absence.
 BARRIER_EPOCH, ABORTED, FAULTED, RAIL_FAULT, ON_RAIL = range(5)
 NUM_COUNTERS = 8
@@ -49,14 +49,14 @@ SIGNAL_WORDS = 8
 # A rank that gives up adds ABORT and its rank (in the bits from ABORT_RANK_SHIFT) to the first word of every slot of
 # every mailbox and of the signals, on itself and on its peers. That is more than any epoch: every wait ends, and needs
 # no other flag. The old word may stay in the low bits, so that a wait for an epoch that has come does not fail (see
-# symm_mem/inbox.py). Peers may overwrite it with their epochs, but not in the slots of this rank, where later waits
+# symm_mem/reports.py). Peers may overwrite it with their epochs, but not in the slots of this rank, where later waits
 # find it.
 ABORT = 1 << 62
 ABORT_RANK_SHIFT = 48
 EPOCH_MASK = (1 << ABORT_RANK_SHIFT) - 1
 
 # a slot of the fault inbox: the epoch of the faulted barrier or the word of a rank that gave up (8 bytes), the error,
-# five integers of a rank that gave up (see symm_mem/inbox.py), padding to 64 bytes
+# five integers of a rank that gave up (see symm_mem/reports.py), padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
 INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 
@@ -130,7 +130,7 @@ STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_AB
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
 # call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
-# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/mates.py.
+# Of kind STATUS_RAIL, which the host writes: a rank of another node was given up, see symm_mem/several_nodes.py.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
@@ -169,7 +169,7 @@ PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
 # The last bits of its generation stand for the plan. While a plan is made, the number of the layer's configuration
-# (symm_mem/configurations.py) takes the place of all fields but the phase.
+# (symm_mem/reports.py) takes the place of all fields but the phase.
 CALL_FIELDS = {
     "phase": 8,
     "order": 1,
@@ -232,47 +232,33 @@ class ControlLayout:
 
     Attributes:
         num_sources: ranks of the group, which have a row each in the count table; None: those of the node.
+        num_rows, table_stride_bytes: of one half of the count table.
+        row_words: int32 words of one of its rows, a multiple of 16 so that rows stay aligned to 64 bytes.
     """
 
     num_ranks: int
     num_sources: int | None = None
     counters: int = field(init=False, default=0)
-    mailbox: int = field(init=False)
+    mailbox: int = field(init=False, default=512)
     signals: int = field(init=False)
     fault_inbox: int = field(init=False)
     count_table: int = field(init=False)
+    num_rows: int = field(init=False)
+    row_words: int = field(init=False)
+    table_stride_bytes: int = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        mailbox = 512
-        signals = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
-        fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
-        count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
-        end = count_table + 2 * self.table_stride_bytes
-        for name, value in (
-            ("mailbox", mailbox),
-            ("signals", signals),
-            ("fault_inbox", fault_inbox),
-            ("count_table", count_table),
-            ("num_bytes", -(-end // 4096) * 4096),
-        ):
+        found: dict[str, int] = {}
+        found["num_rows"] = num_rows = self.num_sources or self.num_ranks
+        found["signals"] = signals = self.mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
+        found["fault_inbox"] = fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
+        found["count_table"] = count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
+        found["row_words"] = row_words = -(-(HEADER_WORDS + MAX_EXPERTS + num_rows) // 16) * 16
+        found["table_stride_bytes"] = num_rows * row_words * 4
+        found["num_bytes"] = -(-(count_table + 2 * num_rows * row_words * 4) // 4096) * 4096
+        for name, value in found.items():
             object.__setattr__(self, name, value)
-
-    @functools.cached_property
-    def row_words(self) -> int:
-        """int32 words of one row of the count table, a multiple of 16 so that rows stay aligned to 64 bytes."""
-        words = HEADER_WORDS + MAX_EXPERTS + self.num_rows
-        return -(-words // 16) * 16
-
-    @functools.cached_property
-    def table_stride_bytes(self) -> int:
-        """Bytes of one half of the count table."""
-        return self.num_rows * self.row_words * 4
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """Rows of one half of the count table."""
-        return self.num_ranks if self.num_sources is None else self.num_sources
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ variant), and evaluation counts for nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,7 @@ def load_balance_loss(
     micro-batches of a step lets them specialise within a micro-batch (global-batch load balancing, arXiv:2501.11873).
     It makes the loss linear in what is local: the mean over ranks of this value, and of its gradient, equals the loss
     of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
-    parallelism).
-
-    Args:
-        shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.
-        expert_load: [E] integer, slots per expert.
+    parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert.
     """
     mean_share_E = _mean(shares, token_mask)
     load_E = expert_load.detach().float()
@@ -67,15 +63,11 @@ def load_balance_loss(
 def sequence_balance_loss(
     shares: torch.Tensor, topk_idx: torch.Tensor, sequence_length: int, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences.
+    """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences of S
+    neighbours. topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert.
 
     f and P of a sequence are over its own tokens. f counts the experts that tokens go to, with whatever bias and groups
     the router has used. A sequence that is all padding counts as 0.
-
-    Args:
-        shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.
-        topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert.
-        sequence_length: S; T must be a multiple of it, and S neighbours are a sequence.
     """
     num_tokens, num_experts = shares.shape
     sequences = (num_tokens // max(sequence_length, 1), sequence_length)
@@ -88,11 +80,7 @@ def sequence_balance_loss(
 
 
 def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of logsumexp(logits)^2 over the tokens (ST-MoE, arXiv:2202.08906, eq. 5): keeps logits small.
-
-    Args:
-        logits: [T, E] float, differentiable.
-    """
+    """Mean of logsumexp(logits)^2 over the tokens (ST-MoE, arXiv:2202.08906, eq. 5): keeps logits [T, E] small."""
     lse_T = logits.float().logsumexp(-1)
     # Not square(), whose backward copies its input for a power of one.
     square_T = lse_T * lse_T
@@ -124,12 +112,7 @@ def update_expert_bias(bias: torch.Tensor, expert_load: torch.Tensor, rate: floa
 
     The auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2408.15664). Call it once per optimizer step,
     with the load summed over the micro-batches (and over the EP groups, where there are several). Every rank
-    then makes the same update, because every rank has the same load.
-
-    Args:
-        bias: [E] fp32, `Router.expert_bias`.
-        expert_load: [E] integer, slots per expert.
-        rate: step size, `MoEConfig.bias_update_rate`.
+    then makes the same update, because every rank has the same load. bias: [E] fp32; expert_load: [E] integer.
     """
     if bias.dtype != torch.float32 or bias.shape != expert_load.shape:
         raise ArgumentError(
@@ -223,23 +206,16 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     return y
 
 
-class _CountInBackwardContext(Context, Protocol):
-    load: torch.Tensor
-    step_load: torch.Tensor
-
-
 class _CountInBackward(Function):
     """Does what the hook does, for torch.compile."""
 
     @staticmethod
-    def forward(
-        ctx: _CountInBackwardContext, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
         ctx.load, ctx.step_load = load, step_load
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: _CountInBackwardContext, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         _add_load(ctx.step_load, ctx.load)
         return dy, None, None
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from symmoe.checks import arguments
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.activations import activation_problem
 from symmoe.kernels.activation import SWIGLU, Activation
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import received_layout
@@ -142,8 +143,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         bounds = [name for name in _BOUNDS if getattr(self, name) is not None]
         raise_for(arguments.size_problem(**{name: getattr(self, name) for name in (*_SIZES, *bounds)}))
-        if not isinstance(self.activation, Activation):
-            raise ArgumentError(f"activation ({self.activation!r}) must be an Activation")
+        raise_for(activation_problem(self.activation))
         raise_for(arguments.words_problem(**{name: getattr(self, name) for name in arguments.CHOICES}))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -155,15 +155,33 @@ class MoEConfig:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
         if self.router == "none":
             self._check_defaults(_OF_THE_ROUTER, "a router, but router is 'none'")
-        self._check_groups()
+        if self.num_experts % self.num_groups:
+            raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})")
+        reachable = self.top_groups * (self.num_experts // self.num_groups)
+        for name, limit_name, limit in (
+            ("top_k", "num_experts", self.num_experts),
+            ("top_groups", "num_groups", self.num_groups),
+            ("top_k", "the experts in top_groups groups", reachable),
+        ):
+            if (value := getattr(self, name)) > limit:
+                raise ArgumentError(f"{name} ({value}) must be at most {limit_name} ({limit})")
         if self.capacity is None:
             self._check_defaults(_OF_A_CAPACITY, "a static capacity, but capacity is None")
         elif self.max_room is not None:
             raise ArgumentError(f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}")
-        if self.capacity_factor is None:
+        if (factor := self.capacity_factor) is None:
             self._check_defaults(("drop_policy",), "a capacity_factor, and it is None")
-        else:
-            self._check_capacity_factor(self.capacity_factor)
+            return
+        _check_factor("capacity_factor", factor)
+        if not factor:
+            raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
+        # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
+        if self.expert_bias:
+            wrong = "expert_bias (True) must be False", "it would follow the load after the drops"
+            raise ArgumentError(f"{wrong[0]} with capacity_factor ({factor}): {wrong[1]}")
+        if self.aux_loss == "global":
+            wanted = "aux_loss ('global') must be 'micro_batch' or 'sequence'"
+            raise ArgumentError(f"{wanted} with capacity_factor ({factor})")
 
     def _check_defaults(self, names: tuple[str, ...], what: str) -> None:
         """Fields of these names need `what`; without it they keep their defaults."""
@@ -171,37 +189,9 @@ class MoEConfig:
             if field.name in names and (value := getattr(self, field.name)) != field.default:
                 raise ArgumentError(f"{field.name} ({value!r}) needs {what}")
 
-    def _check_groups(self) -> None:
-        _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)
-        _check_at_most("top_groups", self.top_groups, "num_groups", self.num_groups)
-        if self.num_experts % self.num_groups:
-            raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})")
-        reachable = self.top_groups * (self.num_experts // self.num_groups)
-        _check_at_most("top_k", self.top_k, "the experts in top_groups groups", reachable)
-
-    def _check_capacity_factor(self, factor: float) -> None:
-        _check_factor("capacity_factor", factor)
-        if not factor:
-            raise ArgumentError(f"capacity_factor ({factor}) must be more than 0")
-        # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
-        if self.expert_bias:
-            raise ArgumentError(
-                f"expert_bias (True) must be False with capacity_factor ({factor}): it would follow the load after the "
-                "drops"
-            )
-        if self.aux_loss == "global":
-            raise ArgumentError(
-                f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({factor})"
-            )
-
 
 def _check_factor(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
     if not math.isfinite(value) or value < 0:
         raise ArgumentError(f"{name} ({value}) must be finite and at least 0")
-
-
-def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value > limit:
-        raise ArgumentError(f"{name} ({value}) must be at most {limit_name} ({limit})")

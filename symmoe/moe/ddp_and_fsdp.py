@@ -38,19 +38,14 @@ _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 
 class Replicas:
-    """The other ranks that hold the experts of one layer, and the DDP that it is in. Copies of the layer are in none.
-
-    Attributes:
-        group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
-        gradient_group: the same, for gradients under DDP; None: the DDP's ranks are one EP group.
-        are_reduced: whether reduce_gradients has been called for the layer.
-    """
+    """The other ranks that hold the experts of one layer, as `group` with this one (None: there is one EP group), and
+    the DDP that it is in. Copies of the layer are in none."""
 
     def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.gradient_group = group if gradient_group is None else gradient_group
+        self.group = group  # as the layer was given it
+        self.gradient_group = group if gradient_group is None else gradient_group  # for gradients under DDP
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self.are_reduced = False
+        self.are_reduced = False  # whether reduce_gradients has been called for the layer
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -66,18 +61,13 @@ class Replicas:
 
 
 class _Joined:
-    """What has become part of a DDP. Keeps nothing alive.
-
-    Attributes:
-        layers: by id.
-        experts: by id, parameters of experts that are equal on all replicas, and whether their gradients have hooks.
-        num_calls: of layers that are spread over ranks, in the DDP's forward.
-    """
+    """What has become part of a DDP, by id: layers, and parameters of experts that are equal on all replicas, with
+    whether their gradients have hooks. Keeps nothing alive."""
 
     def __init__(self) -> None:
         self.layers: dict[int, weakref.ref[ExpertParallelModule]] = {}
         self.experts: dict[int, tuple[weakref.ref[nn.Parameter], bool]] = {}
-        self.num_calls = 0
+        self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
 
     def has(self, layer: ExpertParallelModule) -> bool:
         its = self.layers.get(id(layer))
@@ -88,13 +78,6 @@ class _Joined:
         its, has_hooks = self.experts.get(id(parameter), (None, False))
         return its is not None and its() is parameter and has_hooks >= parameter.requires_grad
 
-    def knows_all(self, module: nn.Module) -> bool:
-        """Whether there is nothing new in a layer's experts. In every call: named_parameters takes far longer."""
-        for parameter in module._parameters.values():
-            if parameter is not None and not self.knows(parameter):
-                return False
-        return all(child is None or self.knows_all(child) for child in module._modules.values())
-
     def note(self, parameter: nn.Parameter) -> bool:
         """Notes a parameter, which gets hooks if it takes gradients; whether it is new."""
         its, _ = self.experts.get(id(parameter), (None, False))
@@ -103,17 +86,11 @@ class _Joined:
 
 
 class ExpertParallelModule(nn.Module):
-    """A layer whose experts are spread over the ranks of a heap.
-
-    Attributes:
-        heap: the heap of the EP group.
-        experts: this rank's.
-        replicas: the other ranks that have them.
-    """
+    """A layer whose experts are spread over the ranks of a heap, that of its EP group."""
 
     heap: SymmetricHeap
-    experts: GroupedMLP
-    replicas: Replicas
+    experts: GroupedMLP  # this rank's
+    replicas: Replicas  # the other ranks that have them
 
     @property
     def is_spread(self) -> bool:
@@ -152,7 +129,7 @@ def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None 
     """
     layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
     if not layers:
-        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, whose experts DDP could leave alone")
+        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, whose experts DDP must not touch")
     if expert_group is not None:
         for layer in layers:
             layer.replicas = Replicas(layer.replicas.group, expert_group)
@@ -166,10 +143,8 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     """What is wrong with the DDP whose forward is running, if there is one, or None.
 
     Layers and parameters of experts that are in its forward for the first time, or take gradients since the last one,
-    take part: these gradients get hooks, and replicas of new parameters are made equal (collective over them).
-
-    Args:
-        layer: the layer that is being called; None: one that is in the DDP.
+    take part: these gradients get hooks, and replicas of new parameters are made equal (collective over them). layer:
+    the one that is being called; None: one that is in the DDP.
     """
     ddp = active_ddp()
     if ddp is None:
@@ -181,7 +156,7 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
         return None
     # An operator does not know its layer.
     for each in [its() for its in joined.layers.values()] if layer is None else [layer]:
-        if each is not None and each.is_spread and not joined.knows_all(each.experts):
+        if each is not None and each.is_spread and not all(map(joined.knows, _quick_parameters(each.experts))):
             if (problem := gradients_elsewhere(each.experts)) is not None:
                 return problem
             _average_gradients(ddp, each, joined)
@@ -230,7 +205,7 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
 def device_problem(name: str, module: nn.Module | None, device: torch.device) -> ArgumentError | None:
     """The error of a parameter that is on another device than the heap, or has no memory, or None: kernels would read
     whatever is at its address. Not of what is brought in time: parts of DTensors, modules with accelerate's hooks."""
-    if module is None or not _has_elsewhere(module, device):
+    if module is None or all(parameter.device == device for parameter in _quick_parameters(module)):
         return None
     brought = [each for each in module.modules() if hasattr(each, "_hf_hook")]
     ignored = {id(parameter) for each in brought for parameter in each.parameters()}
@@ -244,24 +219,19 @@ def device_problem(name: str, module: nn.Module | None, device: torch.device) ->
     return None
 
 
-def _has_elsewhere(module: nn.Module, device: torch.device) -> bool:
-    """Whether a parameter of the module is on another device. In every call: named_parameters takes far longer."""
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.device != device:
-            return True
+def _quick_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """All parameters. Asked for in every call: `parameters()` takes far longer."""
+    found = [parameter for parameter in module._parameters.values() if parameter is not None]
     for child in module._modules.values():
-        if child is not None and _has_elsewhere(child, device):
-            return True
-    return False
+        if child is not None:
+            found += _quick_parameters(child)
+    return found
 
 
 def gradients_option(experts: GroupedMLP) -> str | None:
     """The option by which weight gradients of these experts go elsewhere than to `.grad`, or None."""
-    for linear in (experts.fc1, experts.fc2):
-        for option in ("delay_wgrad", "accumulate_into_main_grad"):
-            if getattr(linear, option):
-                return option
-    return None
+    options = ("delay_wgrad", "accumulate_into_main_grad")
+    return next((o for o in options if getattr(experts.fc1, o) or getattr(experts.fc2, o)), None)
 
 
 def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:

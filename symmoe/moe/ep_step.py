@@ -7,7 +7,7 @@ GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows e
 * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts in
   the opposite order; a peer's sums go home while the next part is computed.
 * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
-* Between nodes: FC1 and FC2's dgrad compute rows of foreign tokens last, FC2 computes them first.
+* Between nodes: FC1 and FC2's dgrad compute rows of other nodes last, FC2 computes them first.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, is_in_backward, transform_problem
-from symmoe.checks.arguments import kernel_rows, memory_problem, words_problem, wrapped_problem
-from symmoe.combine.trip import PHASE as COLLECT
+from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem, wrapped_problem
+from symmoe.combine.trip import PHASE as COMBINE
 from symmoe.combine.trip import Collection, collecting, combine
 from symmoe.dispatch.plan import MAX_TOP_K, Plan
-from symmoe.dispatch.trip import PHASE as SEND
+from symmoe.dispatch.trip import PHASE as DISPATCH
 from symmoe.dispatch.trip import dispatch
 from symmoe.grouped.experts import CallExperts, ExpertForm, ExpertRows, ExpertWeights, Hidden, SecondInput, evaluated
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, Held, expert_weights
 from symmoe.grouped.quantized_experts import FULL, Wire
-from symmoe.grouped.weight_gradients import Target
+from symmoe.grouped.weights import Target
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
@@ -48,25 +48,17 @@ RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Stash:
-    """What forward keeps for backward in addition to the tokens, the plan and the weights.
-
-    Attributes:
-        keeps_rows: the received rows, in a lease; without them backward dispatches the tokens again.
-        keeps_h: FC1's output, and what adapters added to it; without them backward computes them again.
-    """
+class Stash(NamedTuple):
+    """What forward keeps for backward in addition to the tokens, the plan and the weights: the received rows, in a
+    lease, or backward dispatches the tokens again; FC1's output with what adapters add, or backward computes it
+    again."""
 
     keeps_rows: bool
     keeps_h: bool
 
 
-STASHES = {
-    "all": Stash(True, True),
-    "rows": Stash(True, False),
-    "hidden": Stash(False, True),
-    "none": Stash(False, False),
-}
+STASHES = {word: Stash(word in ("all", "rows"), word in ("all", "hidden")) for word in CHOICES["stash"]}
+_WORDS = {"order": "rank", "stash": "all", "layout": "auto", "schedule": "overlapped", "quantized_wire": "none"}
 
 
 def expert_parallel_mlp(
@@ -75,12 +67,8 @@ def expert_parallel_mlp(
     experts: GroupedMLP | CallExperts,
     plan: Plan,
     *,
-    order: str = "rank",
-    stash: str = "all",
-    layout: str = "auto",
-    schedule: str = "overlapped",
-    quantized_wire: str = "none",
     out_shape: torch.Size | None = None,
+    **words: str,
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
 
@@ -88,15 +76,10 @@ def expert_parallel_mlp(
     of `x` and `probs` requires a gradient on all ranks or on none.
 
     Args:
-        x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
-        probs: fp32 [T, K].
+        x: [T, H] on the heap's device; the experts' weights are cast to its dtype. probs: fp32 [T, K].
         experts: the experts of this rank; their `precision` is that of the step.
-        plan: the plan of this call's routing.
-        order, stash, layout, schedule, quantized_wire: see MoEConfig.
         out_shape: [..., H] of the result; None is [T, H].
-
-    Returns:
-        [..., H].
+        words: order, stash, layout, schedule and quantized_wire as in MoEConfig, each with its default there.
 
     Raises:
         ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
@@ -104,54 +87,48 @@ def expert_parallel_mlp(
             quantised, and the experts' precision is not one of E4M3 numbers; or the GPU is too old for the precision;
             or a weight has changed inside constant_weights; on every rank in the same way.
     """
-    problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
+    if unknown := words.keys() - _WORDS:
+        raise TypeError(f"expert_parallel_mlp takes {', '.join(_WORDS)}, not {', '.join(unknown)}")
+    words, problem = _WORDS | words, words_problem(**words)
     plan.heap.check()
-    with FailPeersOnError(plan.heap, SEND):
-        plan.heap.fail_for(transform_problem() or problem, SEND)
+    with FailPeersOnError(plan.heap, DISPATCH):
+        plan.heap.fail_for(transform_problem() or problem, DISPATCH)
         for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
-            plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), SEND)
+            plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), DISPATCH)
         experts = evaluated(experts, x.dtype)
         form, linears = experts.form, experts.linears
         problem = linears[0].held_problem() or linears[1].held_problem()
         if form.precision is not None:
             problem = problem or e4m3_problem(form.precision, x.device)
-        plan.heap.fail_for(problem, SEND)
-        if layout == "auto":
-            layout = received_layout(layout, form.ffn, form.precision)
-        wire = _wire(form, plan, quantized_wire)
-        overlapped = _overlap(schedule, x, form, plan, order, layout, wire)
+        if words["quantized_wire"] != "none":
+            problem = problem or wire_problem(form.precision)
+        plan.heap.fail_for(problem, DISPATCH)
+        words["layout"] = received_layout(words["layout"], form.ffn, form.precision)
+        wire = FULL
+        if words["quantized_wire"] != "none" and form.precision is not None:
+            full, quantized = words["quantized_wire"], WireFormat(form.precision, form.hidden)
+            wire = Wire(*(quantized if full in (direction, "both") else None for direction in ("forward", "backward")))
+        overlapped = _overlap(words, x, form, plan, wire)
         step = _EPStep(
             form=form,
             plan=plan,
-            order=order,
-            stash=STASHES[stash],
-            layout=layout,
+            order=words["order"],
+            stash=STASHES[words["stash"]],
+            layout=words["layout"],
             overlap=overlapped,
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
             num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
-            kind=_kind(experts, plan, overlapped, order, stash, layout),
+            kind=_kind(words, experts, plan, overlapped),
         )
         y: torch.Tensor = _ExpertParallelMLP.apply(step, linears, x, probs, *experts.biases, *experts.tensors)
     return y
 
 
-def _wire(experts: ExpertForm, plan: Plan, quantized_wire: str) -> Wire:
-    recipe = experts.precision
-    if quantized_wire != "none":
-        plan.heap.fail_for(wire_problem(recipe), SEND)
-    if quantized_wire == "none" or recipe is None:
-        return FULL
-    wire = WireFormat(recipe, experts.hidden)
-    return Wire(*(wire if quantized_wire in (direction, "both") else None for direction in ("forward", "backward")))
-
-
-def _overlap(
-    schedule: str, x: torch.Tensor, experts: ExpertForm, plan: Plan, order: str, layout: str, wire: Wire
-) -> Overlap:
+def _overlap(words: dict[str, str], x: torch.Tensor, experts: ExpertForm, plan: Plan, wire: Wire) -> Overlap:
     """Which trips of a call are overlapped. It depends only on what all ranks agree on."""
-    heap, nodes = plan.heap, plan.nodes
+    heap, nodes, schedule = plan.heap, plan.nodes, words["schedule"]
     # Without own_rows there are no parts in the order of ranks.
     if heap.num_ranks == 1 or schedule == "serial" or (nodes is not None and nodes.own_rows is None):
         return SERIAL
@@ -165,8 +142,8 @@ def _overlap(
         num_nodes=1 if nodes is None else heap.topology.num_nodes,
         item_bytes=x.element_size(),
         is_gated=experts.activation.is_gated,
-        sums_travel=not plan.reads_rows_in_place(order),
-        is_expert_major=layout == "expert-major",
+        sums_travel=not plan.reads_rows_in_place(words["order"]),
+        is_expert_major=words["layout"] == "expert-major",
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
@@ -182,13 +159,8 @@ def rounded_up(number: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _EPStep:
     """One step: everything that forward and backward share, except the tensors that are differentiated. Frozen, since
-    functions on tapes read it.
-
-    Attributes:
-        num_rows: rows of h.
-        kind: a number, equal for steps that launch the same kernels with the same arguments, given tensors of the same
-            shapes; None for those that are not put on a tape.
-    """
+    functions on tapes read it. `kind` is a number, equal for steps that launch the same kernels with the same
+    arguments, given tensors of the same shapes; None for those that are not put on a tape."""
 
     form: ExpertForm
     plan: Plan
@@ -199,7 +171,7 @@ class _EPStep:
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
-    num_rows: int
+    num_rows: int  # of h
     kind: int | None
 
     @property
@@ -209,25 +181,15 @@ class _EPStep:
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
-        return self.plan.heap.lease((self.num_received, rows.shape[1]), rows.dtype, name=name, phase=SEND)
+        return self.plan.heap.lease((self.num_received, rows.shape[1]), rows.dtype, name=name, phase=DISPATCH)
 
     @property
     def num_received(self) -> int:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
-    def weight_gradients(
-        self, target: Target, weights: tuple[torch.Tensor, ...], compute: Callable[..., None], *, num_sms: int | None
-    ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients of one linear layer, computed now, on at most num_sms SMs, unless they are delayed."""
-        return target.add(weights, partial(compute, num_sms=num_sms if target.computes else None))
-
     def operands(
-        self,
-        received: torch.Tensor,
-        row_to_packed_row: torch.Tensor,
-        row_probs: torch.Tensor,
-        inputs: _Inputs,
+        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor, inputs: _Inputs
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
         b1, b2 = inputs.biases
@@ -239,7 +201,7 @@ class _EPStep:
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
-def _kind(experts: CallExperts, plan: Plan, overlapped: Overlap, order: str, stash: str, layout: str) -> int | None:
+def _kind(words: dict[str, str], experts: CallExperts, plan: Plan, overlapped: Overlap) -> int | None:
     """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses and no quantised weight
     is among their operands."""
     if (
@@ -253,7 +215,7 @@ def _kind(experts: CallExperts, plan: Plan, overlapped: Overlap, order: str, sta
         return None
     have_bias = [bias is not None for bias in experts.biases]
     sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
-    return plan.heap.tapes.number((overlapped, order, stash, layout, *sizes, experts.form, *have_bias))
+    return plan.heap.tapes.number((overlapped, *words.values(), *sizes, experts.form, *have_bias))
 
 
 def _at_once(key: object, function: Callable[[], Sequence[Any]], *_: object, **__: object) -> Sequence[Any]:
@@ -303,8 +265,8 @@ def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inputs:
-    """What the experts of a pass are: biases, and weights and adapters in one sequence. trains, held: as in
-    expert_weights; a block of symmoe.constant_weights may end before backward."""
+    """What the experts of a pass are, as in expert_weights. A block of symmoe.constant_weights may end before
+    backward."""
 
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
     tensors: Sequence[torch.Tensor]
@@ -314,12 +276,8 @@ class _Inputs:
 
 @dataclass(slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass.
-
-    Attributes:
-        operands: of the first half for the second, where neither is on a tape: halves on tapes know of each other only
-            what is in their inputs.
-    """
+    """The two halves of a forward pass. operands: of the first half for the second, where neither is on a tape: halves
+    on tapes know of each other only what is in their inputs."""
 
     step: _EPStep
     x: torch.Tensor
@@ -349,7 +307,7 @@ class _Forward:
         step, plan = self.step, self.step.plan
         rows, experts = self.operands or step.operands(received, plan.received_index()[1], row_probs, self.inputs)
         shape = plan.row_capacity, self.x.shape[1]
-        with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COLLECT) as out:
+        with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
 
             def compute(part: Part | None) -> None:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
@@ -357,15 +315,10 @@ class _Forward:
             return (combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine),)
 
 
-class _EPStepContext(Context, Protocol):
-    step: _EPStep
-    linears: tuple[GroupedLinear, GroupedLinear]
-
-
 class _ExpertParallelMLP(Function):
     @staticmethod
     def forward(
-        ctx: _EPStepContext,
+        ctx: Context,
         step: _EPStep,
         linears: tuple[GroupedLinear, GroupedLinear],
         x: torch.Tensor,
@@ -422,14 +375,14 @@ class _ExpertParallelMLP(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heap = ctx.step.plan.heap
-        with FailPeersOnError(heap, SEND):
-            heap.fail_for(memory_problem("the gradient of y", dy), SEND)
+        with FailPeersOnError(heap, DISPATCH):
+            heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
 
 
-def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     linears = ctx.linears
     _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors
@@ -468,24 +421,17 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Backward:
-    """A backward pass.
-
-    Attributes:
-        x, received: the tokens, or the rows that forward has received.
-        hidden: what forward has kept; h may be None.
-        targets: of the weight gradients of both layers.
-        needs: whether x and probs need gradients.
-    """
+    """A backward pass: of the tokens x, or of the rows that forward has received."""
 
     step: _EPStep
     dy: torch.Tensor
     x: torch.Tensor | None
     received: torch.Tensor | None
-    hidden: Hidden
+    hidden: Hidden  # what forward has kept; h may be None
     row_probs: torch.Tensor
     inputs: _Inputs
-    targets: tuple[Target, Target]
-    needs: tuple[bool, bool]
+    targets: tuple[Target, Target]  # of the weight gradients
+    needs: tuple[bool, bool]  # whether x and probs need gradients
 
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         """dx, d_probs, gradients of the biases, of the weights (those that are not for autograd are None) and of the
@@ -514,7 +460,7 @@ class _Backward:
         division = step.overlap.gradient_combine if fc1.computes or fc2.computes else None
         lease: AbstractContextManager[Lease | None] = nullcontext()
         if needs_x:
-            lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COLLECT)
+            lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
         with lease as input_gradients:
             d_rows = None if input_gradients is None else input_gradients.tensor
             if d_rows is not None:
@@ -528,8 +474,11 @@ class _Backward:
             weights1, weights2, _ = step.form.split(self.inputs.tensors)
             num_sms = division.num_sms if gradients and division is not None else None
             with trip as collection:
-                dw2 = step.weight_gradients(fc2, weights2, experts_backward.w2_gradient, num_sms=num_sms)
-                dw1 = step.weight_gradients(fc1, weights1, experts_backward.w1_gradient, num_sms=num_sms)
+                w1_gradient, w2_gradient = (
+                    partial(compute, num_sms=num_sms if target.computes else None)
+                    for target, compute in ((fc1, experts_backward.w1_gradient), (fc2, experts_backward.w2_gradient))
+                )
+                dw2, dw1 = fc2.add(weights2, w2_gradient), fc1.add(weights1, w1_gradient)
                 d_adapters = experts_backward.adapter_gradients()
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
         return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters

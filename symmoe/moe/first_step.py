@@ -72,10 +72,7 @@ class FirstStep:
 
     @torch.no_grad()
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        layers: Sequence[ExpertParallelModule],
-        given: dict[int, torch.Tensor],
+        self, optimizer: torch.optim.Optimizer, layers: Sequence[ExpertParallelModule], given: dict[int, torch.Tensor]
     ) -> None:
         parameters = [each for layer in layers for each in named_parameters(layer)]
         experts = [parameter for _, parameter, is_expert in parameters if is_expert]

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import tensor_problem, working_dtype, wrapped_problem
+from symmoe.checks.arguments import tensor_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
-from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
@@ -23,8 +22,16 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts, is_traced
-from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, nonfinite_problem
+from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced
+from symmoe.moe.router import (
+    Choice,
+    Router,
+    RouterOutput,
+    arguments_problem,
+    choice_of,
+    nonfinite_problem,
+    router_problem,
+)
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 
@@ -80,10 +87,17 @@ class MoELayer(ExpertParallelModule):
     config.router "none") is replicated: its gradients are data-parallel, those of `experts` are not (see
     reduce_gradients).
 
+    A router of your own is no part of the layer: with router="none" it gives each call topk_idx and probs. Experts of
+    your own run by parts, differentiable through all of them; splits [E / R] are the rows of each expert:
+
+        plan = symmoe.make_plan(topk_idx, num_experts=E, heap=heap)
+        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)  # [N, H] sorted by expert, [N]
+        y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+
     Args:
         config: the same on all ranks.
         heap: the EP group's symmetric heap; several layers share one.
-        experts: this rank's E / R experts, e.g. with biases; None makes a GroupedMLP.
+        experts: this rank's E / R experts, a GroupedMLP, e.g. with biases; None makes one.
         shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
             experts'. On GPUs it runs on a separate stream, while tokens travel and experts compute, forward and
             backward. It is replicated, so its gradients are data-parallel.
@@ -98,6 +112,7 @@ class MoELayer(ExpertParallelModule):
     """
 
     _fitting_experts: GroupedMLP  # as they were when they last were compared with the configuration
+    _fitting_router: nn.Module | None
 
     def __init__(
         self,
@@ -111,7 +126,7 @@ class MoELayer(ExpertParallelModule):
         expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        num_local = config.experts_per_rank(heap.num_ranks)
+        config.experts_per_rank(heap.num_ranks)  # an error if ranks cannot have equally many
         for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if getattr(config, name) > limit:
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
@@ -120,16 +135,9 @@ class MoELayer(ExpertParallelModule):
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
+        vars(self)["_fitting_router"] = self.router
         if experts is None:
-            experts = GroupedMLP(
-                num_local,
-                config.hidden,
-                config.ffn,
-                activation=ScaledActivation(config.activation),
-                precision=config.precision,
-                dtype=dtype,
-                device=device,
-            )
+            experts = experts_of(config, heap.num_ranks, dtype=dtype, device=device)
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self.replicas = Replicas(expert_group)
@@ -149,6 +157,11 @@ class MoELayer(ExpertParallelModule):
     def _fit_problem(self, experts: GroupedMLP) -> ArgumentError | None:
         """In what these experts differ from the configuration, or None."""
         config = self.config
+        if not isinstance(experts, GroupedMLP):
+            return ArgumentError(
+                f"experts ({type(experts).__name__}) must be a GroupedMLP, whose call the kernels replace; experts of "
+                "another kind run by parts, between dispatch_tokens and combine_tokens: see symmoe.MoELayer"
+            )
         for name, found, value in (
             ("num_groups", experts.num_groups, config.experts_per_rank(self.heap.num_ranks)),
             ("hidden", experts.hidden, config.hidden),
@@ -205,26 +218,31 @@ class MoELayer(ExpertParallelModule):
             routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
             if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
                 self.heap.fail_for(nonfinite_problem(routed), control.PHASE_PLAN)
+            start = None if shared is None else shared.start
             y, expert_load, num_dropped = self._routed_experts(
-                tokens,
-                routed.probs,
-                routed.topk_idx,
-                self.experts,
-                out_shape=x.shape,
-                before_trips=None if shared is None else shared.start,
+                tokens, routed.probs, routed.topk_idx, self.experts, out_shape=x.shape, before_trips=start
             )
-        y = self._count(y, routed, expert_load)
+        step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
+        if step_load is not None and self.training and torch.is_grad_enabled():
+            y = balance.count_in_backward(y, expert_load, step_load)  # for the optimizer step
         if shared is not None:
             y = y + shared.join()
-        metrics = MoEMetrics(
-            aux_loss=self._aux_loss(x, token_mask, routed, expert_load),
-            expert_load=expert_load,
-            num_dropped=num_dropped,
-            topk_idx=routed.topk_idx,
-            num_over_capacity=routed.num_over_capacity,
-        )
+        aux_loss = self._aux_loss(x, token_mask, routed, expert_load)
+        metrics = MoEMetrics(aux_loss, expert_load, num_dropped, routed.topk_idx, routed.num_over_capacity)
         if self.listeners.callbacks:
-            self._tell(routed, metrics, dtype)
+            self.listeners.tell(
+                RoutingReport(
+                    topk_idx=routed.topk_idx,
+                    chosen_idx=routed.chosen_idx,
+                    expert_load=expert_load,
+                    num_dropped=num_dropped,
+                    row_bytes=self.config.hidden * dtype.itemsize,
+                    sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
+                    is_training=self.training,
+                    num_over_capacity=routed.num_over_capacity,
+                    aux_loss=metrics.aux_loss,
+                )
+            )
         return y, metrics
 
     if TYPE_CHECKING:
@@ -234,28 +252,23 @@ class MoELayer(ExpertParallelModule):
         """What is wrong with the wrappers of the layer or with the arguments of forward, or None. Looks at no device
         memory."""
         modules, config, device = self._modules, self.config, self.heap.device
-        experts = modules["experts"]
-        if experts is not self._fitting_experts and isinstance(experts, GroupedMLP):  # they have been assigned
-            if (problem := self._fit_problem(experts)) is not None:
+        experts, router, width = modules["experts"], modules.get("router"), f"hidden ({config.hidden})"
+        if experts is not self._fitting_experts or router is not self._fitting_router:  # they have been assigned
+            problem = self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)
+            if problem is not None:
                 return problem
-            vars(self)["_fitting_experts"] = experts
+            vars(self).update(_fitting_experts=experts, _fitting_router=router)
         return (
             self.wrapper_problem()
-            or wrapped_problem("router", modules.get("router"), "step_load")
-            or tensor_problem("x", x, shape=("...", f"hidden ({config.hidden})"), dtypes=control.DTYPES, device=device)
-            or self._width_problem(x)
+            or tensor_problem("x", x, shape=("...", width), dtypes=control.DTYPES, device=device)
+            or (None if x.shape[-1] == config.hidden else ArgumentError(f"x ({list(x.shape)}) must be [..., {width}]"))
+            or self.experts.fc1.width_problem(x)
+            or self.experts.fc2.width_problem(x)
             or arguments_problem(config, x, **arguments)
-            or device_problem("router", modules.get("router"), device)
+            or device_problem("router", router, device)
             or device_problem("shared_expert", modules.get("shared_expert"), device)
             or self._inference_problem(x=x, **arguments)
         )
-
-    def _width_problem(self, x: torch.Tensor) -> ArgumentError | None:
-        if x.shape[-1] != self.config.hidden:
-            return ArgumentError(
-                f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({self.config.hidden})"
-            )
-        return self.experts.fc1.width_problem(x) or self.experts.fc2.width_problem(x)
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
         """The error that torch would raise when peers already wait: it cannot save an inference tensor for backward."""
@@ -271,8 +284,7 @@ class MoELayer(ExpertParallelModule):
         if self._has_warned:
             return
         experts = cast(nn.Module, self._modules["experts"])
-        for m in (experts, *experts._modules.values()):
-            self._has_warned |= has_hooks(cast(nn.Module, m), everywhere=False)
+        self._has_warned = any(has_hooks(m, everywhere=False) for m in (experts, *experts._modules.values()) if m)
         if not self._has_warned:
             return
         names = {f"experts.{name}": module for name, module in experts.named_children()}
@@ -294,14 +306,10 @@ class MoELayer(ExpertParallelModule):
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
             return choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
-        return self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
-
-    def _count(self, y: torch.Tensor, routed: Choice, expert_load: torch.Tensor) -> torch.Tensor:
-        """y; its backward counts the load of the router's choice for the optimizer step."""
-        step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
-        if step_load is None or not self.training or not torch.is_grad_enabled():
-            return y
-        return balance.count_in_backward(y, expert_load, step_load)
+        routed = self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
+        if not isinstance(routed, Choice):
+            raise ArgumentError(f"router returns {type(routed).__name__}; it must return a RouterOutput, or a Choice")
+        return routed
 
     def _aux_loss(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
@@ -331,21 +339,6 @@ class MoELayer(ExpertParallelModule):
             # The load before the drops: what an overloaded expert has after them says little.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         return balance.load_balance_loss(shares, expert_load, token_mask)
-
-    def _tell(self, routed: Choice, metrics: MoEMetrics, dtype: torch.dtype) -> None:
-        """Tells the listeners about one call."""
-        report = RoutingReport(
-            topk_idx=routed.topk_idx,
-            chosen_idx=routed.chosen_idx,
-            expert_load=metrics.expert_load,
-            num_dropped=metrics.num_dropped,
-            row_bytes=self.config.hidden * dtype.itemsize,
-            sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-            is_training=self.training,
-            num_over_capacity=routed.num_over_capacity,
-            aux_loss=metrics.aux_loss,
-        )
-        self.listeners.tell(report)
 
 
 class _SideCall:

@@ -19,40 +19,24 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """Where the tokens of one forward call went. Tensors on the device.
+    """Where the tokens of one forward call went. Tensors, on the device, are those of MoEMetrics, if not said
+    otherwise."""
 
-    Attributes:
-        topk_idx: int32 or int64 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
-        chosen_idx: the same before a capacity factor has dropped any, where that is known.
-        expert_load: int32 [E], slots of each expert over the EP group, before a static capacity drops any.
-        num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
-        row_bytes: bytes of a token.
-        sent_row_bytes: bytes of a token on its way to an expert.
-        is_training: whether the layer is in training mode.
-        num_over_capacity: int32 [1], slots of this rank dropped by symmoe's capacity factor; None without one.
-        aux_loss: scalar; None where losses are the trainer's own.
-    """
-
-    topk_idx: torch.Tensor
-    chosen_idx: torch.Tensor
+    topk_idx: torch.Tensor  # int32 or int64
+    chosen_idx: torch.Tensor  # the same before a capacity factor has dropped any, where that is known
     expert_load: torch.Tensor
     num_dropped: torch.Tensor
-    row_bytes: int
-    sent_row_bytes: int
+    row_bytes: int  # of a token
+    sent_row_bytes: int  # of a token on its way to an expert
     is_training: bool
     num_over_capacity: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None  # None where losses are the trainer's own
 
 
 class Listeners:
-    """The listeners of one layer, which has this object as its attribute `listeners`.
+    """The listeners of one layer (of its heap, E experts and order of sums), which has them as attribute `listeners`.
 
     The layer makes a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing.
-
-    Args:
-        heap: the layer's heap.
-        num_experts: E, experts of all ranks.
-        order: the order of the sums in combine.
     """
 
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str) -> None:
@@ -60,13 +44,8 @@ class Listeners:
         self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
 
     def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
-        """Calls `callback(report)` in every forward from now on, recomputed ones too. Local.
-
-        This makes torch.compile compile a compiled model again.
-
-        Returns:
-            a function that ends the calls.
-        """
+        """Calls `callback(report)` in every forward from now on, recomputed ones too, until the function that this
+        returns is called. Local. Makes torch.compile compile a compiled model again."""
         # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
         self.callbacks = (*self.callbacks, callback)
         return partial(self._remove, callback)

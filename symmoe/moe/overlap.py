@@ -80,12 +80,6 @@ def gpu_of(device: torch.device) -> Rates:
     return known[0] if known else H200
 
 
-@functools.lru_cache
-def num_sms_of(device: torch.device) -> int:
-    """SMs of a GPU. On CPUs, where nothing is divided, those of an H200: calls are cut alike everywhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
-
-
 def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
     """The layout of received rows with which a step takes less time: "packed", unless FFNs are wide.
 
@@ -120,17 +114,11 @@ def chance_of_part(num_experts: int, num_parts: int, top_k: int, num_groups: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What travels or is summed.
+    """What travels or is summed."""
 
-    Attributes:
-        push_bytes: bytes to peers.
-        sum_bytes: bytes that are read from this GPU's memory for the sums that are pushed.
-        copy_bytes: bytes that are copied to other rows, once they have come.
-    """
-
-    push_bytes: float = 0.0
-    sum_bytes: float = 0.0
-    copy_bytes: float = 0.0
+    push_bytes: float = 0.0  # to peers
+    sum_bytes: float = 0.0  # are read from this GPU's memory for the sums that are pushed
+    copy_bytes: float = 0.0  # are copied to other rows, once they have come
 
     def exclusive_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
@@ -146,31 +134,20 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What one call of a layer moves and multiplies on a rank, with experts chosen uniformly.
+    """What one call of a layer moves and multiplies on a rank, with experts chosen uniformly."""
 
-    Attributes:
-        num_rows: N. As long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike.
-        hidden, ffn: H, I.
-        top_k, num_experts, num_ranks, num_nodes: K, E, R, N.
-        item_bytes: bytes of an element of a row.
-        is_gated: FC1 has gates and ups.
-        sums_travel: the rows of a peer's token are summed before one row goes home (`order="rank"`).
-        is_expert_major: a token that has come is copied to all its rows.
-        sent_row_bytes, sent_gradient_row_bytes: bytes of a row on its way to an expert; None: hidden * item_bytes.
-    """
-
-    num_rows: int
+    num_rows: int  # as long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike
     hidden: int
     ffn: int
     top_k: int
     num_experts: int
     num_ranks: int
-    item_bytes: int
+    item_bytes: int  # of an element of a row
     num_nodes: int = 1
     is_gated: bool = True
-    sums_travel: bool = True
-    is_expert_major: bool = False
-    sent_row_bytes: int | None = None
+    sums_travel: bool = True  # the rows of a peer's token are summed before one row goes home (`order="rank"`)
+    is_expert_major: bool = False  # a token that has come is copied to all its rows
+    sent_row_bytes: int | None = None  # bytes of a row on its way to an expert; None: hidden * item_bytes
     sent_gradient_row_bytes: int | None = None
 
     def push(self, row_bytes: int | None) -> Move:
@@ -305,27 +282,22 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
-    def combine() -> Division | None:
-        part = sizes.product_flops / num_ranks
+    flops, part, sent_s = sizes.product_flops, sizes.product_flops / num_ranks, sent.exclusive_s(rates)
 
-        def overlapped_s(n: int) -> float:
-            others_s = max(gpu.gemm_s(sizes.product_flops - part, n), sent.overlapped_s(n, rates))
-            return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
+    def combined_s(n: int) -> float:
+        others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
+        return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-        return gpu.best(gpu.gemm_s(sizes.product_flops) + sent.exclusive_s(rates) + home_s, overlapped_s)
+    def under_weights_s(n: int) -> float:
+        return max(gpu.weights_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates))
 
-    def gradient_combine() -> Division | None:
-        return gpu.best(
-            sent.exclusive_s(rates) + home_s + gpu.weights_s(sizes),
-            lambda n: max(gpu.weights_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates)),
-        )
-
-    return Overlap(
+    found = Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
-        gradient_dispatch=dispatch(sizes.product_flops, sizes.push(sizes.sent_gradient_row_bytes)),
-        combine=combine() if sizes.sums_travel else None,
-        gradient_combine=gradient_combine() if sizes.sums_travel else None,
+        gradient_dispatch=dispatch(flops, sizes.push(sizes.sent_gradient_row_bytes)),
+        combine=gpu.best(gpu.gemm_s(flops) + sent_s + home_s, combined_s),
+        gradient_combine=gpu.best(sent_s + home_s + gpu.weights_s(sizes), under_weights_s),
     )
+    return found if sizes.sums_travel else replace(found, combine=None, gradient_combine=None)
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
@@ -353,17 +325,15 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
 
-    def combine() -> Division | None:
-        flops, own = sizes.product_flops, sizes.product_flops / num_nodes
-        return gpu.best(
-            home_s + gpu.gemm_s(flops),
-            lambda n: gpu.gemm_s(flops - own) + max(home_s, gpu.gemm_s(own, n)) + num_ends * rates.launch_s,
-        )
+    flops, own = sizes.product_flops, sizes.product_flops / num_nodes
+
+    def combined_s(n: int) -> float:
+        return gpu.gemm_s(flops - own) + max(home_s, gpu.gemm_s(own, n)) + num_ends * rates.launch_s
 
     return Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
-        gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
-        combine=combine(),
+        gradient_dispatch=dispatch(flops, sizes.sent_gradient_row_bytes),
+        combine=gpu.best(home_s + gpu.gemm_s(flops), combined_s),
         gradient_combine=gpu.best(home_s + gpu.weights_s(sizes), lambda n: max(home_s, gpu.weights_s(sizes, n))),
     )
 
@@ -378,7 +348,8 @@ def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
 @functools.lru_cache(maxsize=256)
 def overlap_of(schedule: str, sizes: Sizes, device: torch.device, precision: Recipe | None) -> Overlap:
     """How a call of these sizes is overlapped on a device, with one of MoEConfig's schedules but "serial"."""
-    num_sms = num_sms_of(device)
+    # On CPUs nothing is divided; with the SMs of an H200 calls are cut alike everywhere.
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
     if schedule == "always-overlapped":
         chosen = overlap_everything(sizes, num_sms)
     else:

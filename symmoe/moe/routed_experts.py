@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from symmoe.dispatch.plan import PlanOptions, plan_call
+from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
@@ -58,25 +60,17 @@ class RoutedExperts(torch_operators.EagerStep):
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
+        """y [T, H] or out_shape; the plan's expert_load int32 [E] and num_dropped int32 [1].
+
+        Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
-        rows than recent ones (symm_mem/row_budget.py), before that.
+        rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan and run_as_operator do.
 
         Args:
-            tokens: [T, H] in the dtype to compute in.
-            probs: fp32 [T, K].
+            tokens: [T, H] in the dtype to compute in. probs: fp32 [T, K].
             topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
-            experts: the experts of this rank.
-            out_shape: [..., H] of y; None is [T, H].
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips. Not called where the step is one operator.
-
-        Returns:
-            y [T, H] or out_shape; the plan's expert_load int32 [E] and num_dropped int32 [1].
-
-        Raises:
-            ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
-            ArgumentError: the step has to be an operator, which cannot take these experts: see run_as_operator.
         """
         heap = self.heap
         if isinstance(experts, GroupedMLP) and is_traced(experts):
@@ -130,6 +124,12 @@ class RoutedExperts(torch_operators.EagerStep):
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
         return PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
+
+
+def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
+    """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
+    sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
+    return GroupedMLP(*sizes, activation=ScaledActivation(config.activation), precision=config.precision, **options)
 
 
 def is_traced(experts: GroupedMLP) -> bool:

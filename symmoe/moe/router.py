@@ -5,6 +5,7 @@ T tokens on this rank, H hidden size, E experts in all, K experts per token, G g
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import memory_problem, tensor_problem
+from symmoe.checks.arguments import memory_problem, tensor_problem, wrapped_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
@@ -21,35 +22,23 @@ from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
-    """Where T tokens go.
+    """Where T tokens go. topk_idx is -1 for a masked token, and where the capacity factor has dropped a slot; there,
+    probs are 0. Backward reads it: change a copy."""
 
-    Attributes:
-        topk_idx: [T, K] int32, chosen experts. -1 for a masked token, and where the capacity factor has dropped a slot.
-            Backward reads it: change a copy.
-        probs: [T, K] fp32, weight of each choice, differentiable (once); 0 where topk_idx is -1.
-        chosen_idx: [T, K] int32, topk_idx before the capacity factor's drops.
-        num_over_capacity: int32 [1], slots that the capacity factor has dropped; None without one.
-    """
-
-    topk_idx: torch.Tensor
-    probs: torch.Tensor
-    chosen_idx: torch.Tensor
-    num_over_capacity: torch.Tensor | None
+    topk_idx: torch.Tensor  # int32 [T, K]
+    probs: torch.Tensor  # fp32 [T, K], weight of each choice, differentiable (once)
+    chosen_idx: torch.Tensor  # int32 [T, K], topk_idx before the capacity factor's drops
+    num_over_capacity: torch.Tensor | None  # int32 [1], slots that the capacity factor has dropped; None without one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RouterOutput(Choice):
-    """What the router decided for T tokens: experts best first, all different within a token.
+    """What the router decided for T tokens: experts best first, all different within a token."""
 
-    Attributes:
-        scores: [T, E] fp32, scores of all experts without the bias, differentiable (once).
-        logits: [T, E] fp32, differentiable.
-    """
-
-    scores: torch.Tensor
-    logits: torch.Tensor
+    scores: torch.Tensor  # fp32 [T, E], of all experts without the bias, differentiable (once)
+    logits: torch.Tensor  # fp32 [T, E], differentiable
 
 
 class Router(nn.Module):
@@ -123,14 +112,8 @@ class Router(nn.Module):
                 x, self.weight, self.expert_bias, given_idx, top_k=config.top_k, rule=self._rule, heap=self._heap
             )
             choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
-        return RouterOutput(
-            topk_idx=choice.topk_idx,
-            probs=choice.probs,
-            chosen_idx=choice.chosen_idx,
-            num_over_capacity=choice.num_over_capacity,
-            scores=routed.scores,
-            logits=routed.logits,
-        )
+        chosen = choice.topk_idx, choice.probs, choice.chosen_idx, choice.num_over_capacity
+        return RouterOutput(*chosen, routed.scores, routed.logits)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
@@ -150,6 +133,20 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         c = self.config
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
+
+
+def router_problem(router: nn.Module | None) -> ArgumentError | None:
+    """Why a module cannot take the place of a layer's router, or None; a wrapper with a Router inside must show it."""
+    if router is None:
+        return None
+    taken = inspect.signature(router.forward).parameters.values()
+    takes_all = {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(p.kind is p.VAR_KEYWORD for p in taken)
+    if takes_all and any(isinstance(module, Router) for module in router.modules()):
+        return wrapped_problem("router", router, "step_load")
+    return ArgumentError(
+        f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
+        "your own brings its choice to each call: layer(x, topk_idx=..., probs=...), see symmoe.MoELayer"
+    )
 
 
 def choice_of(
@@ -219,19 +216,12 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 def drop_over_capacity(
     topk_idx: torch.Tensor, probs: torch.Tensor, *, num_experts: int, capacity: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Drops slots of the experts that have more than `capacity`. Local; does not synchronise the host.
+    """topk_idx [T, K] with -1 and probs fp32 [T, K] with 0 where an expert has more slots than `capacity`; and int32
+    [1], how many were dropped. Local; does not synchronise the host.
 
-    The remaining probs stay as they are: what a token loses is not given to its other experts (as in Megatron-Core).
-
-    Args:
-        topk_idx: int [T, K]; -1 is no expert.
-        probs: fp32 [T, K], differentiable.
-        capacity: slots an expert keeps.
-        policy: an expert keeps the slots of the largest probs ("probs"; equal ones in the order of tokens) or those of
-            the first tokens ("position").
-
-    Returns:
-        topk_idx with -1 and probs with 0 where a slot was dropped; and int32 [1], how many were.
+    An expert keeps the slots of the largest probs (policy "probs"; equal ones in the order of tokens) or those of the
+    first tokens ("position"). The remaining probs stay as they are: what a token loses is not given to its other
+    experts (as in Megatron-Core).
     """
     # The plan reports ids out of range, on all ranks; here they are no experts.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)

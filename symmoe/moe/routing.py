@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -12,24 +12,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 from symmoe import kernels
 from symmoe.autograd import Context, Function
+from symmoe.checks.arguments import CHOICES
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
 
+SCORES = CHOICES["score"]
+
 
 class Routed(NamedTuple):
-    """T tokens' choice of K out of E experts.
+    """T tokens' choice of K out of E experts."""
 
-    Attributes:
-        logits: fp32 [T, E].
-        probs: fp32 [T, K].
-        scores: fp32 [T, E].
-        topk_idx: int32 [T, K].
-    """
-
-    logits: torch.Tensor
-    probs: torch.Tensor
-    scores: torch.Tensor
-    topk_idx: torch.Tensor
+    logits: torch.Tensor  # fp32 [T, E]
+    probs: torch.Tensor  # fp32 [T, K]
+    scores: torch.Tensor  # fp32 [T, E]
+    topk_idx: torch.Tensor  # int32 [T, K]
 
 
 class _Tokens(NamedTuple):
@@ -65,18 +61,13 @@ def route_tokens(
 
     For bf16 tokens, kernels compute the logits with sums as good as those of fp32 products (never tf32), without an
     fp32 copy of the tokens; on GPUs a token's logits do not depend on the other tokens. Otherwise torch computes them
-    from an fp32 copy. Differentiable, once.
-
-    Args:
-        bias: fp32 [E], added to the scores where experts are compared, or None.
-        given_idx: int32 [T, K], experts to take instead of the best ones; None: the best ones.
-        heap: its tapes play what is launched; None: no tapes.
+    from an fp32 copy. Differentiable, once. bias: fp32 [E], added to the scores where experts are compared; given_idx:
+    int32 [T, K], experts to take instead of the best ones; heap: its tapes play what is launched.
     """
     x, weight = x.contiguous(), weight.contiguous()
     given_idx = None if given_idx is None else given_idx.contiguous()
     if torch.compiler.is_compiling():
-        fields = rule.score, rule.renormalize, rule.num_groups, rule.top_groups, rule.route_scale
-        return Routed(*_route(x, weight, bias, given_idx, top_k, *fields, None if heap is None else heap.number))
+        return Routed(*_route(x, weight, bias, given_idx, _packed(top_k, rule, heap)))
     return Routed(*_Route.apply(heap, x, weight, bias, given_idx, top_k, rule))
 
 
@@ -145,14 +136,9 @@ def _compute_gradients(
     return dx, d_weight
 
 
-class _RouteContext(Context, Protocol):
-    rule: RoutingRule
-    heap: SymmetricHeap | None
-
-
 class _Route(Function):
     @staticmethod
-    def forward(ctx: _RouteContext, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tokens = _Tokens(*arguments)
         routed = Routed(*(_compute(tokens) if heap is None else heap.run(*tokens.call)))
         ctx.set_materialize_grads(False)
@@ -163,14 +149,8 @@ class _Route(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: _RouteContext,
-        d_logits: torch.Tensor | None,
-        d_probs: torch.Tensor | None,
-        d_scores: torch.Tensor | None,
-        _: None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        given = d_logits, d_probs, d_scores
+    def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = gradients[:3]  # of logits, probs and scores
         if all(one is None for one in given):
             return (None,) * 7
         needs_x, needs_weight = ctx.needs_input_grad[1:3]
@@ -178,11 +158,28 @@ class _Route(Function):
         return None, dx, d_weight, *[None] * 4
 
 
-# For torch.compile, operators, which take numbers and words in place of a rule.
-
-
-# Next to the operators of the step, which cannot be in a CUDA graph: there, tapes play what these launch.
+# For torch.compile, operators, which take numbers in place of a rule and a heap. They stand next to those of the step,
+# which cannot be in a CUDA graph: there, tapes play what these launch.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+def _packed(top_k: int, rule: RoutingRule, heap: SymmetricHeap | None) -> list[float]:
+    """The numbers of an operator, equal for equal arguments."""
+    score, number = SCORES.index(rule.score), -1 if heap is None else heap.number
+    numbers = top_k, score, rule.renormalize, rule.num_groups, rule.top_groups, rule.route_scale, number
+    return [float(each) for each in numbers]
+
+
+def _unpacked(numbers: Sequence[float]) -> tuple[int, RoutingRule, SymmetricHeap | None]:
+    top_k, score, renormalize, num_groups, top_groups, _, number = map(int, numbers)
+    rule = RoutingRule(
+        score=SCORES[score],
+        renormalize=bool(renormalize),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        route_scale=numbers[5],
+    )
+    return top_k, rule, heap_numbered(None if number < 0 else number)
 
 
 @torch.library.custom_op("symmoe::route", mutates_args=(), tags=_TAGS)
@@ -191,27 +188,19 @@ def _route(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     given_idx: torch.Tensor | None,
-    top_k: int,
-    score: str,
-    renormalize: bool,
-    num_groups: int,
-    top_groups: int,
-    route_scale: float,
-    heap: int | None,
+    numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rule = RoutingRule(
-        score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups, route_scale=route_scale
-    )
-    tokens, of_heap = _Tokens(x, weight, bias, given_idx, top_k, rule), heap_numbered(heap)
+    top_k, rule, heap = _unpacked(numbers)
+    tokens = _Tokens(x, weight, bias, given_idx, top_k, rule)
     with torch.autocast(x.device.type, enabled=False):
-        logits, probs, scores, topk_idx = _compute(tokens) if of_heap is None else of_heap.run(*tokens.call)
+        logits, probs, scores, topk_idx = _compute(tokens) if heap is None else heap.run(*tokens.call)
     return logits, probs, scores, topk_idx
 
 
 @_route.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    x, weight, _bias, _given_idx, top_k, *_ = arguments
-    return tuple(_empty(x, weight, top_k))
+    x, weight, _bias, _given_idx, numbers = arguments
+    return tuple(_empty(x, weight, int(numbers[0])))
 
 
 @torch.library.custom_op("symmoe::route_gradients", mutates_args=(), tags=_TAGS)
@@ -219,18 +208,11 @@ def _route_gradients(
     d_logits: torch.Tensor | None,
     d_probs: torch.Tensor | None,
     d_scores: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    topk_idx: torch.Tensor,
-    scores: torch.Tensor,
-    score: str,
-    renormalize: bool,
-    route_scale: float,
-    heap: int | None,
+    kept: Sequence[torch.Tensor],
+    numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rule = RoutingRule(score=score, renormalize=renormalize, route_scale=route_scale)
-    kept = x, weight, topk_idx, scores
-    dx, d_weight = _gradients((d_logits, d_probs, d_scores), kept, rule, (True, True), heap_numbered(heap))
+    _, rule, heap = _unpacked(numbers)
+    dx, d_weight = _gradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True), heap)
     assert dx is not None
     assert d_weight is not None
     return dx, d_weight
@@ -238,31 +220,20 @@ def _route_gradients(
 
 @_route_gradients.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    _d_logits, _d_probs, _d_scores, x, weight, *_ = arguments
+    _d_logits, _d_probs, _d_scores, (x, weight, *_), _numbers = arguments
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-class _OperatorContext(Context, Protocol):
-    options: tuple[object, ...]
-
-
-def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, _, _, _, score, renormalize, _, _, route_scale, heap = inputs
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, _, _, ctx.numbers = inputs
     _, _, scores, topk_idx = output
     ctx.mark_non_differentiable(topk_idx)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, topk_idx, scores)
-    ctx.options = score, renormalize, route_scale, heap
 
 
-def _backward(
-    ctx: _OperatorContext,
-    d_logits: torch.Tensor | None,
-    d_probs: torch.Tensor | None,
-    d_scores: torch.Tensor | None,
-    _: None,
-) -> tuple[torch.Tensor | None, ...]:
-    return *_route_gradients(d_logits, d_probs, d_scores, *ctx.saved_tensors, *ctx.options), *[None] * 9
+def _backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return *_route_gradients(*gradients[:3], list(ctx.saved_tensors), ctx.numbers), None, None, None
 
 
 _route.register_autograd(_backward, setup_context=_keep)
@@ -275,5 +246,5 @@ def _(x: Sequence[int], weight: Sequence[int], *_: object, out_shape: object) ->
 
 @register_flop_formula(torch.ops.symmoe.route_gradients)
 def _(*arguments: Any, out_shape: object) -> Any:
-    _d_logits, _d_probs, _d_scores, x, weight, *_ = arguments
+    _d_logits, _d_probs, _d_scores, (x, weight, *_), _numbers = arguments
     return 2 * 2 * x[0] * weight[0] * weight[1]

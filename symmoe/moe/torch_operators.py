@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -42,19 +42,13 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 @dataclass(frozen=True, eq=False)
 class EagerStep:
-    """What the operators run: a RoutedExperts (moe/routed_experts.py).
-
-    Attributes:
-        config, heap: the configuration and heap of the layers.
-        meta_experts: of the shape and activation of the layers' experts, without memory.
-        kind: the kind of the layers' experts, see kind_of.
-        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
-    """
+    """What the operators run, for layers of this configuration, heap and kind of experts: a RoutedExperts
+    (moe/routed_experts.py). Operators take tensors and numbers only, so it has a number in this process."""
 
     config: MoEConfig
     heap: SymmetricHeap
-    meta_experts: GroupedMLP
-    kind: tuple[object, ...]
+    meta_experts: GroupedMLP  # of the shape and activation of the layers' experts, without memory
+    kind: tuple[object, ...]  # see kind_of
     number: int = field(default_factory=itertools.count().__next__)
 
     def __call__(
@@ -68,20 +62,13 @@ BY_NUMBER: weakref.WeakValueDictionary[int, EagerStep] = weakref.WeakValueDictio
 
 
 class _Call(NamedTuple):
-    """The numbers of an operator.
+    """The numbers of an operator."""
 
-    Attributes:
-        step: the number of an EagerStep, found in a table that holds nothing alive.
-        num_own: how many tensors are of the layers.
-        trains, trains_own: whether there will be a backward pass, and whether it makes gradients of the layers' own.
-        gradients: of x and probs, one of control.GRADIENTS.
-    """
-
-    step: int
-    num_own: int
-    trains: int
-    trains_own: int
-    gradients: int
+    step: int  # of an EagerStep, found in a table that holds nothing alive
+    num_own: int  # tensors of the layers
+    trains: int  # whether there will be a backward pass,
+    trains_own: int  # and whether it makes gradients of the layers' own
+    gradients: int  # of x and probs, one of control.GRADIENTS
 
     @property
     def eager(self) -> EagerStep:
@@ -107,10 +94,7 @@ class _Call(NamedTuple):
 def run_as_operator(
     step: EagerStep, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The step as one operator. Collective, forward and backward.
-
-    Returns:
-        y [T, H]; the plan's expert_load and num_dropped, as new tensors.
+    """The step as one operator: y [T, H]; the plan's expert_load and num_dropped, as new tensors. Collective.
 
     Raises:
         ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the
@@ -144,9 +128,10 @@ class _Arguments:
         self.tensors = tensors
 
     def put_away(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, Unmodified]:
-        for number, argument in enumerate(self.tensors):
-            if _same_memory(tensor, argument):
-                return number
+        for number, other in enumerate(self.tensors):
+            if tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype:
+                if (tensor.shape, tensor.stride()) == (other.shape, other.stride()):
+                    return number
         return tensor, Unmodified(tensor=tensor)
 
     def take_out(self, kept: int | tuple[torch.Tensor, Unmodified]) -> torch.Tensor:
@@ -174,10 +159,6 @@ def _end_of(y: torch.Tensor) -> GradientEdge | torch.Tensor:
     """Where backward begins, without y's memory. Before torch 2.13 it cannot begin at the edge of a Python function."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return get_gradient_edge(y) if version >= (2, 13) else y
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # what backward needs does not lie in a CUDA graph's memory
@@ -237,16 +218,12 @@ def _(_dy: object, _state: object, tensors: Sequence[torch.Tensor], numbers: Seq
     return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, _Call(*numbers).are_trained(tensors))]
 
 
-class _OperatorContext(Context, Protocol):
-    numbers: list[int]
-
-
-def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     tensors, _topk_idx, ctx.numbers = inputs
     ctx.save_for_backward(output[3], *tensors)
 
 
-def _backward(ctx: _OperatorContext, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
+def _backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     state, *tensors = ctx.saved_tensors
     found = iter(_moe_backward(dy, state, tensors, ctx.numbers))
     trained = _Call(*ctx.numbers).are_trained(tensors)
@@ -264,7 +241,8 @@ _moe_forward.register_autograd(_backward, setup_context=_keep)
 def _(*arguments: Any, out_val: tuple[torch.Tensor, ...]) -> int:
     tensors, _topk_idx, numbers = arguments
     call = _Call(*numbers)
-    flops = _forward_flops(call.eager.meta_experts, call.adapters(tensors))
+    adapters = sum(adapter[0].numel() for adapter in call.adapters(tensors))  # A1 [G, r, H], B1, A2 [G, r, I], B2
+    flops = 2 * (sum(_features(call.eager.meta_experts)) + adapters)  # of a row
     return _num_rows(call.eager, tensors[1], out_val[1]) * flops
 
 
@@ -287,11 +265,6 @@ def _num_rows(eager: EagerStep, probs: torch.Tensor, load: torch.Tensor | None) 
     heap, capacity = eager.heap, eager.config.capacity
     rows = int(load.view(heap.num_ranks, -1)[heap.rank].sum())
     return rows if capacity is None else min(rows, capacity)
-
-
-def _forward_flops(experts: GroupedMLP, adapters: Sequence[torch.Tensor]) -> int:
-    """FLOPs of a row in forward: both layers, and what adapters A1 [G, r, H], B1, A2 [G, r, I], B2 add to them."""
-    return 2 * (sum(_features(experts)) + sum(adapter[0].numel() for adapter in adapters))
 
 
 def _backward_flops(call: _Call, adapters: Sequence[torch.Tensor]) -> int:

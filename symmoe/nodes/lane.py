@@ -29,25 +29,15 @@ _LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a rank says.
+    """What a rank says."""
 
-    Attributes:
-        kind: GOES_ON, FAILED, GAVE_UP; UNRAISED: the rank has left the call that has failed, and keeps the error.
-        number: how many headers it has sent.
-        call: what the ranks must agree on, as in control.pack_call.
-        sizes: the same, of what says how long the messages are that follow.
-        num_tokens: of the rank, where that says it; ranks need not have the same.
-        origin: the rank of the group that has the error, or that gave up; -1: no one rank.
-        message: of an error or of a report.
-    """
-
-    kind: int
-    number: int = 0
-    call: int = 0
-    sizes: int = 0
-    num_tokens: int = 0
-    origin: int = -1
-    message: bytes = b""
+    kind: int  # GOES_ON, FAILED, GAVE_UP; UNRAISED: the rank has left the call that has failed, and keeps the error
+    number: int = 0  # how many headers it has sent
+    call: int = 0  # what the ranks must agree on, as in control.pack_call
+    sizes: int = 0  # the same, of what says how long the messages are that follow
+    num_tokens: int = 0  # of the rank, where that says it; ranks need not have the same
+    origin: int = -1  # the rank of the group that has the error, or that gave up; -1: no one rank
+    message: bytes = b""  # of an error or of a report
 
     def pack(self) -> torch.Tensor:
         """uint8 [_HEADER_BYTES]."""
@@ -63,30 +53,23 @@ class Header:
 
 
 class Lane:
-    """This rank's place on its rail.
-
-    It always listens for the next header of every peer: what a rank says when it gives up arrives although it waits for
-    nobody.
+    """This rank's place on its rail. It always listens for the next header of every peer: what a rank says when it
+    gives up arrives although it waits for nobody.
 
     Args:
         rail: of the hosts.
         last_words: the same once more, for what a rank says when it gives up. A wait of gloo that is over its bound
             closes the connections of its rail: those that wait for this rank would take it for lost.
-
-    Attributes:
-        number: headers that this rank has sent.
     """
 
     def __init__(self, rail: GlooRail, last_words: GlooRail, *, node: int, num_nodes: int) -> None:
         self._rail, self._last_words, self._node, self._num_nodes = rail, last_words, node, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
-        self._sent: Started = []
-        self._reports: Started = []
+        self._sent, self._reports, self._probes = Started(), Started(), Started()
         self._words, self._awaited_words = self._listen_on(last_words)
-        self._probes: list[object] = []
         self.number = 0
-        self._listen()
+        self._received, self._awaited = self._listen_on(rail)
 
     def say(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
@@ -119,7 +102,7 @@ class Lane:
             if last := self._has_given_up():
                 return [last]
             raise
-        self._listen()
+        self._received, self._awaited = self._listen_on(self._rail)
         self._rail.wait(self._sent, timeout_s)
         return headers
 
@@ -168,12 +151,8 @@ class Lane:
         for rail in (self._last_words, self._rail):
             rail.abort()
         # What is on its way keeps the connections open, and a peer that waits would not know that this rank has gone.
-        self._reports.clear()
-        self._probes.clear()
-        self._awaited.clear()
-        self._awaited_words.clear()
-        self._last.clear()
-        self._sent.clear()
+        for kept in (self._reports, self._probes, self._awaited, self._awaited_words, self._last, self._sent):
+            kept.clear()
 
     def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
         """What a rail peer says."""
@@ -188,9 +167,6 @@ class Lane:
                 if said.kind == GAVE_UP:
                     return said
         return None
-
-    def _listen(self) -> None:
-        self._received, self._awaited = self._listen_on(self._rail)
 
     def _listen_on(self, rail: GlooRail) -> tuple[list[torch.Tensor], Started]:
         """Where the next headers of all nodes are going to be, and what brings them."""

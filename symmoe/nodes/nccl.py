@@ -4,7 +4,7 @@ NCCL is called by ctypes, in the library that torch has loaded. Not torch's proc
 whole process when a peer is lost, which here is an error that a caller may handle, and its streams are its own, so that
 one cannot say what its work has to come after in a graph.
 The device counts in the host's memory what it has begun and ended, in replays of graphs as well: NCCL itself waits for
-ever, so that somebody has to see who does not come (symm_mem/rail_peers.py).
+ever, so that somebody has to see who does not come (symm_mem/several_nodes.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.rail import Messages, Started
+from symmoe.nodes.rail import Messages, Payload, Started
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
@@ -39,6 +39,7 @@ class _UniqueId(ctypes.Structure):
 
 
 _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int
+_MESSAGE = [_ADDRESS, ctypes.c_size_t, _INT, _INT, _ADDRESS, _ADDRESS]
 _SIGNATURES: dict[str, list[Any]] = {
     "ncclGetVersion": [_ADDRESS],
     "ncclGetUniqueId": [_ADDRESS],
@@ -47,8 +48,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclCommGetAsyncError": [_ADDRESS, _ADDRESS],
     "ncclGroupStart": [],
     "ncclGroupEnd": [],
-    "ncclSend": [_ADDRESS, ctypes.c_size_t, _INT, _INT, _ADDRESS, _ADDRESS],
-    "ncclRecv": [_ADDRESS, ctypes.c_size_t, _INT, _INT, _ADDRESS, _ADDRESS],
+    "ncclSend": _MESSAGE,
+    "ncclRecv": _MESSAGE,
 }
 
 
@@ -118,8 +119,7 @@ class Nccl:
         self._library.ncclCommAbort(communicator)
 
     def _text(self, result: int) -> str:
-        text: bytes = self._library.ncclGetErrorString(result)
-        return text.decode(errors="replace")
+        return str(self._library.ncclGetErrorString(result), errors="replace")
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._library, name)(*arguments)
@@ -127,21 +127,16 @@ class Nccl:
             raise NcclError(f"{name}: {self._text(result)}; NCCL_DEBUG=INFO says why")
 
 
-class NcclRail:
+class NcclRail(Payload):
     """A rail for tensors on the current GPU. Construction is collective over the rail and synchronises.
 
-    Args:
-        library: NCCL.
-        store: of torch, which the ranks of the rail have in common.
-        name: of the rail in that store.
-        node, num_nodes: this rank's node, and N.
-        timeout_s: bound of the construction.
-
-    Attributes: see Payload.
+    Args: as of GlooRail; library: NCCL.
 
     Raises:
         BackendUnavailable: see connect_together.
     """
+
+    progress: torch.Tensor
 
     def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._library, self._node, self._num_nodes = library, node, num_nodes
@@ -252,17 +247,13 @@ def connect_together(
     node: int,
     timeout_s: float,
 ) -> None:
-    """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail.
-
-    NCCL itself has no bound, and does not tell the others when one fails.
-
-    A thread that is given up ends when NCCL lets it; it then has to undo what it has done.
+    """Returns when connect(id, is_given_up) has, in a thread of its own. Collective over the rail. NCCL itself has no
+    bound, and does not tell the others when one fails. A thread that is given up ends when NCCL lets it; it then has to
+    undo what it has done.
 
     Args:
         make_id: of one of the ranks, makes the id by which they find each other; None on the others.
         store: of torch, for this rail and this attempt.
-        node: this rank's, for the others' error.
-        timeout_s: bound.
 
     Raises:
         BackendUnavailable: one of both functions has failed, here or on another rank, or it takes longer.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,8 @@ _CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that anoth
 
 
 class RailBroken(Exception):
-    """A node's end of the rail did not answer. For the heap, which says so to the user in terms of ranks.
-
-    Attributes:
-        node: the node.
-        is_late: whether it did not answer in time; otherwise its connection has closed.
-    """
+    """A node's end of the rail did not answer in time (`is_late`), or its connection has closed. For the heap, which
+    says so to the user in terms of ranks."""
 
     def __init__(self, node: int, *, is_late: bool, problem: str) -> None:
         super().__init__(problem)
@@ -40,7 +36,7 @@ Messages = Sequence[Sequence[torch.Tensor]]  # by message, and in it by node
 TO_LANE, PAYLOAD = 0, 1  # tags
 
 
-class Payload(Protocol):
+class Payload:
     """Moves the tensors of exchanges between the ranks with the same index on all nodes, which have met (lane.py).
 
     Attributes:
@@ -49,11 +45,8 @@ class Payload(Protocol):
         bound_s: how long an exchange may take by now, for who watches.
     """
 
-    @property
-    def progress(self) -> torch.Tensor | None: ...
-
-    @property
-    def bound_s(self) -> float: ...
+    progress: torch.Tensor | None = None
+    bound_s = math.inf
 
     def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
         """Begins to send sends[m][n] to node n, and to fill receives[m][n] with what it sends. Does not wait.
@@ -68,6 +61,7 @@ class Payload(Protocol):
         Raises:
             RailBroken: a connection has closed.
         """
+        raise NotImplementedError
 
     def wait(self, started: Started, timeout_s: float) -> None:
         """Returns when what was begun has ended; on GPUs at once: work of the stream on which it was begun comes later.
@@ -78,28 +72,23 @@ class Payload(Protocol):
 
     def problem(self) -> str:
         """What the network has reported about exchanges on the device; "": nothing."""
+        return ""
 
     def end(self) -> None:
-        """Ends what is under way, a moment later. Local; does nothing the second time."""
+        """Ends what is under way, a moment later, unless a lane does. Local; does nothing the second time."""
 
 
-class GlooRail:
+class GlooRail(Payload):
     """A rail for tensors on CPUs, for headers and payload. Construction is collective over the rail.
 
     Args:
         store: of torch, which the ranks of the rail have in common.
         name: of the rail in that store.
-        node, num_nodes: this rank's node, and N.
         timeout_s: bound of the construction.
-
-    Attributes: see Payload.
 
     Raises:
         RuntimeError: ranks cannot connect; on those that are connected to, after timeout_s.
     """
-
-    progress: torch.Tensor | None = None
-    bound_s = math.inf
 
     def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._node = node
@@ -108,15 +97,7 @@ class GlooRail:
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
-        """Begins to send sends[n] to node n, and to fill receives[n] with what it sends. Does not wait.
-
-        Args:
-            sends, receives: as in Payload.begin.
-            tag: messages of one tag keep their order.
-
-        Raises:
-            RailBroken: a connection has closed.
-        """
+        """Begins one message as Payload.begin does several. tag: messages of one tag keep their order."""
         started = []
         with _unprofiled():
             for node, (sent, received) in enumerate(zip(sends, receives, strict=True)):
@@ -146,12 +127,6 @@ class GlooRail:
         for to_nodes, from_nodes in zip(sends, receives, strict=True):
             started += self.start(to_nodes, from_nodes, tag=PAYLOAD)
         return started
-
-    def problem(self) -> str:
-        return ""
-
-    def end(self) -> None:
-        """Its lane ends it."""
 
     def abort(self) -> None:
         """Ends the rail. Local; waits for nobody."""

@@ -29,16 +29,11 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a rank listens.
+    """Where a rank listens."""
 
-    Attributes:
-        device: name of the network device; "": not known.
-        host, port: its address. A port of 0: nobody listens, as the address of the device is not known.
-    """
-
-    device: str
+    device: str  # name of the network device; "": not known
     host: str = ""
-    port: int = 0
+    port: int = 0  # 0: nobody listens, as the address of the device is not known
 
     @property
     def is_loopback(self) -> bool:
@@ -50,12 +45,8 @@ class Endpoint:
 
 
 class Listener:
-    """Listens where gloo does: at the device that GLOO_SOCKET_IFNAME names, or at the address of the host's name.
-
-    A context manager; the peers have to have tried before it ends.
-
-    Attributes:
-        endpoint: where it listens.
+    """Listens at `endpoint`, where gloo does: at the device that GLOO_SOCKET_IFNAME names, or at the address of the
+    host's name. A context manager; the peers have to have tried before it ends.
 
     Raises:
         BackendUnavailable: there is no such device.

@@ -19,12 +19,8 @@ _SUCCESS, _COMPLETED = 0, 3  # nvmlReturn_t, nvmlGpuFabricState_t
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place that can be compared with those of other ranks.
-
-    Attributes:
-        machine: one that was booted once.
-        fabric: an NVLink domain that may have GPUs on several machines; "" if the GPU is in none.
-    """
+    """A place that can be compared with those of other ranks: a machine that was booted once, and an NVLink domain that
+    may have GPUs on several machines, "" if the GPU is in none."""
 
     machine: str
     fabric: str = ""
@@ -118,11 +114,10 @@ class Topology:
 
 
 def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | None) -> Topology:
-    """The topology of a group.
+    """The topology of a group, for `rank`.
 
     Args:
         domains: of each rank, what it has in common with those whose memory it can reach, and with no others.
-        rank: this rank.
         ranks_per_node: ranks of a node, which may be a part of a domain; None: each domain is a node.
 
     Raises:
@@ -159,25 +154,15 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 
 @dataclass(frozen=True, eq=False)
 class RankMaps:
-    """Where ranks are, for kernels. Made once, because a host that copies numbers to a GPU waits for it.
+    """Where ranks are, for kernels. Made once, because a host that copies numbers to a GPU waits for it."""
 
-    Attributes:
-        to_node: int64 [R + 1], the node of a rank; the last one is that of -1, which is -1.
-        to_other_node: int64 [R + 2], the same, but -1 for ranks of this node, and for R, which is no rank.
-        to_local: int32 [R + 1], the index of a rank in this node; -1 for ranks of other nodes, and for -1.
-        by_node: int64 [N, G], the ranks of each node.
-        nodes: int64 [N], their numbers.
-        other_nodes: int64 [N - 1], the numbers of the others.
-        others_before: int32 [N], how many other nodes have smaller numbers.
-    """
-
-    to_node: torch.Tensor
-    to_other_node: torch.Tensor
-    to_local: torch.Tensor
-    by_node: torch.Tensor
-    nodes: torch.Tensor
-    other_nodes: torch.Tensor
-    others_before: torch.Tensor
+    to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is that of -1, which is -1
+    to_other_node: torch.Tensor  # int64 [R + 2], the same, but -1 for ranks of this node, and for R, which is no rank
+    to_local: torch.Tensor  # int32 [R + 1], the index of a rank in this node; -1 for ranks of other nodes, and for -1
+    by_node: torch.Tensor  # int64 [N, G], the ranks of each node
+    nodes: torch.Tensor  # int64 [N], their numbers
+    other_nodes: torch.Tensor  # int64 [N - 1], the numbers of the others
+    others_before: torch.Tensor  # int32 [N], how many other nodes have smaller numbers
 
 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:

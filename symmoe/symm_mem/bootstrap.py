@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,12 +26,10 @@ from symmoe.errors import (
     encode,
 )
 from symmoe.kernels import control
-from symmoe.tape.recorder import MODES
 from symmoe.torch_internals import store_of
 
 _T = TypeVar("_T")
 
-_SMALL_BYTES = 512
 _TAG = 0x5E41  # no message of the user of the group has this tag
 _GLOO_THREAD = "pt_gloo_runloop"
 _LONGEST_S = 5.0  # enough for a thread that has something to drop
@@ -40,43 +37,39 @@ _NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 
 
 class Bootstrap:
-    """The EP group as plain bytes. All methods are collective over the group; properties are not.
-
-    `group=None` without an initialised process group is a group of one.
+    """The EP group as plain bytes. All methods are collective over the group; properties are not. `group=None` without
+    an initialised process group is a group of one.
 
     Args:
-        timeout_s: bound of each wait for a peer; None: the group's timeout. A wait that has failed may break the
-            process group, too.
+        timeout_s: bound of each wait for a peer; None: the group's timeout. A wait that has failed may break the group.
 
     Attributes:
         ranks: the ranks in the EP group of those that take part.
 
     Every method raises:
-        PeerTimeout: a peer did not come in time. A group without CPU tensors (only NCCL) cannot tell which; the rank is
-            then -1.
+        PeerTimeout: a peer did not come in time; rank -1 in a group without CPU tensors (only NCCL).
         PeerLost: the connection to a peer broke.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
         if (problem := _group_problem(group)) is not None:
             raise problem
-        self._alone = group is None and not dist.is_initialized()
-        if not self._alone:
+        self._is_single = group is None and not dist.is_initialized()
+        if not self._is_single:
             _wait_for_gloo_at_exit()
         self._group, self._timeout_s, self._num_exchanges = group, timeout_s, 0
-        self.rank = 0 if self._alone else dist.get_rank(group)
-        self.num_ranks = 1 if self._alone else dist.get_world_size(group)
+        self.rank = 0 if self._is_single else dist.get_rank(group)
+        self.num_ranks = 1 if self._is_single else dist.get_world_size(group)
         self.ranks = tuple(range(self.num_ranks))
-        # The current GPU of this thread: another thread may call the methods, with another current GPU.
-        needs_gpu = self.rank >= 0 and not self._alone
-        if needs_gpu:  # a group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU
-            needs_gpu = "cpu" not in dist.get_backend_config(group) and dist.get_backend(group) != "gloo"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
+        # A group with any CPU backend takes CPU tensors, an NCCL-only group such on the current GPU of this thread:
+        # another thread may call the methods, with another current GPU.
+        takes_cpu = self._is_single or "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
+        self._device = torch.device("cpu") if takes_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @property
     def global_ranks(self) -> list[int]:
         """The group's ranks in the default group, in rank order. Not collective."""
-        return [0] if self._alone else dist.get_process_group_ranks(self._group)
+        return [0] if self._is_single else dist.get_process_group_ranks(self._group)
 
     @property
     def store(self) -> Any:
@@ -88,7 +81,7 @@ class Bootstrap:
         if len(payload) > num_bytes:
             raise AssertionError(f"a payload of {len(payload)} bytes does not fit {num_bytes}")
         padded = payload.ljust(num_bytes, b"\0")
-        if self._alone:
+        if self._is_single:
             return [padded]
         self._num_exchanges += 1
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
@@ -103,8 +96,8 @@ class Bootstrap:
                 raise decode(payload, rank=rank)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order: of _SMALL_BYTES at most as JSON."""
-        gathered = self.all_gather_bytes(json.dumps(value).encode(), num_bytes=_SMALL_BYTES)
+        """Every rank's value, in rank order: as JSON 512 bytes at most."""
+        gathered = self.all_gather_bytes(json.dumps(value).encode(), num_bytes=512)
         return [json.loads(each.rstrip(b"\0")) for each in gathered]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -202,12 +195,7 @@ class Bootstrap:
 
 class NodeBootstrap(Bootstrap):
     """The ranks of one node of a group, for what has to be built in every node. Its methods are collective over the
-    whole group, and an error is raised on all its ranks.
-
-    Args:
-        whole: of the group.
-        ranks: of this rank's node.
-    """
+    whole group, and an error is raised on all its ranks."""
 
     def __init__(self, whole: Bootstrap, ranks: tuple[int, ...]) -> None:
         self._whole, self.ranks = whole, ranks
@@ -242,25 +230,6 @@ def _group_problem(group: object) -> ArgumentError | None:
     return None if rank >= 0 else ArgumentError("group is one that this rank is not in: it has no heap there")
 
 
-def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
-    """Warns of torchrun's ranks without a process group: each would train a separate model without an error."""
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    if group is None and num_ranks != "1" and not dist.is_initialized():
-        warnings.warn(
-            f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
-            "torch.distributed.init_process_group() first, if the ranks are to train together",
-            stacklevel=4,
-        )
-
-
-def read_tape_mode() -> str:
-    """SYMMOE_TAPES in the environment. Raises an ArgumentError if it is none of tapes.MODES."""
-    mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
-    if mode not in MODES:
-        raise ArgumentError(f"SYMMOE_TAPES ({mode!r}) must be one of {', '.join(map(repr, MODES))}")
-    return mode
-
-
 @functools.cache
 def _wait_for_gloo_at_exit() -> None:
     """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer.
@@ -269,14 +238,14 @@ def _wait_for_gloo_at_exit() -> None:
     lock. If the interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a
     destructor, which aborts the process: "terminate called without an active exception" (torch 2.13, busy machines).
     """
-    atexit.register(_wait_for_gloo)
 
+    def wait_for_gloo() -> None:
+        deadline, num_looks = time.monotonic() + _LONGEST_S, 0
+        while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
+            num_looks = num_looks + 1 if _is_gloo_asleep() else 0
+            time.sleep(1e-3)  # releases the lock
 
-def _wait_for_gloo() -> None:
-    deadline, num_looks = time.monotonic() + _LONGEST_S, 0
-    while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
-        num_looks = num_looks + 1 if _is_gloo_asleep() else 0
-        time.sleep(1e-3)  # releases the lock
+    atexit.register(wait_for_gloo)
 
 
 def _is_gloo_asleep() -> bool:

@@ -16,7 +16,6 @@ from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.memory import HeapStatistics, Span
 from symmoe.symm_mem.row_budget import RowHistory
-from symmoe.symm_mem.start import Parts
 from symmoe.symm_mem.streams import Access, NoStreams
 from symmoe.symm_mem.waits import Waits
 
@@ -49,33 +48,15 @@ class DryHeap(SymmetricHeap):
         configurations: Any = SimpleNamespace(number=lambda fields: 0)
         memory: Any = _DryMemory(peers, self.events)
         faults: Any = SimpleNamespace(poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing)
-        one_call: Any = nullcontext()
         none: Any = None
-        self._hold(
-            Parts(
-                rank=0,
-                num_ranks=num_ranks,
-                backend="none",
-                backend_reason="a dry step",
-                arenas=none,
-                bootstrap=none,
-                tape_mode="off",
-                topology=none,
-                peers=peers,
-                count_peers=peers,
-                memory=memory,
-                streams=_DryStreams(num_rows, num_packed_rows),
-                access=Access(),
-                one_call=one_call,
-                configurations=configurations,
-                waits=Waits(peers, configurations, 1.0, 1.0),
-                faults=faults,
-                others=none,
-                nodes=None,
-                row_histories=defaultdict(RowHistory),
-            ),
-            _ENDLESS_BYTES,
-        )
+        self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, _ENDLESS_BYTES
+        self.backend, self.backend_reason, self._tape_mode = "none", "a dry step", "off"
+        self.peers = self.count_peers = peers
+        self.topology, self.bootstrap, self.nodes, self._arenas, self._others = none, none, None, none, none
+        self.memory, self.faults, self.configurations = memory, faults, configurations
+        self.streams, self.one_call, self._access = _DryStreams(num_rows, num_packed_rows), nullcontext(), Access()
+        self.waits, self.row_histories = Waits(peers, configurations, 1.0, 1.0), defaultdict(RowHistory)
+        self._begin()
 
 
 class _DryStreams(NoStreams):

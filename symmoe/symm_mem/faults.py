@@ -1,22 +1,21 @@
 """The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
 
 Each rank finds the error of a call and raises it once: on GPUs when its host next looks. But a rank may have left the
-call before that, by another exception, and come to the next plan without the barriers that belong between. Its peers
-may have raised the error already, and wait in that plan's barrier; if only this rank raised it now, they would wait in
-vain. So it keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over.
-Between nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail
-do; so all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
+call before that, by another exception, and come to the next plan without the barriers between. Its peers may have
+raised the error already, and wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So
+it keeps the error, enters the barrier, and publishes that. If all ranks do, all raise it; else it is over. Between
+nodes a rank tells its rail of each error once, and says whether it keeps it. It does so only if all of the rail do; so
+all ranks of a node publish that they have the error if nobody in the whole group has raised it, and only then.
 
-*Between nodes* (rail_peers.py; on one node :class:`OneNode` answers) an error has to get through one barrier of a node
-and one meeting of each rail, in either order. A rank that fails a call says so to its rail, and enters the next barrier
-of its node with the error; the rail hears it when it next meets. A rank that learns of it in a barrier tells the rail,
-where all ranks of other nodes learn of it; one that learns of it at a meeting enters its node's next barrier with it.
-So on each rail either all ranks meet with the error or none does, and nobody waits for a meeting that the others have
-left out. A call ends with a meeting, and with a barrier right after it: by then the barriers of every rank have found
-the error, if not its host.
+*Between nodes* (several_nodes.py; on one node :class:`OneNode` answers) an error has to get through one barrier of a
+node and one meeting of each rail, in either order. A rank that fails a call says so to its rail, and enters the next
+barrier of its node with the error; the rail hears it when it next meets. A rank that learns of it in a barrier tells
+the rail, where all ranks of other nodes learn of it; one that learns of it at a meeting enters its node's next barrier
+with it. So on each rail either all ranks meet with the error or none does. A call ends with a meeting, and with a
+barrier right after it: by then the barriers of every rank have found the error, if not its host.
 
 On GPUs a rank learns of an error in a barrier when its host next looks, and may have met its rail for later exchanges
-meanwhile. What peers get there says that it cannot be used (RailPeers.end), so that their node's next barrier fails as
+meanwhile. What peers get there says that it cannot be used (Nodes.begin), so that their node's next barrier fails as
 well: no rank of any node computes with it, although no host knows yet. Whoever raises first tells the rail, where the
 others raise at the latest; then all of a rail have raised it, and what they exchange from then on has no word of it.
 """
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from symmoe.errors import TRAVELLING, PeerError, SymmoeError, encode
+from symmoe.errors import TRAVELLING, PeerAborted, PeerError, PeerTimeout, SymmoeError, encode
 from symmoe.kernels import control
 from symmoe.symm_mem import flight_record
 from symmoe.symm_mem.reports import (
@@ -38,14 +37,13 @@ from symmoe.symm_mem.reports import (
     counters,
     end_waits,
     mismatch_error,
-    peer_error,
     plan_error,
     plan_record,
     read_fault,
     read_report,
     send_fault,
 )
-from symmoe.symm_mem.streams import NoStreams, OneCall, StreamOrder, capture_id
+from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.waits import Waits
 from symmoe.torch_internals import outside_transforms
 
@@ -63,7 +61,7 @@ _NEXT = {
 
 
 class OneNode:
-    """What errors ask of the other nodes of a group, for a group without any. RailPeers are those of one with several.
+    """What errors ask of the other nodes of a group, for a group without any. Nodes are those of one with several.
 
     Attributes:
         overdue: of a rank of another node that does not come to an exchange on the device, once that is noticed.
@@ -74,7 +72,7 @@ class OneNode:
     turn: AbstractContextManager[object] = nullcontext()
 
     def node_of(self, rank: int) -> int | None:
-        """The node of a rank of the group, for the text of its error; None: there is one node, or no such rank."""
+        """Of a rank of the group, for the text of its error; None: there is one node, or no such rank."""
 
     def say(self, fault: Fault) -> None:
         """Has other nodes know of an error when they next meet; :meth:`tell` comes next. Does not wait."""
@@ -83,8 +81,9 @@ class OneNode:
         """Meets other nodes with an error, which may have been said; the one that all ranks raise. Collective."""
         return fault
 
-    def meet(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
-        """Meets other nodes, which must be in the same call; None: all go on. Collective."""
+    def enter(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
+        """Meets other nodes, which must be in the same call (control.pack_call), and agree on `sizes`; None: all go on,
+        else the same on all ranks of a rail. Collective."""
 
     def has_said_why(self, peer: int) -> bool:
         """Whether a rank of this node that is missed has given up because of another node, and said so."""
@@ -113,8 +112,6 @@ class Faults:
         unraised: the error that is kept for the barrier of the next plan, or None.
 
     Args:
-        backend: of the heap, for flight records.
-        others: the other nodes.
         forget: called when an error of a call is noticed.
     """
 
@@ -122,41 +119,33 @@ class Faults:
         self,
         waits: Waits,
         streams: StreamOrder | NoStreams,
-        one_call: OneCall,
-        backend: str,
-        others: OneNode,
+        one_call: AbstractContextManager[None],
         forget: Callable[[], None],
+        others: OneNode,
     ) -> None:
         self.poison: str | None = None
         self.unraised: SymmoeError | None = None
-        self._waits, self._streams, self._one_call, self._backend = waits, streams, one_call, backend
+        self._waits, self._streams, self._one_call = waits, streams, one_call
         self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
-        self._peers, self._flight = waits.peers, waits.flight
+        self._peers, self._flight, self._words = waits.peers, waits.flight, waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
-        self._words = waits.status.numpy()
-        self._counters = counters(waits.peers)
-        self._num_messages = 0  # messages sent to the peers
+        self._counters, self._num_messages = counters(waits.peers), 0  # sent to the peers
 
     # -- found ----------------------------------------------------------------------------------------------------
 
     @outside_transforms()
     def find(self, phase: int | None) -> SymmoeError | None:
         """What this rank raises now: the error on record, unless there is none or it is kept for the next barrier.
-
-        Args:
-            phase: as in SymmetricHeap.check.
-        """
+        phase: as in SymmetricHeap.check."""
         if self._words[control.STATUS_KIND] == control.STATUS_OK:
             return None  # another thread has raised the error meanwhile
         words, error = self._end_call()
         if error is not None:
             return error
         failed_phase, since = words[control.STATUS_PHASE], self._flight.phases_since(self._flight.epoch)
-        if was_left(failed_phase, since) or not was_left(failed_phase, [*since, phase]):
-            error, _ = self._agree(words)
-            return error
-        error, is_unraised = self._agree(words, is_unraised=True)
-        if self.poison is not None:
+        is_leaving = not was_left(failed_phase, since) and was_left(failed_phase, [*since, phase])
+        error, is_unraised = self._agree(words, is_unraised=is_leaving)
+        if not is_leaving or self.poison is not None:
             return error
         if is_unraised:
             self.unraised = error
@@ -165,11 +154,8 @@ class Faults:
         return None
 
     def settle(self, received: list[list[int]]) -> SymmoeError | None:
-        """The error that was kept for this barrier, if this rank raises it.
-
-        Args:
-            received: [R][NUM_PUBLISHED], what ranks of this node have published in the barrier.
-        """
+        """The error that was kept for this barrier, if this rank raises it. received: [R][NUM_PUBLISHED], what ranks of
+        this node have published in the barrier."""
         error, self.unraised = self.unraised, None
         assert error is not None
         if any(published[0] != UNRAISED[0] for published in received):
@@ -183,12 +169,8 @@ class Faults:
         logger.warning(text, self._rank, error)
 
     def take(self, own: SymmoeError | None = None, *, told: Fault | None = None) -> SymmoeError:
-        """The error on record, which is then over: the next barrier counts again, unless a peer is gone.
-
-        Synchronises.
-
-        Args: see _agree.
-        """
+        """The error on record, which is then over: the next barrier counts again, unless a peer is gone. Synchronises.
+        own, told: see _agree."""
         words, error = self._end_call()
         if error is None:
             error, _ = self._agree(words, own, told=told)
@@ -214,17 +196,11 @@ class Faults:
         return words, None
 
     def _agree(
-        self,
-        words: list[int],
-        own: SymmoeError | None = None,
-        *,
-        told: Fault | None = None,
-        is_unraised: bool = False,
+        self, words: list[int], own: SymmoeError | None = None, *, told: Fault | None = None, is_unraised: bool = False
     ) -> tuple[SymmoeError, bool]:
-        """The error that was on record, which the rail has been told, and whether nobody on it raises the error now.
+        """The error that was on record (`words`), which the rail has been told, and whether nobody on it raises it now.
 
         Args:
-            words: the record.
             own: the error by which this rank has failed the call.
             told: what the rail has met with, if it has; of an UNKNOWN error all of the rail tell what they know now.
             is_unraised: whether this rank has left the call and is about to make a plan.
@@ -293,15 +269,25 @@ class Faults:
         """The error of a rank of another node that did not come or gave up: the heap is poisoned, everybody is told."""
         error = self._gone(report, report.sender if report.sender >= 0 else None)
         self.poison = str(error)
-        self._describe(error, [0] * control.STATUS_WORDS)
+        self._describe(error)
         self._give_up(replace(report, reason=report.reason or str(error)))
         self._write_down(error)
         return error
 
     def _gone(self, report: Report, sender: int | None) -> PeerError:
-        """The error of a report: of `sender`, or, if that is None, of this rank itself."""
-        bound = self._waits.bound(bool(report.first))
-        return peer_error(report, sender, self._rank, *bound, node=self._others.node_of(report.missing))
+        """The error of a report, of `sender`, or of this rank itself; it names the missing rank if the report does."""
+        if sender is not None and report.missing in (-1, self._rank):  # the missing rank learns who gave it up
+            return PeerAborted(rank=sender, reason=report.reason)
+        return PeerTimeout(
+            rank=report.missing,
+            phase=control.PHASES[report.phase],
+            expected=report.expected,
+            seen=report.seen,
+            bound=self._waits.bound(bool(report.first)),
+            reported_by=sender,
+            node=self._others.node_of(report.missing),
+            is_lost=bool(report.lost),
+        )
 
     def of_plan(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: ranks
@@ -350,7 +336,7 @@ class Faults:
             return self.take(error)
 
     def tell(self, error: Exception, phase: int) -> None:
-        """See SymmetricHeap.tell."""
+        """Fails the call on all other ranks; this one raises `error` itself."""
         if self.poison is not None:
             return
         text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
@@ -370,7 +356,7 @@ class Faults:
             return
         self.poison = f"this rank gave up: {reason}"
         record = SymmoeError(self.poison)
-        self._describe(record, [0] * control.STATUS_WORDS)
+        self._describe(record)
         self._give_up(Report(reason))
         self._write_down(record)
 
@@ -399,7 +385,7 @@ class Faults:
                 self._waits.barrier(call)
                 self._streams.synchronize()
                 together = self._words[control.STATUS_KIND] == control.STATUS_OK
-                error = self.after_meeting(self._others.meet(call), call) if together else self.take()
+                error = self.after_meeting(self._others.enter(call), call) if together else self.take()
                 together = error is None
         except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
             self.abort(f"{type(problem).__name__}: {problem}")
@@ -410,11 +396,12 @@ class Faults:
 
     # -- written down ---------------------------------------------------------------------------------------------
 
-    def _describe(self, error: SymmoeError, status: list[int]) -> None:
+    def _describe(self, error: SymmoeError, status: Sequence[int] = (0,) * control.STATUS_WORDS) -> None:
         """Gives the error its flight record."""
         if self._is_captured:
             return
-        facts = {"backend": self._backend, "timeout_s": self._waits.timeout_s}
+        backend = "host" if self._waits.device.type == "cpu" else "nvshmem"
+        facts = {"backend": backend, "timeout_s": self._waits.timeout_s}
         try:
             with self._streams.at_once():
                 error.flight = flight_record.describe(self._flight, error, status, self._peers, facts)
@@ -436,12 +423,8 @@ class Faults:
 
 
 def was_left(phase: int, since: Sequence[int | None]) -> bool:
-    """Whether this rank has gone on to another plan without the rest of a call.
-
-    Args:
-        phase: phase of the barrier in which the call failed.
-        since: the phases of the barriers after it.
-    """
+    """Whether this rank has gone on to another plan without the rest of a call that failed in the barrier of `phase`.
+    since: the phases of the barriers after it."""
     if phase not in _NEXT or control.PHASE_PLAN not in since:
         return False
     return _NEXT[phase] not in since[: since.index(control.PHASE_PLAN)]

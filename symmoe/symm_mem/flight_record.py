@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from symmoe.errors import PeerError, PeerTimeout, SymmoeError
+from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.symm_mem.reports import CHOICES
@@ -27,7 +28,7 @@ _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in co
 
 
 def describe(
-    flight: FlightRing, error: SymmoeError, status: list[int], peers: Peers, facts: dict[str, Any]
+    flight: FlightRing, error: SymmoeError, status: Sequence[int], peers: Peers, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """The record as a dict for JSON. Reads the control block, on the current stream.
 
@@ -39,6 +40,10 @@ def describe(
     """
     now_ns, wall_s, calls = time.monotonic_ns(), time.time(), flight.calls
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
+    names = ("peer", "expected", "seen", "epoch", "where")
+    facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
+    described = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
+    described = {"type": type(error).__name__, "text": str(error), **described}
     return {
         "format": FORMAT,
         "rank": peers.in_group(peers.rank),
@@ -46,8 +51,12 @@ def describe(
         "pid": os.getpid(),
         **facts,
         "written_unix_s": wall_s,
-        "error": _describe_error(error),
-        "status": _describe_status(status),
+        "error": described,
+        "status": {
+            "kind": _STATUS_KINDS[status[control.STATUS_KIND]],
+            "phase": control.PHASES[status[control.STATUS_PHASE]],
+            **dict(zip(names, status[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
+        },
         **_describe_control_block(peers, plan_epoch),
         "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in calls],
     }
@@ -80,24 +89,6 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
         except FileExistsError:
             continue
     raise OSError(0, f"there are {MAX_FILES} of this process already")
-
-
-def _describe_error(error: SymmoeError) -> dict[str, Any]:
-    described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
-    if isinstance(error, PeerError):
-        described["rank"] = error.rank
-    if isinstance(error, PeerTimeout):
-        described.update(phase=error.phase, expected=error.expected, seen=error.seen, reported_by=error.reported_by)
-    return described
-
-
-def _describe_status(words: list[int]) -> dict[str, Any]:
-    kind, names = words[control.STATUS_KIND], ("peer", "expected", "seen", "epoch", "where")
-    return {
-        "kind": _STATUS_KINDS[kind] if 0 <= kind < len(_STATUS_KINDS) else kind,
-        "phase": control.PHASES[words[control.STATUS_PHASE]],
-        **dict(zip(names, words[control.STATUS_PEER : control.STATUS_WHERE + 1], strict=True)),
-    }
 
 
 def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:

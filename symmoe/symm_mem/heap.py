@@ -28,7 +28,8 @@ from symmoe.errors import (
 from symmoe.kernels import control
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
-from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, Parts, start_heap
+from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, HeapParts, start_heap
+from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
 from symmoe.torch_internals import STOPS_RECOMPUTATION
 
@@ -54,7 +55,7 @@ class Compared(Protocol):
         """Looks at those of all ranks."""
 
 
-class SymmetricHeap:
+class SymmetricHeap(HeapParts):
     """Symmetric memory over the ranks of an expert-parallel group.
 
     Construction is collective over `group` and synchronises the host. Every later collective call on a heap has to be
@@ -67,7 +68,7 @@ class SymmetricHeap:
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf means no bound, to measure what the bound costs.
         start_timeout_s: bound, if longer, of waits for a peer that may be doing work which is done once: during
-            construction, and in the first calls of each kind, for which ranks compile kernels.
+            construction, and on GPUs in the first calls of each kind, for which ranks compile kernels.
         ranks_per_node: ranks whose memory is shared; the others are reached over the network. None: all ranks on one
             machine, or of one NVLink domain. It may cut these into nodes, to try what several do; it joins none.
 
@@ -81,13 +82,10 @@ class SymmetricHeap:
         number: of this heap in this process: operators of torch take it, see :func:`heap_numbered`.
         device: where leases live.
         backend, backend_reason: the picked backend, and why.
-        memory: this rank's arena and its leases.
-        waits: barriers and signals, and the record of the last ones.
-        faults: which error this rank raises, and when.
-        streams: the order of calls on CUDA streams and in captures.
+        memory, waits, faults, streams, tapes: this rank's arena and leases; its barriers and signals; its errors; the
+            order of calls on CUDA streams and in captures; calls that repeat.
         one_call: a context for the kernels of a collective call, which start after those of the last call.
         nodes: what a heap has whose group spans several nodes, see :func:`nodes_of`; None: it is on one.
-        tapes: of calls that repeat.
         bootstrap: the group as plain bytes, for slow work on the host.
         peers, status: arguments by which kernels reach the arenas of this node and report to the host.
         count_peers: the same for the count table, which has a row for each rank of the group.
@@ -116,36 +114,30 @@ class SymmetricHeap:
         start_timeout_s: float = START_TIMEOUT_S,
         ranks_per_node: int | None = None,
     ) -> None:
-        options = HeapOptions(num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node)
-        self._hold(start_heap(group, options), num_bytes)
+        start_heap(self, group, HeapOptions(num_bytes, backend, timeout_s, start_timeout_s, ranks_per_node))
+        self._begin()
         for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self.waits.barrier(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
         if self.nodes is not None:
             self.nodes.meet(control.PHASE_START)
+        self.waits.compiles = self.device.type == "cuda"
 
-    def _hold(self, parts: Parts, num_bytes: int) -> None:
-        """Sets all attributes. Local."""
-        self.num_bytes, self.backend, self.backend_reason = num_bytes, parts.backend, parts.backend_reason
+    def _begin(self) -> None:
+        """Sets what follows from the parts. Local."""
         self.number = next(_NUMBERS)
         _HEAPS[self.number] = self
-        self.rank, self.num_ranks, self.topology = parts.rank, parts.num_ranks, parts.topology
-        self.memory, self.waits, self.faults = parts.memory, parts.waits, parts.faults
-        self.streams, self.one_call, self.nodes = parts.streams, parts.one_call, parts.nodes
-        self.peers, self.count_peers, self.bootstrap = parts.peers, parts.count_peers, parts.bootstrap
-        self.configurations, self.row_histories = parts.configurations, parts.row_histories
         self.device, self.statistics, self.status = self.waits.device, self.memory.statistics, self.waits.status
         self.captured_reports: list[torch.Tensor] | None = None
         self.room_factor: float | None = None
         self.first_step: Compared | None = None
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self._closed, self._access, self._backend, self._others = False, parts.access, parts.arenas, parts.others
+        self._closed, self._plays = False, self._tape_mode != "off"
         self._status_words, self._is_watched = self.status.numpy(), kernels.watcher(self.device)
-        self._plays, audits = parts.tape_mode != "off", parts.tape_mode == "audit"
         constants = self.peers.bases, self.status, *self.peers.views
         fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
         seam = self.waits.kernels, kernels.tape_compiler(self.device)
-        self.tapes = Tapes(self.device, self.abort, fail, constants, *seam, audits=audits)
+        self.tapes = Tapes(self.device, self.abort, fail, constants, *seam, audits=self._tape_mode == "audit")
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -211,10 +203,8 @@ class SymmetricHeap:
         inputs: Sequence[torch.Tensor],
         **numbers: int,
     ) -> Sequence[Any]:
-        """The result of function(), which launches a part of a call; from a tape, if calls of this kind repeat.
-
-        Args: see Tapes.run.
-        """
+        """The result of function(), which launches a part of a call; from a tape, if calls of this kind repeat. Its
+        arguments are those of Tapes.run."""
         if (
             self._closed
             or not self._plays
@@ -225,8 +215,10 @@ class SymmetricHeap:
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self.waits.some_are_bounded
             or self._is_watched()
-            or self.streams.capture
-            or (self.device.type == "cuda" and torch.cuda.current_device() != self.device.index)
+            or (
+                self.device.type == "cuda"
+                and (capture_id(self.device) or torch.cuda.current_device() != self.device.index)
+            )
         ):
             return function()
         try:
@@ -236,7 +228,7 @@ class SymmetricHeap:
         try:
             return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
         finally:
-            self.one_call.__exit__()
+            self.one_call.__exit__(None, None, None)
 
     def timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""
@@ -306,14 +298,8 @@ class SymmetricHeap:
 
     @recorded_on_cpus
     def wait_for_signal(self, rank: int, phase: int, *, nan_on_failure: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is.
-
-        Args:
-            nan_on_failure: rows that are filled with NaN if the call has failed.
-
-        Returns:
-            int64[1]: 0, or -1 if the call has failed.
-        """
+        """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is, with the same
+        `nan_on_failure`. Returns int64[1]: 0, or -1 if the call has failed."""
         arrived = self.waits.signal(rank, phase, nan_on_failure)
         if self.streams.raises_at_once:
             self.check()
@@ -449,16 +435,12 @@ class SymmetricHeap:
 
 
 class FailPeersOnError:
-    """A context around the part of a collective call after which the peers wait for this rank once more.
+    """A context around the part of a collective call after which the peers wait for this rank once more, in `phase`.
 
     An exception that leaves it (no memory, a hook of the user, a defect) makes the call fail on every rank, same as a
     wrong argument: the peers raise a SymmoeError with its class and text, and the next correct call works. This rank
     raises the exception unchanged. Errors that all ranks raise anyway pass, and so does KeyboardInterrupt, which is no
     Exception: a process that has to stop at once does not wait for peers.
-
-    Args:
-        heap: heap of the call.
-        phase: name of the wait, for the heap's records.
     """
 
     __slots__ = ("_heap", "_phase")
@@ -477,11 +459,8 @@ class FailPeersOnError:
 
 def _is_known(error: Exception) -> bool:
     """Whether all ranks raise the error already: a barrier has found it, or recomputation ends early."""
-    if getattr(error, "_symmoe_told", False):
-        return True
-    if isinstance(error, SymmoeError):
-        return error.flight is not None
-    return isinstance(error, STOPS_RECOMPUTATION)
+    is_found = error.flight is not None if isinstance(error, SymmoeError) else isinstance(error, STOPS_RECOMPUTATION)
+    return is_found or getattr(error, "_symmoe_told", False)
 
 
 @recorded
@@ -493,7 +472,8 @@ def _lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name
         problem = (
             f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
             f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
-            f"high-water mark {arena.high_water_bytes}; give the heap more num_bytes (now {heap.num_bytes})"
+            f"high-water mark {arena.high_water_bytes}; a heap with num_bytes={arena.end_for(num_bytes)} (now "
+            f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
         )
         heap.fail(HeapExhausted(problem), phase)
     return Lease(memory, span, shape, dtype)
@@ -504,7 +484,7 @@ def _end(heap: SymmetricHeap, *, together: bool) -> None:
     heap._closed = heap.memory.is_closed = True
     heap.tapes.forget()
     heap._others.close()
-    (heap._backend.close if together else heap._backend.abandon)()
+    (heap._arenas.close if together else heap._arenas.abandon)()
 
 
 @contextmanager

@@ -36,7 +36,6 @@ class HostBackend:
     """Arenas in shared memory. The constructor is collective over the group.
 
     Attributes:
-        device: of the arenas.
         arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
         bases: by rank, the address of its arena in this process.
     """
@@ -63,9 +62,7 @@ class HostBackend:
         self._maps = []
         self.arenas.clear()
 
-    def abandon(self) -> None:
-        """Same as :meth:`close`, which needs no peers."""
-        self.close()
+    abandon = close
 
 
 def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, _Ticket]:
@@ -124,38 +121,24 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes of this one's control group can still get; None if unknown.
-
-    Args:
-        root: root of the file system, for tests.
-    """
-    lines = [line.partition(":") for line in (_text(root / "proc/meminfo") or "").splitlines()]
-    machine = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
-    return min([*machine, *_free_of_control_groups(root)], default=None)
-
-
-def _free_of_control_groups(root: Path) -> list[int]:
-    """Free bytes of this process's group and its ancestors (version 2). A container sees its group as the root."""
-    top, found = root / "sys/fs/cgroup", []
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        if line.startswith("0::"):
-            group = top / line[3:].strip().lstrip("/")
-            for folder in (group, *group.parents):
-                limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-                if limit is not None and used is not None:
-                    found.append(max(0, limit - used))
-                if folder == top:
-                    break
-    return found
+    """Memory that processes of this one's control group can still get; None if unknown. root: of the file system."""
+    lines = [line.partition(":") for line in _text(root / "proc/meminfo").splitlines()]
+    found = [int(value.split()[0]) << 10 for name, _, value in lines if name == "MemAvailable"]
+    # This process's group and its ancestors (version 2). A container sees its group as the root.
+    top = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        group = top / line.removeprefix("0::").strip().lstrip("/")
+        for folder in (group, *group.parents) if line.startswith("0::") else ():
+            limit, used = (_text(folder / name).strip() for name in ("memory.max", "memory.current"))
+            if limit.isdigit() and used.isdigit():  # "max" is no limit
+                found.append(max(0, int(limit) - int(used)))
+            if folder == top:
+                break
+    return min(found, default=None)
 
 
-def _number(path: Path) -> int | None:
-    text = (_text(path) or "").strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
-
-
-def _text(path: Path) -> str | None:
+def _text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        return None
+        return ""

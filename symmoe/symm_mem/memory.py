@@ -23,7 +23,7 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.streams import Access, NoStreams, StreamOrder
+from symmoe.symm_mem.streams import Access, StreamOrder, capture_id
 from symmoe.tape.recorder import recorded
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
@@ -37,16 +37,14 @@ class Arena:
     """Hands out byte ranges of [start, end). Lowest address first, so equal call sequences give equal offsets."""
 
     def __init__(self, start: int, end: int) -> None:
-        start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-        self.capacity_bytes = end - start
-        self.used_bytes = 0
-        self.high_water_bytes = 0
+        start = _aligned(start)
+        self._end = end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self.capacity_bytes, self.used_bytes, self.high_water_bytes = end - start, 0, 0
         self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
-        size = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        size = _aligned(max(1, num_bytes))
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:
@@ -94,6 +92,15 @@ class Arena:
         """Size of the largest lease that would fit now."""
         return max((end - start for start, end in self._free), default=0)
 
+    def end_for(self, num_bytes: int) -> int:
+        """Where the arena would have to end, so that a range of so many bytes fits behind those that are taken."""
+        start, end = self._free[-1] if self._free else (self._end, self._end)
+        return (start if end == self._end else self._end) + _aligned(max(1, num_bytes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
 
 def add_range(start: int, num_bytes: int) -> None:
     """Notes an arena; ranges that meet become one."""
@@ -120,30 +127,16 @@ _Place = tuple[Arena, tuple[int, int]]  # the arena that gets a span back, and i
 
 @dataclass
 class HeapStatistics:
-    """Counters of one heap since its construction.
-
-    Attributes:
-        num_leases: leases made.
-        num_staging_copies: times rows were copied to or from the heap because the caller brought no buffer on it (the
-            slow path of dispatch_tokens and combine_tokens; MoELayer never takes it).
-    """
+    """Counters of one heap since its construction: leases made; times rows were copied to or from the heap because the
+    caller brought no buffer on it (the slow path of dispatch_tokens and combine_tokens; MoELayer never takes it)."""
 
     num_leases: int = 0
     num_staging_copies: int = 0
 
 
 class Span:
-    """A lease's part of the arena; lives as long as the lease or any tensor over its memory.
-
-    Every tensor over the memory finds it through its storage, which views share.
-
-    Attributes:
-        name: name of the lease.
-        generation: how many leases the heap had made before this one.
-        offset: byte offset in the arena.
-        address: where it begins, in this process.
-        place: the arena that gets it back, and (offset, size) there.
-    """
+    """A lease's part of the arena; lives as long as the lease or any tensor over its memory, which finds it through its
+    storage: views share that. Attributes: as in Lease, and place: the arena that gets it back, (offset, size) there."""
 
     __slots__ = ("__weakref__", "_memory", "address", "generation", "name", "offset", "place")
 
@@ -165,11 +158,6 @@ class Span:
         if memory is not None:
             memory.give_back(*self.place)
 
-    def shrink(self, num_bytes: int) -> None:
-        """Gives back what comes after the first bytes, outside of captures."""
-        if self._memory is not None:
-            self._memory.shrink(self, num_bytes)
-
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
         if self._memory is not None:
@@ -181,35 +169,29 @@ class Memory:
 
     Args:
         arenas: by rank, makes a new uint8 tensor over its arena, with a separate version counter.
+        order: of CUDA streams; None: only the host touches the memory, in order and at once.
 
     Attributes:
-        peers, arenas: what leases make tensors with.
         arena: free ranges behind the control block.
         lock: guards the arenas and the order of streams.
         dropped: spans that were dropped without release. Used without the lock, because Python's collector may
             interrupt code that holds it.
-        statistics: counters.
         base: address of the arena.
         is_closed: whether the heap has freed the arena.
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        arenas: Sequence[Callable[[], torch.Tensor]],
-        access: Access,
-        streams: StreamOrder | NoStreams,
+        self, peers: Peers, arenas: Sequence[Callable[[], torch.Tensor]], access: Access, order: StreamOrder | None
     ) -> None:
         own = peers.views[peers.rank]
         self.peers, self.arenas = peers, arenas
-        self.arena = Arena(peers.layout.num_bytes, own.numel())
-        self.lock = threading.RLock()
+        self._start, self._end = peers.layout.num_bytes, own.numel()
+        self.arena = Arena(self._start, self._end)
+        self.lock, self.statistics = threading.RLock(), HeapStatistics()
         self.dropped: deque[_Place] = deque()
-        self.statistics = HeapStatistics()
-        self._access, self._streams = access, streams
+        self._access, self._order = access, order
         self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
         add_range(self.base, own.numel())
-        self._start, self._end = peers.layout.num_bytes, own.numel()
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
         # After a search for garbage in vain: offsets of the live leases, and when to search again.
@@ -219,9 +201,8 @@ class Memory:
     def take(self, num_bytes: int, name: str) -> Span | None:
         """A span for a lease, or None if no free range is large enough."""
         span = self._take(num_bytes, name)
-        if span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage():
-            span = self._take(num_bytes, name)
-        return span
+        may_help = span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
+        return self._take(num_bytes, name) if may_help else span
 
     def lacks(self, num_bytes: int) -> bool:
         """Whether no free range has so many bytes."""
@@ -232,7 +213,7 @@ class Memory:
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
             self._take_back_dropped()
-            arena, capture = self.arena, self._streams.capture
+            arena, capture = self.arena, 0 if self._order is None else capture_id(self._device)
             if capture:  # the calls of a captured graph share spans among themselves
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
                 found = arena.take_or_grow(num_bytes, self.arena)
@@ -240,7 +221,8 @@ class Memory:
                 found = arena.take(num_bytes)
             if found is None:
                 return None
-            self._streams.taken(found)
+            if self._order is not None:
+                self._order.taken(found)
             self.statistics.num_leases += 1
             self._live[found[0]] = num_bytes
             return Span(self, name, self.statistics.num_leases, (arena, found))
@@ -249,15 +231,16 @@ class Memory:
         """Takes back (offset, size), with which the current stream is done."""
         if self._access.is_given:
             with self.lock:
-                self._return(arena, span, self._streams.released)
+                self._return(arena, span)
 
     def shrink(self, span: Span, num_bytes: int) -> None:
         """Takes back what comes after the first bytes of a span."""
         arena, (offset, size) = span.place
-        kept = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        kept = _aligned(num_bytes)
         if arena is self.arena and self._access.is_given and 0 < kept < size:
             with self.lock:
-                self._streams.released((offset + kept, size - kept))
+                if self._order is not None:
+                    self._order.released((offset + kept, size - kept))
                 arena.give_back(offset + kept, size - kept)
                 self._live[offset], span.place = num_bytes, (arena, (offset, kept))
 
@@ -273,17 +256,18 @@ class Memory:
             for span in () if arena is None else arena.clear():
                 self.give_back(self.arena, span)
 
-    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], object]) -> None:
+    def _return(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
         self._live.pop(span[0], None)
-        if arena is not self.arena or not self._streams.capture:  # a capture begins after all earlier work
-            note(span)
-        if arena is not self.arena and arena not in self._graph_arenas.values():
+        order, is_of_graph = self._order, arena is not self.arena
+        if order is not None and (is_of_graph or not capture_id(self._device)):  # a capture begins after earlier work
+            (order.dropped if was_dropped else order.released)(span)
+        if is_of_graph and arena not in self._graph_arenas.values():
             arena = self.arena  # the graph has been released meanwhile
         arena.give_back(*span)
 
     def _take_back_dropped(self) -> None:
         while self.dropped:
-            self._return(*self.dropped.popleft(), self._streams.dropped)
+            self._return(*self.dropped.popleft(), was_dropped=True)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the open arena, behind the control block."""
@@ -305,11 +289,8 @@ class Memory:
             return offset, any(start <= offset and end <= start + size for start, size in self._live.items())
 
     def _collect_garbage(self) -> bool:
-        """Collects leases that only cycles of dead objects hold, by Python's collector; whether there may be room now.
-
-        That takes a tenth of a second and more. So that a loop of leases that do not fit does not only collect, it is
-        skipped if no lease is live, and after one in vain for a multiple of its duration, while the leases stay.
-        """
+        """Collects leases that only cycles of dead objects hold; whether there may be room now. That takes a tenth of a
+        second and more: it is skipped if no lease is live, and after one in vain for a while, if the leases stay."""
         with self.lock:
             leases = tuple(self._live)
         if not leases or (leases == self._fruitless and time.monotonic() < self._next_search_s):
@@ -357,9 +338,8 @@ class Lease:
 
     Attributes:
         name: purpose of the lease, shown in error texts.
-        shape, dtype: shape and dtype of the tensor.
+        shape, dtype, num_bytes: of the tensor.
         offset, address: byte offset in the arena, and where this rank's memory begins.
-        num_bytes: size of the tensor.
         generation: how many leases the heap had made before this one.
 
     The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
@@ -369,11 +349,10 @@ class Lease:
     """
 
     def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.name, self.offset, self.generation = span.name, span.offset, span.generation
+        self.name, self.offset, self.address, self.generation = span.name, span.offset, span.address, span.generation
         self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
-        self._bytes = slice(self.offset, self.offset + self.num_bytes)
+        self._bytes, self._span = slice(self.offset, self.offset + self.num_bytes), span
         self._memory: Memory | None = memory
-        self._span, self.address = span, span.address
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -389,13 +368,8 @@ class Lease:
         return self._tensor
 
     def peer(self, rank: int) -> torch.Tensor:
-        """The same byte range of rank `rank`'s arena as a tensor.
-
-        It is that rank's lease of the same name if all ranks lease and release in the same order.
-
-        Raises:
-            ArgumentError: the group has no such rank; raised only on this rank, as every error of a lease.
-        """
+        """The same byte range of rank `rank`'s arena as a tensor: that rank's lease of the same name if all ranks lease
+        and release in the same order. Raises ArgumentError if the group has no such rank, only on this rank."""
         if self._memory is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
         num_ranks = self._memory.peers.num_ranks
@@ -415,7 +389,8 @@ class Lease:
 
     def shrink(self, num_bytes: int) -> None:
         """Gives back what comes after the first bytes; the tensor stays, but nobody may write there. Local."""
-        self._span.shrink(num_bytes)
+        if self._memory is not None:
+            self._memory.shrink(self._span, num_bytes)
 
     def __enter__(self) -> Lease:
         return self

@@ -174,11 +174,9 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 class AddressRange:
-    """`num_bytes` of device memory at `address`, from which tensors are made that own nothing and free nothing.
-
-    They are made through DLPack, which lets the maker name the device. (The CUDA array interface would ask the driver
-    where the memory lives, and torch would silently copy a peer's memory here.)
-    """
+    """`num_bytes` of device memory at `address`, from which tensors are made that own nothing and free nothing: through
+    DLPack, which lets the maker name the device. (The CUDA array interface would ask the driver where the memory lives,
+    and torch would silently copy a peer's memory here.)"""
 
     def __init__(self, address: int, num_bytes: int, device: torch.device) -> None:
         self._shape = (ctypes.c_int64 * 1)(num_bytes)

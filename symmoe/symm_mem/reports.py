@@ -22,9 +22,6 @@ from symmoe.errors import (
     CapacityError,
     ConfigMismatch,
     ExpertIdError,
-    PeerAborted,
-    PeerError,
-    PeerTimeout,
     SymmoeError,
     decode,
     decode_text,
@@ -50,25 +47,16 @@ CHOICES: dict[str, Sequence[object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Why a rank gives up.
-
-    Attributes:
-        reason: in words.
-        missing: the peer that did not come (rank in the EP group); -1: none, the rank itself failed.
-        phase, expected, seen: phase and epochs of the wait, as in a status record.
-        first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
-        sender: the rank that gave up first (in the EP group), if another one passes on what it has said; else -1.
-        lost: 1 if the connection to the missing peer has closed.
-    """
+    """Why a rank gives up, in words and in integers that travel."""
 
     reason: str
-    missing: int = -1
-    phase: int = 0
+    missing: int = -1  # the peer that did not come (rank in the EP group); -1: none, the rank itself failed
+    phase: int = 0  # of the wait, and its epochs, as in a status record
     expected: int = 0
     seen: int = 0
-    first: int = 0
-    sender: int = -1
-    lost: int = 0
+    first: int = 0  # 1: start_timeout_s bounded the wait, see FirstTimes
+    sender: int = -1  # the rank that gave up first (in the EP group), if another one passes on what it has said
+    lost: int = 0  # 1: the connection to the missing peer has closed
 
     def pack(self) -> bytes:
         """FAULT_BYTES and the details."""
@@ -121,11 +109,8 @@ def write_word(place: torch.Tensor, value: int) -> None:
 
 
 def send_fault(peers: Peers, fault: Fault, *, epoch: int, turn: int) -> None:
-    """Puts the error by which this rank fails the call of `epoch` into every inbox. Local.
-
-    Args:
-        turn: which of the two slots of the inboxes is written. Peers have read the message before the last one.
-    """
+    """Puts the error by which this rank fails the call of `epoch` into every inbox. Local. turn: which of the two slots
+    of the inboxes is written; peers have read the message before the last one."""
     _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, *[0] * 6), turn)
 
 
@@ -244,27 +229,6 @@ def _shown(value: object) -> str:
     if isinstance(value, float):  # or a kind of it, e.g. numpy's
         value = int(value) if value.is_integer() else float(value)
     return "none" if value is None else repr(value)
-
-
-def peer_error(
-    report: Report, sender: int | None, rank: int, bound: str, bound_s: float, *, node: int | None
-) -> PeerError:
-    """The error on rank `rank` of a report from `sender`, None: its own; it names the missing rank if the report does.
-
-    bound, bound_s: name and value of the bound after which it was missed. node: the missing rank's, or None.
-    """
-    if sender is not None and report.missing in (-1, rank):  # the missing rank learns who gave it up
-        return PeerAborted(rank=sender, reason=report.reason)
-    return PeerTimeout(
-        rank=report.missing,
-        phase=control.PHASES[report.phase],
-        expected=report.expected,
-        seen=report.seen,
-        bound=(bound, bound_s),
-        reported_by=sender,
-        node=node,
-        is_lost=bool(report.lost),
-    )
 
 
 def plan_record(report: list[int]) -> list[int]:

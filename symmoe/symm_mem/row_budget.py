@@ -18,12 +18,8 @@ _BITS = 5  # room is rounded up to so many significant bits, so that sizes repea
 
 @dataclass(frozen=True, slots=True)
 class RowBudget:
-    """What a call gets.
-
-    Attributes:
-        rows, packed_rows: rows that this rank can take; -1: what the routing needs, for which its host waits.
-        expected_rows: rows that the fullest rank is expected to need, the same on all ranks.
-    """
+    """What a call gets: rows that this rank can take, -1: what the routing needs, for which its host waits; and those
+    that the fullest rank is expected to need, the same on all ranks."""
 
     rows: int
     packed_rows: int
@@ -32,10 +28,8 @@ class RowBudget:
 
 class RowHistory:
     """The largest numbers of rows that any rank of the group needed in recent calls, by how many tokens this rank had.
-
-    All ranks see the same calls, but each knows only its own tokens before the plan. So ranks may get different room;
-    whether it was enough on all of them, every rank reads in the plan.
-    """
+    As each knows only its own tokens before the plan, ranks may get different room; whether it was enough on all of
+    them, every rank reads in the plan."""
 
     def __init__(self) -> None:
         self.forget()
@@ -68,8 +62,11 @@ class RowHistory:
 
 class _Windows:
     def __init__(self) -> None:
-        self._num_calls = 0
-        self._before, self._now = (0, 0), (0, 0)  # the largest of the last whole window, and of the one that runs
+        self._num_calls, self._before, self._now = (
+            0,
+            (0, 0),
+            (0, 0),
+        )  # the largest of the last whole window, of this one
 
     def note(self, rows: int, packed_rows: int) -> None:
         if self._num_calls == _WINDOW:

@@ -1,59 +1,104 @@
-"""What a heap has if its group spans several nodes: meetings and exchanges with other nodes, and who is where.
+"""What a heap has if its group spans several nodes: meetings and exchanges with the ranks of this rank's rail, one of
+each other node. A heap of one node has none of it; its errors ask :class:`faults.OneNode`.
 
-A heap of one node has none of it, and asks nothing here; its errors ask :class:`faults.OneNode`.
+Hosts meet before every exchange between nodes. On GPUs they know nothing yet of what the device is about to find: so
+with every exchange goes word of faults that it knows of. Waits are a little longer than those in a node: a peer that
+waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses one of its own node,
+which is waiting for its rail, lets that one find out who is missing.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from symmoe.errors import BackendUnavailable, SymmoeError, raise_for
+from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.nodes.lane import Lane
-from symmoe.nodes.nccl import Nccl, NcclRail
-from symmoe.nodes.rail import GlooRail, Messages, Payload
+from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
+from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
+from symmoe.nodes.rail import GlooRail, Messages, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
-from symmoe.symm_mem.faults import Faults
-from symmoe.symm_mem.rail_peers import RailPeers
-from symmoe.symm_mem.streams import Access
+from symmoe.symm_mem.faults import Faults, OneNode
+from symmoe.symm_mem.reports import Fault, Report, counters, mailbox, mismatch_error, write_word
+from symmoe.symm_mem.streams import Access, Branch, NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
+
+logger = logging.getLogger("symmoe")
 
 _REACH_S = 10.0  # for connections: three tries, as Linux does them
 _HINT = f"{DEVICE_VARIABLE} on each node names its network device; firewalls must let all ports pass"
+_PATIENCE = 1.25  # times the bound of a wait in a node
+_OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
+_POLL_S = 1e-3
+_MOMENT_S = 1.0
+_WATCH_S = 0.02
+_PROBE_S = 0.25  # how often an exchange that takes long is asked whether a connection has closed
+_LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the peers are told
+_WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 
 
-class Nodes:
-    """The nodes of a heap, from one rank's point of view. For heaps that span several.
+class Nodes(OneNode):
+    """The nodes of a heap that spans several, from one rank's point of view.
 
     Attributes:
         topology: which ranks are on which node.
         maps: the same, as tensors on the device.
-        rail_peers: the ranks of this rank's rail.
+        lane, payload: between the hosts of this rank's rail, and for tensors of the heap's device.
+        faults: of the heap.
     """
 
-    def __init__(self, topology: Topology, peers: Peers, access: Access, faults: Faults, rail_peers: RailPeers) -> None:
-        self.topology, self.maps = topology, make_rank_maps(topology, peers.bases.device)
-        self._access, self._faults, self.rail_peers = access, faults, rail_peers
-        rail_peers.watch(faults.note_overdue)
+    faults: Faults
+
+    def __init__(
+        self,
+        topology: Topology,
+        waits: Waits,
+        streams: StreamOrder | NoStreams,
+        access: Access,
+        lane: Lane,
+        payload: Payload,
+    ) -> None:
+        self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
+        self.lane, self.payload, self.turn = lane, payload, access
+        self._waits, self._peers, self._streams = waits, waits.peers, streams
+        self._counters, self._phase = counters(waits.peers), control.PHASE_START
+        self._num_tokens: list[int] = []  # by node, what its rank has brought to the last meeting
+        self._known_calls: set[int] = set()  # others may take start_timeout_s
+        self._is_first, self._has_said = True, False
+        self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
+        self._exchange, self._begun_s, self._probed_s, self._is_marked = 0, 0.0, 0.0, False  # as _look has seen it
+        self._branch = Branch(None)
+        self._started: Started = []  # tensors that travel, also where nobody waits for them any more
+        with torch.inference_mode(False):
+            self._told = torch.zeros_like(self._counters[_WORD])
+            self._heard = self._told.new_zeros((self.topology.num_nodes, len(self._told)))
+        self._hear_of_faults()  # so that it is not launched for the first time while ranks exchange, see reports.py
 
     @property
     def num_meetings(self) -> int:
         """Meetings of this rank's rail so far: it is the same for the ranks on it."""
-        return self.rail_peers.lane.number
+        return self.lane.number
 
     @property
     def failed_so_far(self) -> torch.Tensor:
         """int64 [] on the device: not 0 if the call has failed here, or on a node of which this rank has heard."""
-        return self.rail_peers.failed_so_far
+        return self._counters[_WORD].amax()
+
+    # -- calls: errors are raised ---------------------------------------------------------------------------------
 
     def meet(self, phase: int, *, sizes: int = 0, num_tokens: int = 0, **agreed: int) -> list[int]:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
@@ -70,9 +115,9 @@ class Nodes:
             by node, the num_tokens of the rank with this rank's index.
         """
         call = control.pack_call(phase=phase, **agreed)
-        with self._access:
-            raise_for(self._faults.after_meeting(self.rail_peers.meet(call, sizes, num_tokens), call))
-            return self.rail_peers.num_tokens
+        with self.turn:
+            raise_for(self.faults.after_meeting(self.enter(call, sizes, num_tokens), call))
+            return self._num_tokens
 
     def exchange(self, sends: Messages, receives: Messages, phase: int, **options: int) -> list[int]:
         """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
@@ -84,7 +129,7 @@ class Nodes:
                 this node itself do not travel.
             phase, options: of :meth:`meet`, whose result this returns.
         """
-        with self._access:
+        with self.turn:
             num_tokens = self.meet(phase, **options)
             with self.moving(sends, receives):
                 pass
@@ -99,16 +144,16 @@ class Nodes:
         Yields:
             a function that waits for them, on GPUs for later work of the current stream.
         """
-        with self._access:
-            report = self.rail_peers.begin(sends, receives)
-            raise_for(None if report is None else self._faults.gone(report))
+        with self.turn:
+            report = self.begin(sends, receives)
+            raise_for(None if report is None else self.faults.gone(report))
         is_moving = True
 
         def end(*, hears: bool) -> None:
             nonlocal is_moving
             if is_moving:
                 is_moving = False
-                with self._access:
+                with self.turn:
                     raise_for(self._end(hears=hears))
 
         wait = partial(end, hears=True)
@@ -123,15 +168,227 @@ class Nodes:
     def _end(self, *, hears: bool) -> SymmoeError | None:
         """Waits for what has begun to move; what this rank raises, or None. hears: whether the next barrier is entered
         with what peers knew of; after an exception that is of a call that is over."""
-        if self._faults.poison is not None:  # what may still come has its memory until the rail ends
-            self.rail_peers.branch.join()
+        if self.faults.poison is not None:  # what may still come has its memory until the rail ends
+            self._branch.join()
             return None
-        report = self.rail_peers.end()
-        if report is not None:
-            return self._faults.gone(report)
+        if (report := self.end()) is not None:
+            return self.faults.gone(report)
         if hears:
-            self.rail_peers.hear()
+            self._hear_of_faults()
         return None
+
+    # -- what errors ask, see OneNode: a Report among the results means that a peer is gone ---------------------------
+
+    def node_of(self, rank: int) -> int | None:
+        return None if rank < 0 else self.topology.node_of(rank)
+
+    def enter(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
+        kind = call & ALL_BUT_PLAN
+        self._phase, self._is_first = call & 0xFF, self._waits.compiles and kind not in self._known_calls
+        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
+        headers = self._hear()
+        if isinstance(headers, Report):
+            return headers
+        fault = _first_fault(headers) or self._difference(headers)
+        if fault is None:
+            self._known_calls.add(kind)
+            self._num_tokens = [header.num_tokens for header in headers]
+        return fault
+
+    def say(self, fault: Fault) -> None:
+        kind = UNRAISED if fault.is_unraised else FAILED
+        self.lane.say(Header(kind, origin=fault.origin, message=fault.message))
+        self._has_said = True
+
+    def tell(self, fault: Fault) -> Fault | Report:
+        if not self._has_said:
+            self.say(fault)
+        self._has_said, self._is_first = False, self._waits.compiles and not self._known_calls
+        headers = self._hear()
+        return headers if isinstance(headers, Report) else _first_fault(headers) or fault
+
+    def has_said_why(self, peer: int) -> bool:
+        """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
+        its_counters = self._peers.region(peer, self._peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        own_mailbox = mailbox(self._peers, self._peers.rank)
+        deadline = time.monotonic() + self._bound_s
+        while True:
+            with self._streams.at_once():
+                is_on_rail = bool(its_counters[control.ON_RAIL])
+                has_said = any(slots[peer][0] >= control.ABORT for slots in own_mailbox.tolist())
+            if has_said or not is_on_rail or time.monotonic() > deadline:
+                return has_said
+            time.sleep(_POLL_S)
+
+    def give_up(self, sender: int, report: Report) -> None:
+        self.lane.give_up(sender, report.pack())
+
+    def leave(self) -> None:
+        self.payload.end()
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """See OneNode. What the GPU is told in the context may wait for what runs there: an exchange, maybe, which only
+        this ends."""
+        timer = threading.Timer(_MOMENT_S, self.leave)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.leave()
+
+    def close(self) -> None:
+        self._ends.set()
+        self.payload.end()
+        self.lane.close()
+        self._started.clear()  # which would keep connections open
+
+    # -- on the rail ----------------------------------------------------------------------------------------------
+
+    def begin(self, sends: Messages, receives: Messages) -> Report | None:
+        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults. On GPUs later
+        work of the current stream runs meanwhile."""
+        self._told.copy_(self._counters[_WORD])
+        sends, receives = [*sends, [self._told] * len(self._heard)], [*receives, list(self._heard)]
+        self._branch = Branch(self._streams.rail_stream)
+        try:
+            with self._branch.after(self._branch.point()):
+                self._started = self.payload.begin(sends, receives, self._bound_s * _OF_PAYLOAD)
+        except RailBroken as broken:
+            return self._missing(broken)
+        except NcclError:
+            return self._absent(None, lost=1)
+        return None
+
+    def end(self) -> Report | None:
+        """Waits for what has begun."""
+        self._branch.join()
+        try:
+            with self._on_rail():
+                self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
+        except RailBroken as broken:
+            return self._missing(broken)
+        self._started = []
+        return None
+
+    def _hear_of_faults(self) -> None:
+        """If a peer knew of faults when it began to move, the next barrier is entered with one."""
+        fault = self._counters[control.RAIL_FAULT]
+        torch.maximum(fault, self._heard.amax(), out=fault)
+
+    def start(self, faults: Faults) -> None:
+        """Takes the heap's faults, and begins to look, in a thread that ends with this object, for exchanges that do
+        not end, where nothing else bounds them."""
+        self.faults = weakref.proxy(faults)  # which has this: a cycle would keep the memory of a heap that is dropped
+        ended, reference = self._ends, weakref.ref(self)
+
+        def run() -> None:
+            try:
+                while not ended.wait(_WATCH_S):
+                    nodes = reference()
+                    if nodes is None or not nodes._look():
+                        return
+                    del nodes
+            except Exception as problem:  # noqa: BLE001 - a GPU that is out of order, say
+                logger.warning("exchanges between nodes are no longer watched: %s: %s", type(problem).__name__, problem)
+
+        if self.payload.progress is not None:
+            threading.Thread(target=run, name="symmoe-rail", daemon=True).start()
+
+    def _look(self) -> bool:
+        """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on.
+
+        It reads two numbers in the host's memory, and calls nothing of CUDA as long as all is well: a call from a
+        thread that is not capturing would end a capture.
+        """
+        assert self.payload.progress is not None
+        (begun, ended), now, bound_s = self.payload.progress.tolist(), time.monotonic(), self.payload.bound_s
+        if begun != self._exchange:
+            self._exchange, self._begun_s = begun, now
+        is_moving = begun > ended
+        since = min(now, self._waits_since, self._begun_s if is_moving else now)
+        is_long = now - since > min(_LONG_S, bound_s / 8)
+        if is_long != self._is_marked:
+            with self._streams.at_once():
+                write_word(self._counters[control.ON_RAIL], int(is_long))
+            self._is_marked = is_long
+        if not is_moving:
+            return True
+        lost, is_overdue, is_lost = None, now - self._begun_s > bound_s, False
+        if not is_overdue and is_long and now - self._probed_s > _PROBE_S:
+            self._probed_s, lost = now, self.lane.find_lost()
+            is_lost = lost is not None or bool(self.payload.problem())
+        if not (is_overdue or is_lost):
+            return True
+        with suppress(ReferenceError):  # the heap has gone
+            self.overdue = self._absent(self.lane.find_lost() if is_overdue else lost, lost=int(is_lost))
+            self.faults.note_overdue(self.overdue)
+        return False
+
+    @contextmanager
+    def _on_rail(self) -> Iterator[None]:
+        """The host waits for its rail in this context. After an error its node sees that it does until it knows."""
+        if self.payload.progress is None:
+            write_word(self._counters[control.ON_RAIL], 1)
+            yield
+            write_word(self._counters[control.ON_RAIL], 0)
+        elif capture_id(self._counters.device):
+            yield  # the watch would write where peers see it, which would end the capture
+        else:
+            self._waits_since = time.monotonic()
+            yield
+            self._waits_since = math.inf
+
+    @property
+    def _bound_s(self) -> float:
+        return self._waits.bound(self._is_first)[1] * _PATIENCE
+
+    def _hear(self) -> list[Header] | Report:
+        try:
+            with self._on_rail():
+                headers = self.lane.hear(self._bound_s)
+        except RailBroken as broken:
+            return self._missing(broken)
+        for each in headers:
+            if each.kind == GAVE_UP:
+                return replace(Report.unpack(each.message), sender=each.origin)
+        return headers
+
+    def _missing(self, broken: RailBroken) -> Report:
+        if not broken.is_late and (said := self.lane.last_words(broken.node)) is not None:
+            return replace(Report.unpack(said.message), sender=said.origin)
+        return self._absent(broken.node, lost=int(not broken.is_late))
+
+    def _absent(self, node: int | None, *, lost: int) -> Report:
+        """Of that node, or of the first other one: NCCL does not say for which it waits."""
+        node, number = int(self.topology.node == 0) if node is None else node, self.lane.number
+        return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
+
+    def _difference(self, headers: list[Header]) -> Fault | None:
+        """A fault if the peers are in different calls."""
+        rail = self.topology.rail
+        for node, header in enumerate(headers):
+            if header.call != headers[0].call:
+                calls = rail[0], headers[0].call, rail[node], header.call
+                return Fault(-1, encode(mismatch_error(self._waits.configurations, *calls)))
+            if header.sizes != headers[0].sizes:
+                text = f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
+                return Fault(-1, encode(ConfigMismatch(text)))
+        return None
+
+
+def _first_fault(headers: list[Header]) -> Fault | None:
+    """Of all errors that of the first rank; one of which a rank knows only that there is one comes last."""
+    failed = [header for header in headers if header.kind in (FAILED, UNRAISED)]
+    if not failed:
+        return None
+    first = min(failed, key=lambda header: header.origin)
+    return Fault(first.origin, first.message[:FAULT_BYTES], all(header.kind == UNRAISED for header in headers))
+
+
+# -- how they begin ---------------------------------------------------------------------------------------------------
 
 
 def make_count_peers(peers: Peers, topology: Topology) -> Peers:
@@ -151,10 +408,8 @@ def start_rail(
     bootstrap: Bootstrap, topology: Topology, device: torch.device, timeout_s: float
 ) -> tuple[Lane, Payload]:
     """What hosts say to each other on this rank's rail, and what moves tensors of `device`. Collective over the group.
-
-    Args:
-        timeout_s: bound of the waits of `bootstrap`. Connections of hosts have half of it, and those of GPUs, so that
-            ranks which have theirs still wait when others give up.
+    Connections of hosts have half of the bound, and those of GPUs, so that ranks which have theirs still wait when
+    others give up.
 
     Raises:
         BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to look at.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import warnings
 from collections import defaultdict
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,13 +20,14 @@ from symmoe.errors import ArgumentError, BackendUnavailable, ConfigMismatch, Pee
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
-from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, read_tape_mode, warn_if_alone_by_mistake
+from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Memory
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder
 from symmoe.symm_mem.waits import Waits
+from symmoe.tape.recorder import MODES
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.several_nodes import Nodes
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("symmoe")
 
 _PROTOCOL_VERSION = 6
-_BACKENDS = ("host", "nvshmem")
 START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 
@@ -46,137 +49,114 @@ class HeapOptions:
     start_timeout_s: float
     ranks_per_node: int | None
 
-    @property
-    def start_bound_s(self) -> float:
-        """Bound of waits before there is memory. Every rank has one, also where the argument is wrong: messages without
-        one go another way, and would not meet those of the peers."""
-        is_wrong = _timeout_problem("start_timeout_s", self.start_timeout_s) is not None
-        return START_TIMEOUT_S if is_wrong else min(self.start_timeout_s, _MAX_S)
 
+class HeapParts:
+    """What a heap is made of; :func:`start_heap` sets it. Attributes: as in SymmetricHeap, and
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a heap is made of.
-
-    Attributes:
-        backend, backend_reason: its name, and why it was picked.
-        arenas: what holds the memory, and frees it.
-        bootstrap: of the whole group, with the bound of the group.
-        tape_mode: one of tapes.MODES.
-        nodes: what a heap has if its group spans several nodes, else None.
-        others: what its errors ask of the other nodes.
-        row_histories: by kind of call, what recent ones have needed; forgotten when an error is noticed.
-        rank, num_ranks, topology, peers, count_peers, memory, waits, faults, streams, access, one_call,
-        configurations: as in SymmetricHeap.
+    _access: the right to use it.
+    _arenas: what holds the memory, and frees it.
+    _others: what its errors ask of the other nodes.
+    _tape_mode: one of tapes.MODES.
     """
 
     rank: int
     num_ranks: int
+    num_bytes: int
     backend: str
     backend_reason: str
-    arenas: host_backend.HostBackend | nvshmem_backend.NvshmemBackend
-    bootstrap: Bootstrap
-    tape_mode: str
     topology: Topology
+    bootstrap: Bootstrap
     peers: Peers
     count_peers: Peers
     memory: Memory
     streams: StreamOrder | NoStreams
-    access: Access
-    one_call: OneCall
+    one_call: AbstractContextManager[None]
     configurations: Configurations
     waits: Waits
     faults: Faults
-    others: OneNode
     nodes: Nodes | None
     row_histories: defaultdict[Hashable, RowHistory]
+    _access: Access
+    _arenas: host_backend.HostBackend | nvshmem_backend.NvshmemBackend
+    _others: OneNode
+    _tape_mode: str
 
 
-def start_heap(group: dist.ProcessGroup | None, options: HeapOptions) -> Parts:
-    """The parts of a heap whose control block is zeroed on all ranks. Collective over the group; see SymmetricHeap."""
-    warn_if_alone_by_mistake(group)
-    name, reason = _pick_backend(options.backend)
+def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOptions) -> None:
+    """Sets the parts of a heap, whose control block is zeroed on all ranks. Collective over the group."""
+    _warn_of_missing_group(group)
+    name, reason = options.backend, "asked for"
+    if name == "auto":
+        has_gpu = torch.cuda.is_available()
+        seen = torch.cuda.get_device_name() if has_gpu else "no CUDA device"
+        name, reason = "nvshmem" if has_gpu else "host", f"auto: torch sees {seen}"
     options = replace(options, backend=name)
-    patient, whole = Bootstrap(group), Bootstrap(group, options.start_bound_s)
-    tape_mode = whole.attempt(partial(_check_options, options, whole))
+    # Every rank has a bound, also where the argument is wrong: messages without one would not meet those of the peers.
+    is_usable = _timeout_problem("start_timeout_s", options.start_timeout_s) is None
+    start_s = min(options.start_timeout_s, _MAX_S) if is_usable else START_TIMEOUT_S
+    heap.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
+    heap._tape_mode = whole.attempt(partial(_check_options, options, whole))
     _agree_on(options, whole)
-    topology = find_topology(_find_domains(options.backend, whole), whole.rank, options.ranks_per_node)
+    heap.topology = topology = find_topology(_find_domains(name, whole), whole.rank, options.ranks_per_node)
     node, is_single = topology.ranks, topology.num_nodes == 1
     logger.info("rank %d: backend %s (%s)", whole.rank, name, reason)
-    backend_class = host_backend.HostBackend if options.backend == "host" else nvshmem_backend.NvshmemBackend
-    backend = backend_class(whole if is_single else NodeBootstrap(whole, node), options.num_bytes)
-    device = backend.device
-    peers = Peers(
+    heap.rank, heap.num_ranks, heap.num_bytes = whole.rank, whole.num_ranks, options.num_bytes
+    heap.backend, heap.backend_reason = name, reason
+    backend_class = host_backend.HostBackend if name == "host" else nvshmem_backend.NvshmemBackend
+    heap._arenas = arenas = backend_class(whole if is_single else NodeBootstrap(whole, node), options.num_bytes)
+    device = arenas.device
+    heap.peers = heap.count_peers = peers = Peers(
         rank=topology.local_rank,
         num_ranks=len(node),
-        bases=torch.tensor(backend.bases, dtype=torch.int64, device=device),
-        views=tuple(make() for make in backend.arenas),
+        bases=torch.tensor(arenas.bases, dtype=torch.int64, device=device),
+        views=tuple(make() for make in arenas.arenas),
         layout=ControlLayout(len(node), whole.num_ranks),
         group_ranks=() if is_single else node,
     )
-    streams, access = StreamOrder(device) if device.type == "cuda" else NoStreams(), Access()
-    memory = Memory(peers, backend.arenas, access, streams)
-    configurations = Configurations(whole)
-    waits = Waits(peers, configurations, options.timeout_s, options.start_timeout_s)
-    one_call, histories = OneCall(access, memory.lock, streams), defaultdict[Hashable, RowHistory](RowHistory)
-    others, nodes, count_peers = OneNode(), None, peers
+    order, heap._access = StreamOrder(device) if device.type == "cuda" else None, Access()
+    heap.streams = NoStreams() if order is None else order
+    heap.memory = Memory(peers, arenas.arenas, heap._access, order)
+    heap.one_call = heap._access if order is None else OneCall(heap._access, heap.memory.lock, order)
+    heap.configurations, heap.row_histories = Configurations(whole), defaultdict(RowHistory)
+    heap.waits = Waits(peers, heap.configurations, options.timeout_s, options.start_timeout_s)
+    heap._others, heap.nodes = OneNode(), None
     if not is_single:
-        from symmoe.symm_mem import rail_peers, several_nodes
+        from symmoe.symm_mem import several_nodes
 
         try:
-            lane, payload = several_nodes.start_rail(whole, topology, device, options.start_bound_s)
+            rail = several_nodes.start_rail(whole, topology, device, start_s)
         except BackendUnavailable:  # on every rank: the memory is given back together
-            backend.close()
+            arenas.close()
             raise
         except PeerError:
-            backend.abandon()
+            arenas.abandon()
             raise
-        others = peers_of_rail = rail_peers.RailPeers(lane, payload, topology, waits, streams, access)
-    faults = Faults(waits, streams, one_call, name, others, histories.clear)
-    if not is_single:
-        nodes = several_nodes.Nodes(topology, peers, access, faults, peers_of_rail)
-        count_peers = several_nodes.make_count_peers(peers, topology)
+        heap._others = heap.nodes = several_nodes.Nodes(topology, heap.waits, heap.streams, heap._access, *rail)
+        heap.count_peers = several_nodes.make_count_peers(peers, topology)
+    heap.faults = Faults(heap.waits, heap.streams, heap.one_call, heap.row_histories.clear, heap._others)
+    if heap.nodes is not None:
+        heap.nodes.start(heap.faults)
     peers.views[peers.rank][: peers.layout.num_bytes].zero_()
-    streams.synchronize()
+    heap.streams.synchronize()
     whole.barrier()  # no rank may signal into a control block that is not zeroed yet
-    return Parts(
-        rank=whole.rank,
-        num_ranks=whole.num_ranks,
-        backend=name,
-        backend_reason=reason,
-        arenas=backend,
-        bootstrap=patient,
-        tape_mode=tape_mode,
-        topology=topology,
-        peers=peers,
-        count_peers=count_peers,
-        memory=memory,
-        streams=streams,
-        access=access,
-        one_call=one_call,
-        configurations=configurations,
-        waits=waits,
-        faults=faults,
-        others=others,
-        nodes=nodes,
-        row_histories=histories,
-    )
 
 
-def _pick_backend(backend: str) -> tuple[str, str]:
-    """The backend, and why it is this one."""
-    if backend != "auto":
-        return backend, "asked for"
-    if torch.cuda.is_available():
-        return "nvshmem", f"auto: torch sees {torch.cuda.get_device_name()}"
-    return "host", "auto: torch sees no CUDA device"
+def _warn_of_missing_group(group: dist.ProcessGroup | None) -> None:
+    """Warns of torchrun's ranks without a process group: each would train a separate model without an error."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if group is None and num_ranks != "1" and not dist.is_initialized():
+        warnings.warn(
+            f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
+            "torch.distributed.init_process_group() first, if the ranks are to train together",
+            stacklevel=4,
+        )
 
 
 def _check_options(options: HeapOptions, bootstrap: Bootstrap) -> str:
     """Raises for what is wrong on this rank; the mode of tapes."""
     num_bytes, ranks_per_node = options.num_bytes, options.ranks_per_node
     least = ControlLayout(bootstrap.num_ranks).num_bytes + ALIGNMENT_BYTES
-    if options.backend not in _BACKENDS:
+    if options.backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({options.backend!r}) must be 'auto', 'host' or 'nvshmem'")
     if not isinstance(num_bytes, int) or not least <= num_bytes < 1 << 63:
         raise ArgumentError(
@@ -185,7 +165,9 @@ def _check_options(options: HeapOptions, bootstrap: Bootstrap) -> str:
         )
     raise_for(_timeout_problem("timeout_s", options.timeout_s))
     raise_for(_timeout_problem("start_timeout_s", options.start_timeout_s))
-    tape_mode = read_tape_mode()
+    tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
+    if tape_mode not in MODES:
+        raise ArgumentError(f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
     if ranks_per_node is not None and not (
         isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool) and 0 < ranks_per_node < 1 << 31
     ):
@@ -208,10 +190,9 @@ def _timeout_problem(name: str, value: object) -> ArgumentError | None:
 def _agree_on(options: HeapOptions, bootstrap: Bootstrap) -> None:
     """Raises on every rank if ranks disagree. Collective."""
     names = ("num_bytes", "backend", "timeout_s", "ranks_per_node")
-    gathered = bootstrap.gather(
-        {"protocol version": _PROTOCOL_VERSION, **{name: getattr(options, name) for name in names}}
-    )
-    for field in gathered[0]:
+    mine = {"protocol version": _PROTOCOL_VERSION, **{name: getattr(options, name) for name in names}}
+    gathered = bootstrap.gather(mine)
+    for field in mine:
         values = [each[field] for each in gathered]
         if len(set(values)) > 1:
             raise ConfigMismatch(f"{field} differs between ranks: {values}")
@@ -222,5 +203,4 @@ def _find_domains(backend: str, bootstrap: Bootstrap) -> list[str]:
     gpu = None
     if backend == "nvshmem":
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    place = bootstrap.attempt(partial(find_place, gpu))
-    return bootstrap.gather(place.domain)
+    return bootstrap.gather(bootstrap.attempt(partial(find_place, gpu)).domain)

@@ -22,13 +22,7 @@ from symmoe.errors import ConcurrentUse, HeapClosed
 from symmoe.tape.recorder import recorder
 from symmoe.torch_internals import current_stream
 
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A point in a stream's work."""
-
-    stream: int
-    event: torch.cuda.Event
+_Mark = tuple[int, torch.cuda.Event]  # a point in the work of a stream
 
 
 @dataclass(slots=True)
@@ -43,14 +37,10 @@ class _Order:
 
 
 class Branch:
-    """A stream that leaves the current one and comes back to it. Without a stream, it changes no order.
-
-    `with branch.after(point): ...` launches there, after the point and concurrently with later work here.
-    """
+    """A stream that leaves the current one and comes back to it. Without a stream, it changes no order."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._was_entered = False
+        self._stream, self._was_entered = stream, False
 
     def point(self) -> torch.cuda.Event | None:
         """A point after all work of the current stream so far; inside of :meth:`after`, of the branch."""
@@ -96,15 +86,10 @@ def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 
 
 class StreamOrder:
-    """Orders a CUDA heap's calls and the reuse of its memory over streams.
+    """Orders a CUDA heap's calls and the reuse of its memory over streams. Calls in a capture are ordered apart: it
+    begins after all before it, and who replays it orders that and other calls."""
 
-    Calls in a capture are ordered apart: it begins after all before it, and who replays it orders that and other calls.
-
-    Attributes:
-        raises_at_once: whether the host knows at the end of a barrier how it went; else it does when it next looks.
-    """
-
-    raises_at_once = False
+    raises_at_once = False  # whether the host knows at the end of a barrier how it went; else when it next looks
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,7 +123,7 @@ class StreamOrder:
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
-        order, stream = self._notice_stream(), _raw_stream(self._device)
+        order, stream = self._notice_stream(), current_stream(self._device.index)
         if stream != order.last:
             self._wait_for(order.last_mark)
             order.last = stream
@@ -223,7 +208,7 @@ class StreamOrder:
     def _notice_stream(self) -> _Order:
         """Notes the current stream. Marks are kept once it differs from that of the last call."""
         order = self._order()
-        if not order.has_several and order.last is not None and _raw_stream(self._device) != order.last:
+        if not order.has_several and order.last is not None and current_stream(self._device.index) != order.last:
             order.has_several = True
             # No marks have been kept yet: everything so far counts as the last call.
             order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
@@ -231,12 +216,12 @@ class StreamOrder:
         return order
 
     def _wait_for(self, mark: _Mark | None) -> None:
-        if mark is not None and mark.stream != _raw_stream(self._device):
-            torch.cuda.current_stream(self._device).wait_event(mark.event)
+        if mark is not None and mark[0] != current_stream(self._device.index):
+            torch.cuda.current_stream(self._device).wait_event(mark[1])
 
 
 class NoStreams:
-    """Same methods as StreamOrder, for memory that only the host touches, in order and at once."""
+    """What callers ask of StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = rail_stream = None
     capture, raises_at_once = 0, True
@@ -246,14 +231,13 @@ class NoStreams:
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
         return tensor.tolist
 
-    # There is nothing to order or to wait for: what they call does nothing, without a frame.
-    begin_call = end_call = synchronize = released = dropped = taken = bool
+    synchronize = bool  # there is nothing to wait for: it does nothing, without a frame
 
 
 def _mark(stream: torch.cuda.Stream) -> _Mark:
     event = torch.cuda.Event()
     event.record(stream)
-    return _Mark(stream.cuda_stream, event)
+    return stream.cuda_stream, event
 
 
 def capture_id(device: torch.device) -> int:
@@ -264,29 +248,22 @@ def capture_id(device: torch.device) -> int:
 
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     query = driver.library().cuStreamGetCaptureInfo
-    driver.check(query(_raw_stream(device), ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo")
+    driver.check(
+        query(current_stream(device.index), ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo"
+    )
     return number.value
 
 
-def _raw_stream(device: torch.device) -> int:
-    return current_stream(device.index)
-
-
 class Access:
-    """The right to use one heap. As a context it is a turn of one thread, which may enter it again.
-
-    Another thread that comes meanwhile raises and does not wait: all ranks make their calls in one order, and the order
-    of two threads would differ from rank to rank.
+    """The right to use one heap. As a context it is a turn of one thread, which may enter it again. Another thread that
+    comes meanwhile raises and does not wait: the order of two threads would differ from rank to rank.
 
     Attributes:
-        is_given: whether this process has made the heap. A process forked from it maps the same arenas, and must
-            not touch them.
+        is_given: whether this process has made the heap. A fork of it maps the same arenas, and must not touch them.
     """
 
     def __init__(self) -> None:
-        self.is_given = True
-        self._pid = os.getpid()
-        self._turn = threading.RLock()
+        self.is_given, self._pid, self._turn = True, os.getpid(), threading.RLock()
         self._thread: int | None = None  # the thread of the last turn
         # To ask for the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=functools.partial(_take_away, weakref.ref(self)))
@@ -316,13 +293,10 @@ class Access:
 
 
 class OneCall:
-    """The context of a collective call's kernels: a thread's turn, and in it their place in the order of streams.
+    """The context of a collective call's kernels on GPUs: a thread's turn, and in it their place in the order of
+    streams, which the lock guards. (On CPUs Access itself is it.)"""
 
-    Args:
-        memory: lock of `streams`.
-    """
-
-    def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder | NoStreams) -> None:
+    def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder) -> None:
         self._access, self._memory, self._streams = access, memory, streams
 
     def __enter__(self) -> None:

@@ -34,26 +34,18 @@ class FirstTimes:
     A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting. As all
     make the same calls in the same order, the others do that between the same two waits. So a wait is a first one if
     none of its kind has followed one of the last kind, or if this process has compiled or imported anything since then.
-
-    Args:
-        num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
+    num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
     """
 
     def __init__(self, num_compiled: Callable[[], int]) -> None:
-        self._num_compiled = num_compiled
-        self._num_ready = 0
+        self._num_compiled, self._num_ready = num_compiled, 0
         self._last: Kind = (0, BARRIER)
         self._stretches: set[tuple[Kind, Kind]] = set()  # (a wait, the next wait)
         self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or BARRIER)
 
     def is_first_barrier(self, call: int, *, epoch: int, fault: bool) -> bool:
-        """Notes a barrier that is about to be entered, and says whether it is a first wait.
-
-        Args:
-            call: as in control.pack_call.
-            epoch: epoch of the barrier.
-            fault: whether this rank's arguments are wrong; then `call` has only the phase.
-        """
+        """Notes a barrier that is about to be entered, and says whether it is a first wait. fault: whether this rank's
+        arguments are wrong; then `call` (control.pack_call) has only the phase."""
         last, phase, first = self._last, call & 0xFF, self._has_made_ready()
         if fault:
             first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
@@ -71,7 +63,7 @@ class FirstTimes:
         return first
 
     def was_first(self, epoch: int, phase: int, peer: int) -> bool:
-        """Whether the wait of this epoch and phase in which this peer was missing was a first one."""
+        """Whether the wait in which this peer was missing was a first one."""
         return not self._waits.isdisjoint({(epoch, phase, BARRIER), (epoch, phase, peer)})
 
     def _has_made_ready(self) -> bool:
@@ -89,10 +81,8 @@ class FirstTimes:
 
 
 class FlightRing:
-    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched.
-
-    The host notes each when it launches it, which costs a clock and an append; nothing is read from a device until an
-    error is raised, see flight_record.py.
+    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched. Nothing is read
+    from a device until an error is raised, see flight_record.py.
 
     Attributes:
         calls: [launch, epoch, call, peer or -1, ns, counts or None] of each.
@@ -102,8 +92,7 @@ class FlightRing:
 
     def __init__(self) -> None:
         self.calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
-        self._num_launched = 0
-        self.epoch = 0
+        self.epoch = self._num_launched = 0
 
     def launched(self, call: int, peer: int = BARRIER) -> None:
         """Notes a wait for the signal of `peer`, or a barrier; `call` as in control.pack_call."""
@@ -138,12 +127,10 @@ class Waits:
     """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
 
     Attributes:
-        timeout_s, start_timeout_s: bounds, as in SymmetricHeap.
-        device: of the heap.
-        kernels: returns the kernels for it.
-        peers, status: arguments of the kernels.
-        configurations: of the layers whose plans the barriers compare.
+        timeout_s, start_timeout_s, device, peers, status, configurations: as in SymmetricHeap.
+        kernels: returns the kernels for the device.
         flight: the record of launched waits.
+        compiles: whether first calls may compile, as during construction and on GPUs; else no wait is a first one.
         first_times: knows which waits `start_timeout_s` bounds.
         is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
     """
@@ -155,9 +142,8 @@ class Waits:
         self.status = torch.zeros(
             control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
         )
-        self.flight = FlightRing()
+        self.flight, self.compiles, self.is_inside = FlightRing(), True, False
         self.first_times = FirstTimes(kernels.compiled_counter(self.device))
-        self.is_inside = False
 
     def barrier(
         self,
@@ -167,13 +153,8 @@ class Waits:
         fault: bool = False,
         nan_on_failure: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Waits for every rank. Collective.
-
-        Args:
-            call: control.pack_call of what the ranks must agree on.
-            fault: whether this rank fails the call.
-            publish, nan_on_failure: as in SymmetricHeap.barrier, whose result this returns.
-        """
+        """Waits for every rank, as SymmetricHeap.barrier does. Collective. call: control.pack_call of what the ranks
+        must agree on. fault: whether this rank fails the call."""
         received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         recording = recorder()
@@ -225,12 +206,14 @@ class Waits:
         """Notes a barrier that is about to be launched; its bound, and the call with the plan's generation."""
         call |= generation * _GENERATION & _PLAN
         self.flight.launched(call)
-        return self._timeout_ns(self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)), call
+        first = self.compiles and self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)
+        return self._timeout_ns(first), call
 
     def _note_signal(self, phase: int, rank: int) -> tuple[int | None]:
         """Notes a wait for a signal that is about to be launched; its bound."""
         self.flight.launched(phase, rank)
-        return (self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)),)
+        first = self.compiles and self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)
+        return (self._timeout_ns(first),)
 
     @property
     def some_are_bounded(self) -> bool:

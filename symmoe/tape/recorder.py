@@ -134,7 +134,6 @@ class Recorder(TorchDispatchMode):
         entries: what has been recorded.
         problem: why the recording is of no use, or None.
         is_owed: whether entries are noted as owed to the peers.
-        numbers: as given.
     """
 
     def __init__(
@@ -196,8 +195,11 @@ class Recorder(TorchDispatchMode):
         if self._on_gpu and hasattr(function, "is_seen_through"):
             return function(*args, **kwargs)
         template = self._template(args), {key: self._named(key, value) for key, value in kwargs.items()}
-        with self._suspended():
+        _thread.recorder = None
+        try:
             result = function(*args, **kwargs)
+        finally:
+            _thread.recorder = self
         self._note_call(name or function, template, result)
         return result
 
@@ -273,9 +275,7 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _thread.recorder is not self:
-            return function(*args, **kwargs)
-        if function.is_view:
+        if _thread.recorder is not self or function.is_view:
             return function(*args, **kwargs)
         if function is READS_BACK:
             self.give_up(f"the host reads a tensor ({function})")
@@ -306,14 +306,6 @@ class Recorder(TorchDispatchMode):
 
     # -- what it works on -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _suspended(self) -> Iterator[None]:
-        _thread.recorder = None
-        try:
-            yield
-        finally:
-            _thread.recorder = self
-
     def _note_call(self, function: Callable[..., Any] | str, template: tuple[Any, Any], result: object) -> None:
         slot = None
         if isinstance(result, torch.Tensor):
@@ -321,11 +313,9 @@ class Recorder(TorchDispatchMode):
         elif isinstance(result, (bytes, tuple, list)):
             self.give_up(f"{function} returns {type(result).__name__}")  # addresses, read by the host
         elif not isinstance(result, (int, type(None))):
-            slot = self._new_slot()
-            self._things[id(result)] = slot, result
             tensor = getattr(result, "tensor", None)  # a lease
-            if isinstance(tensor, torch.Tensor):
-                self._note_span(tensor, slot)
+            slot = self._place(tensor) if isinstance(tensor, torch.Tensor) else self._new_slot()
+            self._things[id(result)] = slot, result
         leaves = self._has_autocast and not torch.is_autocast_enabled(self._device.type)
         autocast = self._device.type if leaves else None
         self.entries.append(Call(function, template, slot, is_owed=self.is_owed, leaves_autocast=autocast))
@@ -336,26 +326,21 @@ class Recorder(TorchDispatchMode):
 
     def _place(self, tensor: torch.Tensor) -> int:
         """A new slot for a new tensor."""
-        slot = self._new_slot()
-        self._note_span(tensor, slot)
-        return slot
-
-    def _note_span(self, tensor: torch.Tensor, slot: int) -> None:
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
-        start = tensor.data_ptr()
+        slot, start = self._new_slot(), tensor.data_ptr()
         self._spans.append((start, start + extent_bytes(*_look(tensor)), slot))
+        return slot
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
-        start = tensor.data_ptr()
-        end = start + extent_bytes(*_look(tensor))
+        start, look = tensor.data_ptr(), _look(tensor)
+        end = start + extent_bytes(*look)
         for first, last, slot in reversed(self._spans):
             if first <= start and end <= last:
-                return Memory(slot, start - first, *_look(tensor))
-        if start in self._constants:
-            return Memory(None, start, *_look(tensor), tensor)
-        self.give_up(f"memory of a {list(tensor.shape)} {tensor.dtype} tensor is not known")
-        return Memory(None, start, *_look(tensor), tensor)
+                return Memory(slot, start - first, *look)
+        if start not in self._constants:
+            self.give_up(f"memory of a {list(tensor.shape)} {tensor.dtype} tensor is not known")
+        return Memory(None, start, *look, tensor)
 
     def _template(self, value: Any) -> Any:
         """The value with what changes from call to call replaced by where to find it."""
@@ -384,23 +369,15 @@ def _look(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one kind of call.
+    """What is known of one kind of call."""
 
-    Attributes:
-        is_new: whether there was no call yet: the first one compiles, imports and fills caches.
-        tape: the last recording.
-        played: what later calls play, once two recordings agree.
-        num_failures, problem: recordings of no use so far, and why the last one was.
-        num_calls, next_audit: calls so far, and the next one that is compared.
-    """
-
-    is_new: bool = True
-    tape: Tape | None = None
-    played: Tape | None = None
-    num_failures: int = 0
-    problem: str = ""
+    is_new: bool = True  # there was no call yet: the first one compiles, imports and fills caches
+    tape: Tape | None = None  # the last recording
+    played: Tape | None = None  # what later calls play, once two recordings agree
+    num_failures: int = 0  # recordings of no use
+    problem: str = ""  # why the last one was
     num_calls: int = 0
-    next_audit: int = _FIRST_AUDIT
+    next_audit: int = _FIRST_AUDIT  # the number of the next call that is compared
 
 
 class Tapes:

@@ -22,8 +22,7 @@ class Playing:
     """One call that is being played.
 
     Attributes:
-        things: by slot, a tensor, a lease or another object.
-        addresses: by slot, the address of a tensor's or lease's memory.
+        things, addresses: by slot, a tensor, a lease or another object, and the address of its memory.
         numbers: integers of this call, by name.
         stream: the current stream.
         kernels: function that returns the kernels which calls name.
@@ -71,7 +70,6 @@ class Memory:
     constant: torch.Tensor | None = field(default=None, compare=False)
 
     def get(self, playing: Playing) -> torch.Tensor:
-        """The tensor."""
         if self.slot is None:
             assert self.constant is not None
             return self.constant
@@ -97,7 +95,6 @@ class ObjectSlot:
     slot: int
 
     def get(self, playing: Playing) -> Any:
-        """The object."""
         return playing.things[self.slot]
 
 
@@ -109,9 +106,7 @@ class LeaseOffset:
     offset_bytes: int
 
     def get(self, playing: Playing) -> int:
-        """The offset."""
-        offset: int = playing.things[self.slot].offset
-        return offset + self.offset_bytes
+        return int(playing.things[self.slot].offset) + self.offset_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +116,6 @@ class CallInteger:
     name: str
 
     def get(self, playing: Playing) -> int:
-        """The integer."""
         return playing.numbers[self.name]
 
 
@@ -133,7 +127,6 @@ class ResultField:
     index: int
 
     def get(self, playing: Playing) -> int:
-        """The integer."""
         return playing.things[self.slot][self.index] or 0
 
 
@@ -201,11 +194,9 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Launch(Entry):
-    """The launch of a compiled kernel.
+    """The launch of a compiled kernel, by kernels/launch/player.py.
 
     Attributes:
-        kernel: what launches it, see kernels/launch/player.py.
-        grid: programs.
         args: an argument, or its place, for each parameter that is no constant.
         stream: None for the current stream.
         maps: what the kernel has made of the arguments whose tensors are described by tensor maps.
@@ -218,7 +209,6 @@ class Launch(Entry):
     maps: Any = None
 
     def same(self, other: Any) -> bool:
-        """See Entry."""
         ours, theirs = ((each.kernel, each.grid, each.stream) for each in (self, other))
         return ours == theirs and _same(self.args, other.args)
 
@@ -269,7 +259,6 @@ class Call(Entry):
         )
 
     def play(self, playing: Playing) -> None:
-        """Calls the function."""
         args, kwargs = [*self.template[0]], {**self.template[1]}
         for n in self._places[0]:
             args[n] = fill_in(args[n], playing)
@@ -287,7 +276,6 @@ class Call(Entry):
             playing.put(self.slot, result)
 
     def same(self, other: Any) -> bool:
-        """See Entry."""
         ours, theirs = (
             (str(each), each.slot, each.is_owed, each.leaves_autocast, each.template) for each in (self, other)
         )
@@ -305,19 +293,13 @@ class Mark(Entry):
     what: str
 
     def play(self, playing: Playing) -> None:
-        """Notes it."""
         playing.mark = self.what
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
-    """A recording.
-
-    Attributes:
-        num_slots: slots for memory and objects; inputs have the first ones.
-        entries: what happens, in order.
-        outputs: templates of what the function returned.
-    """
+    """A recording: what happens, in order, and templates of what the function returned. num_slots: for memory and
+    objects; inputs have the first ones."""
 
     num_slots: int
     entries: tuple[Entry, ...]

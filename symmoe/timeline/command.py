@@ -25,8 +25,9 @@ _CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
 _REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
-_DESCRIPTION = """\
-Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on one alone:
+HELP = "timeline of a training step: trace for Perfetto, table of exposed times"
+DESCRIPTION = """\
+Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on only one:
 
   torchrun --nproc-per-node=2 -m symmoe trace --preset qwen3-30b --out step.json
 
@@ -36,14 +37,8 @@ Writes step.json (open it in ui.perfetto.dev) and step.txt. docs/timeline.md say
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `trace` to the subcommands."""
-    parser = commands.add_parser(
-        "trace",
-        help="timeline of a training step: trace for Perfetto, table of exposed times",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what :func:`run` reads."""
     add_shape_arguments(parser, default=next(iter(PRESETS)))
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)")
     parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
@@ -53,10 +48,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")
     parser.add_argument("--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)")
-    parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Records, writes and prints. Returns the exit status."""
     shape = shape_of(args, next(iter(PRESETS)))
     if args.tokens < 1:
         raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
@@ -75,19 +70,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
-    """Records a step of a layer with random weights, tokens and routing, bf16. Collective.
+    """Records a step of a layer with random weights, tokens and routing, bf16. Collective. Returns the table on rank 0;
+    "" elsewhere. Raises ArgumentError if experts cannot be divided among the ranks.
 
     Args:
-        config: the layer's configuration: with a balance loss; a step that is captured needs a static capacity.
-        num_tokens: T, tokens of a rank.
-        path: path of the trace, see :func:`symmoe.timeline.record`.
+        config: with a balance loss; a step that is captured needs a static capacity.
         eager: the step as the host launches it, as always on CPUs, instead of a replay of the captured step.
-
-    Returns:
-        the table on rank 0; "" elsewhere.
-
-    Raises:
-        ArgumentError: experts cannot be divided among the ranks.
     """
     with join() as ranks:
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)

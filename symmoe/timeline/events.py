@@ -15,53 +15,33 @@ EXPOSED_LANE = "exposed communication"
 
 
 class Event(NamedTuple):
-    """One operator on a host, or one kernel on a GPU.
+    """One operator on a host, or one kernel on a GPU."""
 
-    Attributes:
-        lane: where it ran: "host" or "stream 7"; of a replay, "compute" or "communication".
-        phase: its phase's name.
-        direction: "forward", "backward", or "" if unknown (kernels of other libraries).
-        name: the name of the operator or the kernel.
-        begin_us, end_us: microseconds on the rank's clock, or, in a :class:`Timeline`, from its start.
-    """
-
-    lane: str
+    lane: str  # where it ran: "host" or "stream 7"; of a replay, "compute" or "communication"
     phase: str
-    direction: str
-    name: str
-    begin_us: float
+    direction: str  # "forward", "backward", or "" if unknown (kernels of other libraries)
+    name: str  # of the operator or the kernel
+    begin_us: float  # on the rank's clock, or, in a Timeline, from its start
     end_us: float
 
 
 class PhaseTimes(NamedTuple):
-    """One phase in one direction.
-
-    Attributes:
-        num_events: number of events on all ranks.
-        busy_us: per rank: time during which it runs, on any lane.
-        exposed_us: per rank: the part of it during which no GEMM of an expert runs on this rank.
-    """
+    """One phase in one direction."""
 
     phase: str
     direction: str
-    num_events: int
-    busy_us: tuple[float, ...]
-    exposed_us: tuple[float, ...]
+    num_events: int  # on all ranks
+    busy_us: tuple[float, ...]  # per rank: time during which it runs, on any lane
+    exposed_us: tuple[float, ...]  # per rank: the part of it during which no GEMM of an expert runs on this rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What all ranks did, on one clock: microseconds since the last rank was ready.
+    """What all ranks did, on one clock: microseconds since the last rank was ready."""
 
-    Attributes:
-        ranks: events of each rank, in the order of their begins.
-        clock_error_us: per rank: the largest error of its times compared with those of rank 0.
-        device: "cpu", or the name of the GPU.
-    """
-
-    ranks: tuple[tuple[Event, ...], ...]
-    clock_error_us: tuple[float, ...]
-    device: str
+    ranks: tuple[tuple[Event, ...], ...]  # events of each, in the order of their begins
+    clock_error_us: tuple[float, ...]  # per rank: the largest error of its times compared with those of rank 0
+    device: str  # "cpu", or the name of the GPU
 
     @property
     def end_us(self) -> float:

@@ -74,10 +74,10 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             launches[item["args"].get("correlation")] = thread, begin
         elif category == "user_annotation" and item["name"] == START:
             started = max(started, begin)
-        elif category == "user_annotation" and item["name"].startswith(f"{_PREFIX}/"):
-            _, direction, operator = item["name"].split("/", 2)
-            if operator in BY_OPERATOR:
-                ranges[thread].append((begin, begin + float(item["dur"]), direction, operator))
+        elif category == "user_annotation":
+            prefix, *named = item["name"].split("/")
+            if prefix == _PREFIX and len(named) == 2 and named[1] in BY_OPERATOR:
+                ranges[thread].append((begin, begin + float(item["dur"]), *named))
     if not on_gpu:
         spans = [span for of_thread in ranges.values() for span in of_thread if span[0] >= started]
         return sorted(

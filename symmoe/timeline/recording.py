@@ -41,11 +41,7 @@ _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts w
 
 
 class Recording:
-    """What :func:`record` yields.
-
-    Attributes:
-        timeline: the timeline of all ranks, on every rank; None until the context has ended.
-    """
+    """What :func:`record` yields. `timeline` is that of all ranks, on every rank; None until the context has ended."""
 
     def __init__(self, heap: SymmetricHeap) -> None:
         self.timeline: Timeline | None = None

@@ -12,6 +12,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
+from symmoe.moe.ddp_and_fsdp import gradients_option
 from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
 from symmoe.training.step_kind import Modules, Tree, modes
@@ -91,10 +92,8 @@ def _problem(modules: Modules) -> ArgumentError | None:
             return ArgumentError(
                 'aux_loss ("global") over several EP groups: one could repeat a step without the others'
             )
-        for linear in (layer.experts.fc1, layer.experts.fc2):
-            for option in ("accumulate_into_main_grad", "delay_wgrad"):
-                if getattr(linear, option):
-                    return ArgumentError(f"{option} (True) must be False: a step that is repeated would count twice")
+        if (option := gradients_option(layer.experts)) is not None:
+            return ArgumentError(f"{option} (True) must be False: a step that is repeated would count twice")
     return None
 
 
@@ -183,8 +182,6 @@ class CapturedStep(Generic[R]):
     """What :func:`capture_step` returns; call it in place of the step.
 
     Attributes:
-        step, model, modules: as given, and the modules of the model.
-        heaps: heaps of their layers.
         num_replays, num_repeated, num_captures: calls that were replayed and right; replays that had too little room;
             captures.
     """

@@ -16,13 +16,12 @@ from torch import nn
 from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import Plan, plan_call
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.mlp import GroupedMLP, kind_of
+from symmoe.grouped.mlp import kind_of
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
-from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe.routed_experts import RoutedExperts, experts_of
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
@@ -92,7 +91,11 @@ def plan_memory(
     config.experts_per_rank(num_ranks)
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
-    rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
+    experts, top_k = config.num_experts, config.top_k
+    rows, packed_rows = num_ranks * num_tokens * min(top_k, experts // num_ranks), num_ranks * num_tokens  # "worst"
+    if routing == "uniform":
+        rows = num_tokens * top_k
+        packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
     lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
     if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
@@ -113,14 +116,6 @@ def plan_memory(
     )
 
 
-def _row_counts(config: MoEConfig, num_ranks: int, num_tokens: int, routing: str) -> tuple[int, int]:
-    """N and P with exact capacity."""
-    experts, top_k = config.num_experts, config.top_k
-    if routing == "worst":
-        return num_ranks * num_tokens * min(top_k, experts // num_ranks), num_ranks * num_tokens
-    return num_tokens * top_k, math.ceil(num_ranks * num_tokens * chance_of_part(experts, num_ranks, top_k))
-
-
 class _Call(NamedTuple):
     """What one call of a layer allocates: leases as they begin and end, and bytes kept from forward to backward."""
 
@@ -137,15 +132,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
         return torch.empty(num_tokens, width, dtype=dtype, device=heap.device, requires_grad=dtype.is_floating_point)
 
     with torch.inference_mode(False):  # this turns gradients on
-        experts = GroupedMLP(
-            config.experts_per_rank(heap.num_ranks),
-            config.hidden,
-            config.ffn,
-            activation=ScaledActivation(config.activation),
-            precision=config.precision,
-            dtype=dtype,
-            device=heap.device,
-        )
+        experts = experts_of(config, heap.num_ranks, dtype=dtype, device=heap.device)
         routed = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)

@@ -160,13 +160,8 @@ class _Watched:
         if not _counts(report.is_training):
             return
         num_experts, heap = self.listeners.num_experts, self.listeners.heap
-        sent, read = wire_rows(
-            report.topk_idx,
-            experts_per_rank=num_experts // heap.num_ranks,
-            rank=heap.rank,
-            num_ranks=heap.num_ranks,
-            order=self.listeners.order,
-        )
+        of_group = {"experts_per_rank": num_experts // heap.num_ranks, "rank": heap.rank, "num_ranks": heap.num_ranks}
+        sent, read = wire_rows(report.topk_idx, **of_group, order=self.listeners.order)
         self._totals[:num_experts].add_(report.expert_load)
         num_calls, aux_loss, num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = self._totals[num_experts:]
         num_calls.add_(1)
@@ -183,10 +178,10 @@ class _Watched:
     def record(self, values: torch.Tensor) -> LayerRecord:
         """What these totals say, on the CPU; takes the times."""
         heap, num_experts = self.listeners.heap, self.listeners.num_experts
-        load, totals = values[:num_experts].long(), values[num_experts:].tolist()
-        num_calls, aux_loss, *counts = totals
-        num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = map(int, counts)
-        forward_s, dispatch_s, combine_s = (None if self.timer is None else self.timer.take(name) for name in _SPANS)
+        load, (num_calls, aux_loss, *counts) = values[:num_experts].long(), values[num_experts:].tolist()
+        names = "num_dropped", "num_over_capacity", "dispatch_bytes", "combine_bytes"
+        others: dict[str, Any] = dict(zip(names, map(int, counts), strict=True))
+        others |= {f"{name}_s": None if self.timer is None else self.timer.take(name) for name in _SPANS}
         return LayerRecord(
             name=self._name,
             num_calls=int(num_calls),
@@ -196,14 +191,8 @@ class _Watched:
             coefficient_of_variation=float(balance.coefficient_of_variation(load)),
             max_violation=float(balance.max_violation(load)),
             num_dead_experts=int((load == 0).sum()),
-            num_dropped=num_dropped,
-            num_over_capacity=num_over_capacity,
-            dispatch_bytes=dispatch_bytes,
-            combine_bytes=combine_bytes,
             heap_high_water_bytes=heap.high_water_bytes,
-            forward_s=forward_s,
-            dispatch_s=dispatch_s,
-            combine_s=combine_s,
+            **others,
         )
 
 
@@ -241,9 +230,7 @@ class _Timer:
     def take(self, name: str) -> float:
         """Seconds since the last call. On GPUs the events must have happened."""
         spans, self._spans[name] = self._spans[name], []
-        if self._on_gpu:
-            return float(sum(begin.elapsed_time(end) for begin, end in spans) / 1e3)
-        return float(sum(end - begin for begin, end in spans))
+        return float(sum(begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in spans))
 
     def _add(self, name: str, begin: Any) -> None:
         if begin is not None:
@@ -264,12 +251,8 @@ def wire_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [] that this rank sends to other ranks in dispatch, and reads from them in combine. Does not synchronise.
 
-    Dispatch sends a token once to every rank that has an expert of it. Combine reads as many back with order "rank",
-    and a row for every slot with order "slot".
-
-    Args:
-        topk_idx: int [T, K], global expert ids; -1 is no expert.
-        order: the order of the sums in combine, see MoEConfig.
+    Dispatch sends a token once to every rank that has an expert of it (ids [T, K]; -1 is none). Combine reads as many
+    back with order "rank", and a row for every slot with order "slot".
     """
     rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
     is_remote = (rank_TK >= 0) & (rank_TK != rank)
@@ -279,9 +262,7 @@ def wire_rows(
 
 def _counts(is_training: bool) -> bool:
     """Whether this call counts: it is in training mode, and no checkpoint repeats it in backward."""
-    if not is_training:
-        return False
-    return torch.compiler.is_compiling() or graph_task_id() == -1
+    return is_training and (torch.compiler.is_compiling() or graph_task_id() == -1)
 
 
 def _numbers(records: list[LayerRecord]) -> dict[str, float]:

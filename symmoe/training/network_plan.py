@@ -21,45 +21,27 @@ from symmoe.moe.overlap import H200, Sizes, chance_of_part, rates_of
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a rank sends in one trip over one kind of link, one direction.
+    """What a rank sends in one trip over one kind of link, one direction."""
 
-    Attributes:
-        rows: per token.
-        num_bytes: of those rows, for all T tokens.
-        seconds: at the link's rate.
-    """
-
-    rows: float
-    num_bytes: float
-    seconds: float
+    rows: float  # per token
+    num_bytes: float  # of those rows, for all T tokens
+    seconds: float  # at the link's rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trip:
-    """Dispatch or combine of one rank.
+    """Dispatch or combine of one rank, over the network and, inside the nodes, over NVLink."""
 
-    Attributes:
-        slots, ranks: over the network, if a row travelled for each (token, slot) or each (token, rank): to compare.
-        nodes: over the network, a row for each (token, node), as symmoe sends them with exact capacity.
-        fixed: the same with a static capacity: `rail_capacity` rows to every other node.
-        link: over NVLink inside the nodes.
-    """
-
-    slots: Traffic
-    ranks: Traffic
-    nodes: Traffic
-    fixed: Traffic
-    link: Traffic
+    slots: Traffic  # if a row travelled for each (token, slot), to compare
+    ranks: Traffic  # or for each (token, rank)
+    nodes: Traffic  # a row for each (token, node), as symmoe sends them with exact capacity
+    fixed: Traffic  # the same with a static capacity: `rail_capacity` rows to every other node
+    link: Traffic  # over NVLink
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
-    """Seconds of a forward pass.
-
-    Attributes:
-        network_s, link_s: of both trips, over the network and over NVLink.
-        gemms_s: FC1 and FC2.
-    """
+    """Seconds of a forward pass: both trips over the network and over NVLink, and both GEMMs."""
 
     network_s: float
     link_s: float
@@ -84,12 +66,7 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkPlan:
-    """What :func:`plan_network` returns, for one rank.
-
-    Attributes:
-        dispatch, combine: the trips.
-        exact, fixed: the pass with exact capacity and with a static one.
-    """
+    """What :func:`plan_network` returns, for one rank: the trips, and the pass with exact and with static capacity."""
 
     dispatch: Trip
     combine: Trip

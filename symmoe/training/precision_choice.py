@@ -23,26 +23,16 @@ MEASURED_GPU = "NVIDIA H200"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """Median milliseconds of a step, forward and backward, of one layer, with `stash="all"` and uniform routing.
+    """Median milliseconds of a step, forward and backward, of one layer, with `stash="all"` and uniform routing."""
 
-    Attributes:
-        name: the model's name.
-        hidden, ffn: H, I.
-        rows_per_expert: mean number in a call.
-        full_ms: time in bf16.
-        quantized_ms: time in FP8, with rows that travel in bf16.
-        wire_ms: time in FP8, with rows that travel in FP8 too (`quantized_wire="both"`).
-        constant_weights_ms: the same, without quantising the weights.
-    """
-
-    name: str
+    name: str  # of the model
     hidden: int
     ffn: int
-    rows_per_expert: int
-    full_ms: float
-    quantized_ms: float
-    wire_ms: float
-    constant_weights_ms: float
+    rows_per_expert: int  # mean of a call
+    full_ms: float  # in bf16
+    quantized_ms: float  # in FP8, with rows that travel in bf16
+    wire_ms: float  # in FP8, with rows that travel in FP8 too (`quantized_wire="both"`)
+    constant_weights_ms: float  # the same, without quantising the weights
 
     def speed_up(self, quantized_wire: str, num_micro_batches: int) -> float:
         """Time in bf16 by time in FP8. Tokens or gradients that travel in FP8 without the other do not count."""
@@ -53,7 +43,6 @@ class MeasuredLayer:
 
 # On 2 H200s with 8,192 tokens each: benchmarks/results/precision-h200-ep2.json.
 MEASURED = (
-    # name, hidden, ffn, rows per expert; milliseconds in bf16, in FP8, with the wire, with constant weights
     MeasuredLayer("mixtral-8x7b", 4096, 14336, 4096, 26.82, 21.05, 21.02, 20.24),
     MeasuredLayer("deepseek-like", 7168, 2048, 2048, 28.19, 25.07, 24.21, 22.88),
     MeasuredLayer("qwen3-30b", 2048, 768, 1024, 3.606, 3.714, 3.679, 3.344),

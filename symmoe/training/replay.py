@@ -107,7 +107,7 @@ def _layers(model: nn.Module) -> dict[str, MoELayer]:
         if not isinstance(layer, MoELayer):
             raise ArgumentError(
                 f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "
-                "alone, and this layer's is its trainer's (Megatron has moe_router_force_load_balancing)"
+                "only, and this layer's is its trainer's (Megatron has moe_router_force_load_balancing)"
             )
         if layer.router is None:
             raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh a choice it is given")
@@ -124,8 +124,8 @@ def _choose(
         for name, layer in layers.items():
 
             def give(
-                module: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
-            ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                module: MoELayer, args: Any, kwargs: dict[str, Any], name: str = name
+            ) -> tuple[Any, dict[str, Any]]:
                 left.discard(name)
                 if kwargs.get("probs") is not None:
                     problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")

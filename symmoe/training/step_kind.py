@@ -70,11 +70,7 @@ def _parts(value: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | No
 
 
 class Tree:
-    """Values, taken apart.
-
-    Args:
-        values: by name.
-        device: of the model, if these are arguments of a captured step; None: what a step returns.
+    """Values by name, taken apart: arguments of a captured step of a model on a device, or (None) what a step returns.
 
     Attributes:
         tensors, paths: the tensors in the values, each once, and where they are.
@@ -166,7 +162,6 @@ class Modules:
     """The modules of a model, looked at before every call.
 
     Attributes:
-        parameters, layers: of the model.
         located: those of its parameters and buffers that have memory of their own.
         num_looks: how often parameters, buffers, modules, hooks, or what the step itself sets, were found to be others.
         places: where tensors lie, as :meth:`settings` has found them.

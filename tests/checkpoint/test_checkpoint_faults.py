@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -168,19 +167,13 @@ def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster, 
 # --- interrupts ---
 
 
-def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[str, float]:
-    """Saves; rank 1 is interrupted in the middle, and lives on. How it ended, and how long it took."""
+def interrupted(rank: int, num_ranks: int, directory: str) -> tuple[str, float]:
+    """Saves; rank 1 is interrupted while it waits for rank 0, and lives on. How it ended, and how long it took."""
     began = time.monotonic()
-
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
-    def interrupt(path: Path, data: bytes) -> None:
-        if case == "exit":
-            sys.exit(3)
-        signal.raise_signal(signal.SIGINT)
-
     def slowly(path: Path, data: bytes, write: Any = files.write) -> None:
-        wait_for(Path(directory, "interrupted"))  # while rank 1 waits for this rank
+        wait_for(Path(directory, "interrupted"))
         time.sleep(0.2)
         write(path, data)
 
@@ -189,37 +182,23 @@ def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[s
         Path(directory, "interrupted").touch()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    if case == "waiting":
-        if rank == 1:
-            threading.Thread(target=later).start()
-        write = slowly if rank == 0 else files.write
-    else:
-        write = interrupt if rank == 1 else files.write
-    with patch.object(files, "write", write):
+    if rank == 1:
+        threading.Thread(target=later).start()
+    with patch.object(files, "write", files.write if rank else slowly):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     return text, time.monotonic() - began
 
 
-@pytest.mark.parametrize(
-    ("case", "own", "told"),
-    [
-        ("writing", "KeyboardInterrupt: ", "KeyboardInterrupt has ended the call"),
-        ("exit", "SystemExit: 3", "SystemExit has ended the call"),
-        ("waiting", "KeyboardInterrupt: ", "KeyboardInterrupt has ended the call"),
-    ],
-)
-def test_an_interrupt_of_one_rank_reaches_its_peers(cluster, tmp_path: Path, case: str, own: str, told: str):
+def test_an_interrupt_of_one_rank_that_waits_reaches_its_peers(cluster, tmp_path: Path):
     ranks = cluster(2)
     assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 2
-    first, second = ranks.run(interrupted, str(tmp_path), case)
-    assert second[0] == own
-    assert first[0] == f"CheckpointError: on rank 1: {told}"
+    first, second = ranks.run(interrupted, str(tmp_path))
+    assert second[0] == "KeyboardInterrupt: "
+    assert first[0] == "CheckpointError: on rank 1: KeyboardInterrupt has ended the call"
     assert first[1] < 60  # the process group waits for 90
     left = names(tmp_path / "c")
-    if case != "waiting" or len(left) == 2:
-        assert left == ["latest", "step-00000001"]
-    else:  # the other one has gone on, and heard of it when the new one was complete
-        assert left == ["latest", "step-00000001", "step-00000002"]
+    # The other one may have gone on, and heard of it when the new one was complete.
+    assert left in (["latest", "step-00000001"], ["latest", "step-00000001", "step-00000002"])
     assert ranks.run(load_both, str(tmp_path / "c")) == [len(left) - 1] * 2
     assert ranks.run(save_both, str(tmp_path / "c"), 3) == ["saved"] * 2
     assert ranks.run(load_both, str(tmp_path / "c")) == [3, 3]
@@ -287,28 +266,6 @@ def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
 # --- disks ---
 
 
-def save_with_little_room(rank: int, num_ranks: int, directory: str) -> str:
-    """Rank 1 may write files of 100 bytes at most."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        return save_both(rank, num_ranks, directory, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_file_that_does_not_fit_is_named_on_every_rank(cluster, tmp_path: Path):
-    ranks = cluster(2)
-    assert ranks.run(save_both, str(tmp_path), 1) == ["saved"] * 2
-    errors = ranks.run(save_with_little_room, str(tmp_path))
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"CheckpointError: on rank 1: {tmp_path}/.step-00000002.")
-    assert errors[0].endswith("/rank-00001-0000.safetensors cannot be written: File too large")
-    assert names(tmp_path) == ["latest", "step-00000001"]
-    assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
-
-
 @pytest.mark.parametrize("name", [FILE, "manifest.json", "manifest.json.sha256", ".latest.tmp"])
 def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     before, fsync = names(saved), os.fsync
@@ -370,43 +327,20 @@ with locked(Path(sys.argv[1], ".lock")):
 
 
 def test_two_jobs_in_one_directory(saved: Path):
+    (saved / ".step-00000003.0123abcd.tmp").mkdir()  # the other's
     before = names(saved)
     command = [sys.executable, "-c", _HOLD, str(saved)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         pid = other.stdout.readline().strip()
         with pytest.raises(CheckpointError, match=f"another job is saving to {saved}: process {pid} on .* has .lock"):
             save_checkpoint(saved, 3, model=tensors_of(3))
+        assert names(saved) == before
         assert newest(saved) == 2  # loading needs no lock
         other.kill()  # without a chance to clean up
         other.wait()
     save_checkpoint(saved, 3, model=tensors_of(3))
     assert (saved / ".lock").read_bytes() == b""  # nobody is saving
-    assert names(saved) == [*before, "step-00000003"]
-
-
-def save_at_once(rank: int, num_ranks: int, directory: str) -> str:
-    """Each rank is a job of its own; rank 1 comes while rank 0 writes."""
-    alone = dist.new_group([rank], use_local_synchronization=True)
-
-    def slowly(path: Path, data: bytes, write: Any = files.write) -> None:
-        Path(directory, "writing").touch()
-        wait_for(Path(directory, "refused"))
-        write(path, data)
-
-    try:
-        if rank == 1:
-            wait_for(Path(directory, "writing"))
-        with patch.object(files, "write", slowly if rank == 0 else files.write):
-            return save_both(0, 1, f"{directory}/c", 1 + rank, group=alone)
-    finally:
-        Path(directory, "refused").touch()
-
-
-def test_the_first_of_two_jobs_is_not_disturbed(cluster, tmp_path: Path):
-    first, second = cluster(2).run(save_at_once, str(tmp_path))
-    assert first == "saved"
-    assert f"another job is saving to {tmp_path}/c" in second
-    assert newest(tmp_path / "c") == 1
+    assert names(saved) == [*before[1:], "step-00000003"]
 
 
 def test_a_file_system_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -119,10 +119,7 @@ def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
 def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool) -> tuple[int, list[str]]:
     findings = Findings()
     real = routed_experts.expert_parallel_mlp
-    with (
-        open_heap("cpu", num_bytes=16 << 20) as heap,
-        patched(autospec=True) as spy,
-    ):
+    with open_heap("cpu", num_bytes=16 << 20) as heap, patched(autospec=True) as spy:
         spy.side_effect = real
         layer, waits = make_layers(heap, **options)
         for number, call in enumerate(make_calls(rank, seed=num_ranks)):
@@ -186,10 +183,7 @@ def check_after_errors(rank: int, num_ranks: int) -> list[str]:
                 except ArgumentError:
                     pass
             if number % 7 == 6 and rank == 0:
-                with (
-                    pytest.raises(RuntimeError, match="user"),
-                    patched(fails),
-                ):
+                with pytest.raises(RuntimeError, match="user"), patched(fails):
                     layer(x, topk_idx=ids, probs=probs)
             elif number % 7 == 6:
                 with pytest.raises(Exception, match="user"):
@@ -213,10 +207,7 @@ def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[
     """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
     findings = Findings()
     real = routed_experts.expert_parallel_mlp
-    with (
-        open_heap("cpu", num_bytes=16 << 20) as heap,
-        patched(autospec=True) as spy,
-    ):
+    with open_heap("cpu", num_bytes=16 << 20) as heap, patched(autospec=True) as spy:
         spy.side_effect = real
         layer, waits = make_layers(heap)
         for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):

@@ -204,20 +204,20 @@ def test_more_than_two_to_the_31_elements():
 def test_public_functions_choose_these_kernels(monkeypatch):
     """And the others for what these do not take; repeated calls, which skip the JIT, say the same."""
     p, called = Problem(SPLITS[0], EXACT, BF16, SWIGLU), []
-    for name in ("launch_gemm", "launch_act", "launch_dact"):
-        kernel = getattr(launchers, name)
+    for name in ("grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact"):
+        kernel, takes = launchers.LAUNCHERS[name]
 
         def recorded(*args, _kernel=kernel, _name=name, **options):
             called.append(_name)
             return _kernel(*args, **options)
 
-        monkeypatch.setattr(launchers, name, recorded)
+        monkeypatch.setitem(launchers.LAUNCHERS, name, (recorded, takes))
     results = []
     for _ in range(3):
         out = p.blank(p.ffn)
         gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_range, out)
         results.append((out, *forward(p, p.rows), *backward(p, p.rows, p.h, with_dbias=False)[:2]))
-    assert called == ["launch_gemm", "launch_act", "launch_dact"] * 3
+    assert called == ["grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact"] * 3
     for again in results[1:]:
         for left, right in zip(again, results[0], strict=True):
             assert torch.equal(left, right)

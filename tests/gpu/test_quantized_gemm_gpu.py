@@ -314,20 +314,20 @@ def test_more_than_two_to_the_31_elements():
 @on_hopper
 def test_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     called = []
-    for name in ("launch_fp8_gemm", "launch_fp8_wgrad"):
-        kernel = getattr(HOPPER, name)
+    for name in ("grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"):
+        kernel, takes = HOPPER.LAUNCHERS[name]
 
         def recorded(*args, _kernel=kernel, _name=name, **options):
             called.append(_name)
             return _kernel(*args, **options)
 
-        monkeypatch.setattr(HOPPER, name, recorded)
+        monkeypatch.setitem(HOPPER.LAUNCHERS, name, (recorded, takes))
     p, q = (problem("fp8", SPLITS[0], (512, 256), exact=True, kind=kind) for kind in (Problem, WgradProblem))
     assert torch.equal(product(p, kernels=kernels_of_device()), p.expected().to(BF16))
     out = torch.zeros(q.shape, device=DEVICE)
     q.run(kernels_of_device(), out, accumulate=True)
     assert torch.equal(out.double(), q.expected())
-    assert called == ["launch_fp8_gemm", "launch_fp8_wgrad"]
+    assert called == ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"]
 
 
 @pytest.mark.parametrize("recipe", [MXFP8(), NVFP4()], ids=["mxfp8", "nvfp4"])

@@ -7,6 +7,7 @@ import torch
 from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, Case, differences, run_case
 
+from symmoe import kernels
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.routing_rule import RoutingRule
@@ -41,15 +42,11 @@ REALISTIC = {
 
 @pytest.fixture(scope="module")
 def gpu():
-    from symmoe.kernels import gpu
-
-    return gpu
+    return kernels.for_device(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("name", [*CASES, *REALISTIC])
 def test_kernels_match_twins(gpu, name):
-    from symmoe.kernels import twin
-
     case = (CASES | REALISTIC)[name]
     theirs = run_case(twin, case, DEVICE)
     for _ in range(2):  # results are the same every time

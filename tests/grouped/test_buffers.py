@@ -290,8 +290,7 @@ def test_a_gradient_whose_lease_was_released(op, heap):
 
 
 def test_a_gradient_of_an_activation_whose_lease_was_released(heap):
-    h = torch.randn(N, H, requires_grad=True)
-    out = ScaledSwiGLU()(h, torch.ones(N))
+    out = ScaledSwiGLU()(torch.randn(N, H, requires_grad=True), torch.ones(N))
     with pytest.raises(StaleLease, match=r"^d_y is memory of lease 'mine'"):
         out.backward(released(heap, out.detach()))
 
@@ -426,13 +425,6 @@ def test_a_buffer_that_is_used_again(op, program):
         check()
     else:
         right_or_error(compute, check)
-
-
-def test_outputs_in_a_row_share_a_buffer(op):
-    out = buffer()
-    y = op(op.inputs.x, out=out)
-    with pytest.raises(ArgumentError, match=r"out .*overlaps"):
-        op(y, out=out)
 
 
 def square_of_out(op: Op, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:

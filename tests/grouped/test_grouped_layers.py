@@ -49,7 +49,7 @@ from symmoe.moe.ownership import named_parameters
 
 PLAIN = Case(buffers=())
 FORMS = ("packed", "discrete")
-ALONE = ("linear", "mlp")
+ONE_LAYER_OR_MLP = ("linear", "mlp")
 
 
 def filled(case, inputs, **options) -> GroupedMLP:
@@ -137,7 +137,7 @@ def test_splits(kind, splits):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("way", ALONE)
+@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_no_rows(shape, bias, way):
     case = Case(bias=bias, buffers=())
     inputs = inputs_of(way, case)
@@ -156,7 +156,7 @@ def test_no_rows(shape, bias, way):
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
 @pytest.mark.parametrize("buffers", BUFFERS, ids=str)
 @pytest.mark.parametrize("is_nd", [False, True])
-@pytest.mark.parametrize("way", ALONE)
+@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_forward_without_gradients(mode, buffers, is_nd, way):
     case = Case(is_nd=is_nd, buffers=buffers)
     inputs = inputs_of(way, case)
@@ -167,7 +167,7 @@ def test_forward_without_gradients(mode, buffers, is_nd, way):
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("weights", FORMS)
-@pytest.mark.parametrize("way", ALONE)
+@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_autocast(main_grad, delayed, weights, way):
     check_autocast(way, Case(main_grad=main_grad, delayed=delayed), weights)
 
@@ -182,7 +182,7 @@ def test_the_same_bits_every_time(dtype):
         assert_same_results(again, first, sizes)
 
 
-# -- GroupedMLP alone -------------------------------------------------------------------------------------------------
+# -- GroupedMLP -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", FORMS)
@@ -230,7 +230,7 @@ def test_first_micro_batch_overwrites_both(first):
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2", "fc", "weight", "x", "scale", "bias", "nothing"])
-@pytest.mark.parametrize("way", ALONE)
+@pytest.mark.parametrize("way", ONE_LAYER_OR_MLP)
 def test_some_inputs_take_no_gradient(way, frozen):
     """The buffer for the gradient of x is written if x takes one."""
     inputs, buffers = inputs_of(way, PLAIN), Buffers(grad_input_out=torch.full((TINY.num_rows, TINY.hidden), SENTINEL))
@@ -281,7 +281,10 @@ def test_wrong_arguments(change, parts):
         ({"ffn": 0}, r"ffn \(0\) must be at least 1"),
         ({"num_groups": None}, r"num_groups \(None\) must be an int, not NoneType"),
         ({"dtype": torch.int64}, r"dtype \(torch\.int64\) must be one of torch\.float32, "),
-        ({"activation": "swiglu"}, r"activation \('swiglu'\) must be a ScaledActivation, or None"),
+        (
+            {"activation": "gelu"},
+            r"activation \('gelu'\) must be a ScaledActivation, or None; it takes an Activation: .*gelu.*run by parts",
+        ),
         ({"activation": ScaledSwiGLU}, r"activation \(<class .*\) must be a ScaledActivation, or None"),
     ],
 )

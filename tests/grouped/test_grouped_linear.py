@@ -32,7 +32,7 @@ from grouped_cases import (
 )
 from torch.nn.utils import parametrize
 
-from symmoe import GroupedLinear
+from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleRows
 
 OUT = LINEAR_OUT
@@ -582,17 +582,6 @@ def test_no_second_derivatives():
         d_x.sum().backward()
 
 
-def test_backward_twice():
-    layer, inputs = layer_and_inputs()
-    y = layer(inputs.x, inputs.splits)
-    y.backward(inputs.d_y, retain_graph=True)
-    first = layer.weight.grad.clone()
-    y.backward(inputs.d_y)
-    assert_same_bits(layer.weight.grad, 2 * first)
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward(inputs.d_y)
-
-
 def test_weight_changed_before_backward():
     layer, inputs = layer_and_inputs()
     x = inputs.x.clone().requires_grad_()
@@ -622,6 +611,20 @@ def test_discrete_weights_that_do_not_fit_each_other(change, parts):
     layer.weight1.data = change(layer.weight1.data)
     with refused(*parts):
         layer(inputs.x, inputs.splits)
+
+
+@pytest.mark.parametrize("g", [0, 2])
+def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(g):
+    """The first weight decides nothing: a layer has one dtype."""
+    mlp, (x, scale) = GroupedMLP(4, 16, 16, weights="discrete"), (torch.ones(4, 16), torch.ones(4))
+    getattr(mlp.fc1, f"weight{g}").data = getattr(mlp.fc1, f"weight{g}").data.bfloat16()
+    calls = {"linear": lambda: mlp.fc1(x, [1] * 4), "mlp": lambda: mlp(x, [1] * 4, scale)}
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap, experts=mlp)
+        for cast in (None, torch.bfloat16, torch.float16):
+            for call in (*calls.values(), lambda: layer(x)):
+                with torch.autocast("cpu", cast, enabled=cast is not None), refused("torch.bfloat16"):
+                    call()
 
 
 @pytest.mark.parametrize("main_grad", [False, True])

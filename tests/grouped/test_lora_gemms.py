@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import run_on
 from lora_cases import (
     ALPHA,
     FFN,
@@ -22,7 +23,6 @@ from lora_cases import (
     rows_of_experts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
@@ -45,7 +45,20 @@ def routing(num_ranks: int) -> torch.Tensor:
     return topk_idx.view(num_ranks, TOKENS, TOP_K)
 
 
-def check_step(rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict) -> list[str]:
+STEPS = (
+    (torch.float32, 4, {"bias": False, "static": False, "weights": "packed", "order": "rank"}),
+    (torch.float32, 16, {"bias": True, "static": True, "weights": "discrete", "order": "slot"}),
+    (torch.bfloat16, 4, {"bias": True, "static": False, "weights": "packed", "order": "slot"}),
+    (torch.bfloat16, 16, {"bias": False, "static": True, "weights": "packed", "order": "rank"}),
+)
+
+
+@pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_the_step_equals_dense_weights(
+    rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict
+) -> list[str]:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
     findings = Findings()
     topk_idx = routing(num_ranks)
@@ -96,21 +109,7 @@ def check_step(rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, op
     return findings.texts
 
 
-STEPS = (
-    (torch.float32, 4, {"bias": False, "static": False, "weights": "packed", "order": "rank"}),
-    (torch.float32, 16, {"bias": True, "static": True, "weights": "discrete", "order": "slot"}),
-    (torch.bfloat16, 4, {"bias": True, "static": False, "weights": "packed", "order": "slot"}),
-    (torch.bfloat16, 16, {"bias": False, "static": True, "weights": "packed", "order": "rank"}),
-)
-
-
-@pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_step_equals_dense_weights(cluster, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict):
-    assert [t for texts in cluster(num_ranks).run(check_step, dtype, lora_rank, options) for t in texts] == []
-
-
-# -- experts alone ----------------------------------------------------------------------------------------------------
+# -- experts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -145,7 +144,7 @@ def test_experts_in_buffers_of_the_caller(bias: bool, weights: str, lora_rank: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_layer_alone(dtype: torch.dtype):
+def test_a_single_layer_with_adapters(dtype: torch.dtype):
     parameters = random_parameters(len(SPLITS), 40, FFN, 4, dtype, bias=True)
     linear = make_experts(parameters, slice(None)).fc1
     x, _, _ = rows_of_experts(dtype, 40)
@@ -257,22 +256,3 @@ def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
     assert allocations.of_at_least(smallest) == []
     experts.fc2.weight.requires_grad_(True)  # the control: its gradient is dense
     assert run(experts).of_at_least(smallest)
-
-
-@pytest.mark.parametrize("lora_rank", [8, 16, 64])
-def test_flops(lora_rank: int):
-    """2 C O + 2 r (C + O) a row forward; the same backward, and 2 r (C + O) for the adapters' gradients."""
-    num_experts, hidden, ffn, rows_each = 3, 64, 48, 32  # enough rows for the twins to pad none
-    parameters = random_parameters(num_experts, hidden, ffn, lora_rank, torch.float32, bias=False)
-    experts = make_experts(parameters, slice(None))
-    num_rows = num_experts * rows_each
-    rows = torch.randn(num_rows, hidden, requires_grad=True)
-    with FlopCounterMode(display=False) as forward:
-        y = experts(rows, [rows_each] * num_experts, torch.rand(num_rows))
-    with FlopCounterMode(display=False) as backward:
-        y.sum().backward()
-    sizes = ((hidden, 2 * ffn), (ffn, hidden))
-    frozen = 2 * num_rows * sum(c * o for c, o in sizes)
-    adapters = 2 * num_rows * lora_rank * sum(c + o for c, o in sizes)
-    assert forward.get_total_flops() == frozen + adapters
-    assert backward.get_total_flops() == frozen + 2 * adapters

@@ -18,10 +18,7 @@ N, H = TINY.num_rows, TINY.hidden
 
 
 def linears(**options) -> tuple[GroupedLinear, GroupedLinear]:
-    return (
-        make_linear(PLAIN, INPUTS.w1, INPUTS.b1, **options),
-        make_linear(PLAIN, INPUTS.w2, INPUTS.b2, **options),
-    )
+    return (make_linear(PLAIN, INPUTS.w1, INPUTS.b1, **options), make_linear(PLAIN, INPUTS.w2, INPUTS.b2, **options))
 
 
 def experts(**options) -> Sequential:
@@ -48,7 +45,7 @@ def num_fused(monkeypatch) -> list[int]:
 
 
 class Notes(nn.Module):
-    """Keeps what it is called with; takes `note` alone."""
+    """Keeps what it is called with; takes only `note`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,11 +166,7 @@ def test_extra_inputs_go_from_left_to_right():
 
 @pytest.mark.parametrize(
     ("key", "notes"),
-    [
-        (lambda m: {0: 7}, [[7], [None]]),
-        (lambda m: {-2: 7}, [[7], [None]]),
-        (lambda m: {m[1]: 7, 0: 8}, [[8], [7]]),
-    ],
+    [(lambda m: {0: 7}, [[7], [None]]), (lambda m: {-2: 7}, [[7], [None]]), (lambda m: {m[1]: 7, 0: 8}, [[8], [7]])],
 )
 def test_keywords_go_to_the_module_that_is_addressed(key, notes):
     model = Sequential(Notes(), Notes())

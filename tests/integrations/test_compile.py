@@ -23,7 +23,8 @@ from worker import Watching, without_semaphores
 import symmoe
 import symmoe.moe.torch_operators
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
-from symmoe.moe import torch_operators
+from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.moe import routing, torch_operators
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
@@ -291,15 +292,16 @@ def test_operators_pass_torchs_own_checks(heap, monkeypatch):
     tensors = [tensor.detach() for tensor in (x, probs, *weights)]
     backward = (torch.randn(3, HIDDEN), state, tensors, call_of(layer))
     check(torch.ops.symmoe.moe_backward.default, backward)
-    rule = ("sigmoid", True, 2, 1, 1.5, heap.number)
+    grouped = RoutingRule(score="sigmoid", num_groups=2, top_groups=1, route_scale=1.5)
+    numbers, plain = (routing._packed(2, rule, heap) for rule in (grouped, RoutingRule()))
     router, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
     for dtype in (torch.bfloat16, torch.float32):
         rows = torch.randn(5, HIDDEN).to(dtype).requires_grad_()
         for given in (None, chosen):
-            check(torch.ops.symmoe.route.default, (rows, router, bias, given, 2, *rule))
-        detached = rows.detach(), router.detach(), chosen.relu(), scores
-        gradient = (torch.rand(5, 4), torch.rand(5, 2), None, *detached, "softmax", True, 1.0, heap.number)
+            check(torch.ops.symmoe.route.default, (rows, router, bias, given, numbers))
+        detached = [rows.detach(), router.detach(), chosen.relu(), scores]
+        gradient = (torch.rand(5, 4), torch.rand(5, 2), None, detached, plain)
         check(torch.ops.symmoe.route_gradients.default, gradient)
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
     check(torch.ops.symmoe.load_so_far.default, (step_load, load))

@@ -561,27 +561,6 @@ def test_main_grad_of_a_rank_without_tokens(ranks):
     assert all(max(rows) == 0 for rows in second)
 
 
-@pytest.mark.parametrize("name", ["plain", "overlapped shared expert", "recomputed MoE layers"])
-@run_on(2, fixture="ranks")
-def test_several_micro_batches_in_flight(rank: int, num_ranks: int, name: str) -> None:
-    """Three micro-batches, two of them in flight (forward, forward, backward, forward, backward, backward)."""
-    fields = FIELDS[name]
-    use_groups(ep=2)
-    config = config_of(**fields)
-    found = {}
-    with opened_heap() as heap:
-        for form, form_spec in forms_of(reference_spec(config), heap).items():
-            model = model_of(config, form_spec)
-            batches = [_changed_batch(step) for step in range(3)]
-            waiting = [model(**batches[0]).mean(), model(**batches[1]).mean()]
-            waiting.pop(0).backward()
-            waiting.append(model(**batches[2]).mean())
-            while waiting:
-                waiting.pop(0).backward()
-            found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
-    check_equal(found)
-
-
 @pytest.mark.parametrize("num_chunks", [2, pytest.param(None, marks=_SLOW)])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW)])
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers", "recomputed layers", "overlapped shared expert"])
@@ -626,28 +605,6 @@ def test_heap_of_an_interleaved_stage_is_exact(ranks, name: str):
     """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) is enough, no smaller one is."""
     names = ("stage", "num_stages", "layers_per_chunk", "group_size", "recompute")
     ranks(2).run(heap_of_stage, **dict(zip(names, _STAGES[name], strict=True)))
-
-
-@pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
-@run_on(2, fixture="ranks")
-def test_a_step_leaves_nothing_on_the_heap(rank: int, num_ranks: int, name: str) -> None:
-    """A step leaves nothing on the heap; until backward, rows lie there if they are not computed again."""
-    fields = FIELDS[name]
-    keeps_rows = name == "plain"
-    use_groups(ep=2)
-    config = config_of(**fields)
-    with opened_heap() as heap:
-        spec = use_symmoe(reference_spec(config), heap)
-        model = model_of(config, spec)
-        assert heap.leased_bytes == 0
-        with torch.no_grad():
-            model(**batch_of())
-        assert heap.leased_bytes == 0
-        losses = model(**batch_of())
-        assert (heap.leased_bytes > 0) == keeps_rows
-        losses.mean().backward()
-        del losses
-        assert heap.leased_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])

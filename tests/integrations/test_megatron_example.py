@@ -146,28 +146,6 @@ def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | No
         time_layers(layers, x, torch.randn_like(x), **arguments)
 
 
-@pytest.mark.parametrize("trans_b", [False, True])
-def test_grouped_gemm_stand_in(trans_b: bool):
-    """As the package: one product per group, and gradients of both operands; groups without rows too."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([5, 0, 2, 9])
-    a = torch.randn(16, 16, generator=generator).bfloat16().requires_grad_()
-    b = torch.randn(4, 24, 16, generator=generator).bfloat16()
-    b = (b if trans_b else b.transpose(1, 2).contiguous()).requires_grad_()
-    dy = torch.randn(16, 24, generator=generator).bfloat16()
-    y = module_of("megatron_without_te").gmm(a, b, sizes, trans_b)
-    y.backward(dy)
-    matrices = (b if trans_b else b.transpose(1, 2)).detach().float()  # [G, 24, 16]
-    groups = [part.tolist() for part in torch.arange(16).split(sizes.tolist())]
-    want_y = torch.cat([a[rows].detach().float() @ matrices[g].t() for g, rows in enumerate(groups)])
-    want_a = torch.cat([dy[rows].float() @ matrices[g] for g, rows in enumerate(groups)])
-    want_b = torch.stack([dy[rows].float().t() @ a[rows].detach().float() for rows in groups])
-    found_b = b.grad if trans_b else b.grad.transpose(1, 2)
-    for found, want in ((y, want_y), (a.grad, want_a), (found_b, want_b)):
-        torch.testing.assert_close(found.detach().float(), want, rtol=2e-2, atol=5e-2)
-    assert not b.grad[1].any()
-
-
 @pytest.mark.parametrize("num_groups", [4, 2])
 def test_fused_attention(num_groups: int):
     """Softmax of the scaled scores of a position and those before it, times their values; heads share a group's."""

@@ -21,7 +21,7 @@ from worker import open_heap, without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
-from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
+from symmoe.integrations.transformers import StepConfig, swap_moe
 from symmoe.integrations.transformers.families import experts_modules
 
 H = 32  # of the tiny models
@@ -60,11 +60,6 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
     assert all(tensor.abs().max() > 0 for tensor in expected.values())
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert_same(step(compiled, tokens()), expected)
-    with torch.no_grad():  # negative control
-        experts = next(m for m in block.modules() if isinstance(m, ExpertParallelExperts))
-        experts.mlp.fc2.weight[:2] = experts.mlp.fc2.weight[:2].flip(0)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(step(compiled, tokens()), expected)
 
 
 @pytest.mark.slow

@@ -14,10 +14,9 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 import transformers
-from hf_cases import BOUND, WRONG, batch_of, error, mean_gradients, random_model
+from hf_cases import BOUND, batch_of, error, mean_gradients, random_model
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from worker import open_heap
 
 from symmoe.errors import ArgumentError
@@ -63,8 +62,6 @@ def train(rank: int, num_ranks: int, folder: str, ep_size: int, names: tuple[str
             assert (heap.high_water_bytes > before) == (name == "symmoe")
         if target:
             model.save_pretrained(target)
-    wrong = {key: gradient.flip(0) if ".experts." in key else gradient for key, gradient in got.items()}
-    assert max(error(wrong[key], want[key]) for key in want) > WRONG
 
 
 @pytest.mark.parametrize(
@@ -100,13 +97,3 @@ def refusals(rank: int, num_ranks: int, folder: str) -> None:
 def test_heap_of_other_ranks_is_refused(cluster, tmp_path: Path):
     random_model("olmoe").save_pretrained(tmp_path)
     cluster(2).run(refusals, str(tmp_path))
-
-
-def test_registers_a_subclass_and_only_when_asked(cluster):
-    assert "symmoe" not in EPImplementationInterface()
-    with open_heap("cpu") as heap:
-        register(heap)
-        try:
-            assert issubclass(EPImplementationInterface()["symmoe"], EPImplementation)
-        finally:
-            del EPImplementationInterface._global_mapping["symmoe"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cluster import run_on
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
@@ -96,34 +97,6 @@ def test_normalised_scores_add_up_to_one():
     torch.testing.assert_close(shares[0].double(), (r := scores[0].half().double()) / r.sum(), rtol=1e-6, atol=0)
 
 
-def test_load_balance_loss_is_one_when_balanced_and_e_when_collapsed():
-    uniform = torch.full((TOKENS, EXPERTS), 1 / EXPERTS)
-    assert balance.load_balance_loss(uniform, torch.full((EXPERTS,), 8)).item() == pytest.approx(1)
-    collapsed, load = torch.zeros(TOKENS, EXPERTS), torch.zeros(EXPERTS, dtype=torch.int64)
-    collapsed[:, 3], load[3] = 1, 48
-    assert balance.load_balance_loss(collapsed, load).item() == pytest.approx(EXPERTS)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_mean_over_ranks_is_the_loss_of_the_global_batch(num_ranks: int):
-    """Values and gradients, with the load of all ranks; a load per rank would give something else."""
-    whole, cut = (make_scores().softmax(-1).detach()[:12].requires_grad_() for _ in range(2))
-    shards, load = cut.chunk(num_ranks), torch.tensor(count(whole.topk(TOP_K).indices))
-    expected = balance.load_balance_loss(whole, load)
-    assert_same(sum(balance.load_balance_loss(s, load) for s in shards) / num_ranks, expected, cut, whole)
-    own = [torch.tensor(count(shard.topk(TOP_K).indices)) for shard in shards]
-    per_rank = sum(map(balance.load_balance_loss, shards, own)) / num_ranks
-    assert abs(per_rank.item() - expected.item()) > 1e-3
-
-
-def test_load_has_no_gradient_and_pushes_scores_off_busy_experts():
-    logits = torch.zeros(TOKENS, EXPERTS, requires_grad=True)
-    balance.load_balance_loss(logits.softmax(-1), torch.tensor([30, 18, 0, 0, 0, 0])).backward()
-    push = -logits.grad.sum(0)  # the direction of descent
-    assert push[0] < push[1] < 0 < push[2]
-    torch.testing.assert_close(push[2:], push[2:3].expand(4))
-
-
 LOAD = torch.tensor([5, 1, 0, 9, 2, 3])
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]] = {
     "z": balance.z_loss,
@@ -133,9 +106,9 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]] =
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_padding_does_not_count(loss: str):
-    value, mask, scores, alone = LOSSES[loss], make_mask(), make_scores(), make_scores()
-    want = value(alone[mask], None)
-    assert_same(value(scores, mask), want, scores, alone)
+    value, mask, scores, kept = LOSSES[loss], make_mask(), make_scores(), make_scores()
+    want = value(kept[mask], None)
+    assert_same(value(scores, mask), want, scores, kept)
     assert not scores.grad[~mask].any()
     assert abs(float(value(make_scores(), None).detach() - want.detach())) > 1e-3
     assert value(make_scores(), torch.zeros_like(mask)).item() == 0
@@ -197,7 +170,9 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)) + 0.2
 
 
-def check_layer_losses(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
@@ -223,10 +198,10 @@ def check_layer_losses(rank: int, num_ranks: int) -> list[str]:
             routed = layer.router(batch(rank, number).view(-1, H))
             want = 0.5 * loop_loss(routed.scores, count(torch.cat(seen)))
             findings.close(f"global, micro-batch {number}", metrics.aux_loss, want, rtol=1e-6, atol=0)
-            alone = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
-            is_alone = num_ranks == 1 and number in (0, 3)
-            differs = abs(float(alone.detach()) - float(want.detach())) > 1e-3
-            findings.check(differs != is_alone, f"micro-batch {number} would do with its own load")
+            of_rank = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
+            is_whole = num_ranks == 1 and number in (0, 3)
+            differs = abs(float(of_rank.detach()) - float(want.detach())) > 1e-3
+            findings.check(differs != is_whole, f"micro-batch {number} would do with its own load")
             (gradient,) = torch.autograd.grad(metrics.aux_loss, layer.router.weight, retain_graph=True)
             (wanted,) = torch.autograd.grad(want, layer.router.weight)
             findings.close("gradient of global", gradient, wanted, rtol=1e-4, atol=1e-7)
@@ -239,8 +214,3 @@ def check_layer_losses(rank: int, num_ranks: int) -> list[str]:
         want = 0.5 * loop_loss(routed.scores, count(routed.chosen_idx))
         findings.close("before drops", metrics.aux_loss, want, rtol=1e-6, atol=0)
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_losses_of_a_layer(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_layer_losses) == []

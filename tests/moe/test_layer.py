@@ -11,7 +11,7 @@ import oracle
 import pytest
 import routings
 import torch
-from cluster import on_ranks
+from cluster import on_ranks, run_on
 from layers import H, I, config_for, make_layer, shapes, tokens_of
 from mlp_oracle import check_mlp, compare
 from torch.utils.hooks import RemovableHandle
@@ -63,7 +63,19 @@ def test_expert_parallel_mlp_is_the_oracle_on_gpus(cluster, num_ranks: int, dtyp
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
 
 
-def check_layer(rank: int, num_ranks: int, device: str, options: dict) -> list[str]:
+LAYER_OPTIONS = (
+    {},
+    {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
+    {"aux_loss_coef": 0.1, "z_loss_coef": 0.01},
+    {"capacity": 200, "max_tokens": 28},
+    {"capacity": 9, "max_tokens": 28, "overflow": "drop"},
+)
+
+
+@pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
+@on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
+@run_on()
+def test_layer_is_the_oracle(rank: int, num_ranks: int, device: str, options: dict) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}, {options}"
     config = config_for(num_ranks, device, **options)
@@ -106,21 +118,6 @@ def check_layer(rank: int, num_ranks: int, device: str, options: dict) -> list[s
         compare(findings, "dw2", layer.experts.fc2.weight.grad, want.dweights[1][mine], torch.float32)
         findings.equal("leased bytes", heap.leased_bytes, 0)
     return findings.texts
-
-
-LAYER_OPTIONS = (
-    {},
-    {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
-    {"aux_loss_coef": 0.1, "z_loss_coef": 0.01},
-    {"capacity": 200, "max_tokens": 28},
-    {"capacity": 9, "max_tokens": 28, "overflow": "drop"},
-)
-
-
-@pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
-@on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
-def test_layer_is_the_oracle(cluster, num_ranks: int, device: str, options: dict):
-    assert cluster(num_ranks, device).findings(check_layer, device, options) == []
 
 
 def check_dtypes(rank: int, num_ranks: int, device: str) -> list[str]:

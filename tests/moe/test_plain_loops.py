@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import on_ranks
+from cluster import on_ranks, run_on
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import open_heap
@@ -217,7 +217,9 @@ def test_right_loops_are_not_warned(cluster, name: str, num_ranks: int, device: 
     assert cluster(num_ranks, device).run(said, device, "right", name) == [[], []]
 
 
-def elsewhere(rank: int, num_ranks: int, device: str) -> None:
+@on_ranks(cpu=(2,), cuda=(2,))
+@run_on()
+def test_parameters_elsewhere(rank: int, num_ranks: int, device: str) -> None:
     """Experts of one rank are on another device than the heap, for a while."""
     with open_heap(device) as heap:
         model = right(heap)
@@ -230,11 +232,6 @@ def elsewhere(rank: int, num_ranks: int, device: str) -> None:
             loss_of(model, rank)
         model.moe.experts.fc2.weight = weight
         assert torch.equal(loss_of(model, rank), wanted)
-
-
-@on_ranks(cpu=(2,), cuda=(2,))
-def test_parameters_elsewhere(cluster, num_ranks: int, device: str):
-    cluster(num_ranks, device).run(elsewhere, device)
 
 
 def broadcast(rank: int, num_ranks: int) -> None:

@@ -84,33 +84,6 @@ def test_every_mode_equals_numpy(mode: tuple[object, ...]):
     assert_equals_oracle(router(x), oracle(x, router))
 
 
-def test_groups_limit_the_choice():
-    # Every token's best expert is in group 0, but the sigmoid worth of a group is its best two together.
-    router = make_router(score="sigmoid", num_experts=4, num_groups=2, top_groups=1, top_k=2)
-    logits = torch.tensor([2.0, -9.0, 1.0, 1.5])
-    x = torch.ones(1, HIDDEN)
-    router.weight.data = (logits / HIDDEN).unsqueeze(1).expand(4, HIDDEN).clone()
-    assert router(x).topk_idx.tolist() == [[3, 2]]
-    best = make_router(num_experts=4, num_groups=2, top_groups=1, top_k=2)  # softmax: best one
-    best.weight.data = router.weight.data
-    assert best(x).topk_idx.tolist() == [[0, 1]]
-
-
-def test_bias_steers_selection_but_not_probs():
-    plain, biased = make_router(renormalize=False), make_router(renormalize=False, expert_bias=True)
-    biased.weight.data = plain.weight.data
-    x = make_tokens()
-    biased.expert_bias.zero_()
-    assert torch.equal(biased(x).topk_idx, plain(x).topk_idx)
-
-    biased.expert_bias[5] = 10.0
-    output, before = biased(x), plain(x)
-    assert (output.topk_idx[:, 0] == 5).all()
-    assert not torch.equal(output.topk_idx, before.topk_idx)
-    assert torch.equal(output.scores, before.scores)
-    assert torch.equal(output.probs, before.scores.gather(1, output.topk_idx.long()))
-
-
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
 def test_ties_go_to_the_lowest_id(groups: tuple[int, int]):
     router = make_router(num_groups=groups[0], top_groups=groups[1], top_k=5)
@@ -176,22 +149,6 @@ def test_is_fp32_under_autocast_and_for_half_precision_tokens():
     for name in ("topk_idx", "probs", "scores", "logits"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
         assert getattr(output, name).dtype == getattr(expected, name).dtype
-
-
-def test_casting_a_model_leaves_the_router_in_fp32():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), make_router(expert_bias=True))
-    before = model[1].weight.detach().clone()
-    model.to(torch.bfloat16)
-    assert model[0].weight.dtype == torch.bfloat16
-    assert model[1].weight.dtype == model[1].expert_bias.dtype == torch.float32
-    assert torch.equal(model[1].weight, before)
-
-
-def test_state_dict_holds_the_bias():
-    source, target = make_router(seed=0, expert_bias=True), make_router(seed=1, expert_bias=True)
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(target.expert_bias, source.expert_bias)
-    assert set(make_router().state_dict()) == {"weight"}
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cluster import on_ranks
+from cluster import on_ranks, run_on
 from layers import WAYS, H, I, config_for, make_layer, tokens_of
 from stacks import NUM_LAYERS, Stack, batch, check_ways, compare_bits, pipeline, run_schedule, step
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
+import symmoe
+from symmoe import GroupedMLP, MoEConfig, MoELayer, Router, ScaledSReLU, SymmetricHeap, plan_memory
 from symmoe.checks.arguments import CHOICES
 from symmoe.errors import ArgumentError, HeapExhausted
+from symmoe.moe.router import RouterOutput
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES
 
 STASHES = CHOICES["stash"]
@@ -23,7 +25,9 @@ STASHES = CHOICES["stash"]
 # -- what is kept for backward ----------------------------------------------------------------------------------------
 
 
-def check_stashes(rank: int, num_ranks: int, device: str) -> list[str]:
+@on_ranks(cpu=(1, 2, 3), cuda=(1, 2))
+@run_on()
+def test_stashes_give_the_same_bits(rank: int, num_ranks: int, device: str) -> list[str]:
     findings = Findings()
     for limits in ({}, {"capacity": 64, "max_tokens": 8}):
         for order in ("rank", "slot"):
@@ -44,11 +48,6 @@ def check_stashes(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-@on_ranks(cpu=(1, 2, 3), cuda=(1, 2))
-def test_stashes_give_the_same_bits(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check_stashes, device) == []
-
-
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
 
 
@@ -67,7 +66,10 @@ def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: tor
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
+@pytest.mark.slow
+@on_ranks(cpu=(2,), cuda=(2, 8))
+@run_on()
+def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> list[str]:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
     findings = Findings()
     num_batches = 5
@@ -85,11 +87,11 @@ def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
             )
             with open_heap(device, num_bytes=plan.heap_bytes) as heap:
                 model = Stack(heap, config)
-                alone = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
-                want = run_schedule(model, heap, alone)
+                serial = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
+                want = run_schedule(model, heap, serial)
                 compare_bits(findings, run_schedule(model, heap, pipeline(num_batches, in_flight)), want)
                 if in_flight == 2:  # the last one first; two gradients add up to the same bits in either order
-                    want = run_schedule(model, heap, alone[:4])
+                    want = run_schedule(model, heap, serial[:4])
                     turns = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
                     compare_bits(findings, run_schedule(model, heap, turns), want)
                 findings.equal("leased bytes", heap.leased_bytes, 0)
@@ -98,13 +100,9 @@ def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.slow
-@on_ranks(cpu=(2,), cuda=(2, 8))
-def test_one_forward_one_backward(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check_pipeline, device) == []
-
-
-def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str]:
     """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
@@ -119,7 +117,7 @@ def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
         except HeapExhausted as caught:
             error = str(caught)
         findings.check(error is not None, "the heap was not exhausted")
-        for part in ("lease '", f"num_bytes (now {num_bytes})", "high-water mark"):
+        for part in ("lease '", f"(now {num_bytes})", "high-water mark"):
             findings.check(part in (error or ""), f"{part!r} is not in {error!r}")
         model.zero_grad(set_to_none=True)
         gc.collect()
@@ -129,11 +127,8 @@ def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_heap_that_is_a_block_too_small(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_exhaustion) == []
-
-
-def check_exceptions(rank: int, num_ranks: int) -> list[str]:
+@run_on()
+def test_exceptions_between_forward_and_backward(rank: int, num_ranks: int) -> list[str]:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
@@ -175,12 +170,84 @@ def check_exceptions(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_exceptions_between_forward_and_backward(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_exceptions) == []
-
-
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
+
+
+class TakesTokensOnly(Router):
+    def forward(self, x: torch.Tensor) -> RouterOutput:  # type: ignore[override]
+        return super().forward(x)
+
+
+class ReturnsTensors(Router):
+    def forward(self, x: torch.Tensor, **options: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        routed = super().forward(x, **options)
+        return routed.topk_idx, routed.probs
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+    """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+        x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
+        want, wrapped = layer(x)[0], torch.nn.Sequential(router)
+        for name, made, text in (
+            ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
+            (
+                "router",
+                TakesTokensOnly(layer.config),
+                "router (TakesTokensOnly) must be a Router, called as router(x, ",
+            ),
+            ("router", ReturnsTensors(layer.config), "router returns tuple; it must return a RouterOutput"),
+            ("router", wrapped, "router (Sequential) must be a Router"),
+            ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
+        ):
+            findings.where = f"rank {rank} of {num_ranks}, {text}"
+            if rank == 0:
+                setattr(layer, name, made)
+            try:
+                layer(x)
+            except ArgumentError as error:
+                findings.check(
+                    text in str(error) and "MoELayer" in str(error) + "MoELayer" * ("returns" in text), str(error)
+                )
+            else:
+                findings.check(False, "nothing was raised")
+            layer.router, layer.experts = router, experts
+            findings.check(torch.equal(layer(x)[0], want), "the next call is wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int) -> list[str]:
+    """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    generator = torch.Generator().manual_seed(3)
+    local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
+    with open_heap("cpu") as heap:
+        x, topk_idx = tokens_of(rank, 6, H).requires_grad_(), (torch.arange(12) * 3 % len(every)).view(6, 2)
+        probs = torch.rand(6, 2, generator=generator).requires_grad_()
+
+        def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+            mine = every[rank * local : (rank + 1) * local]
+            return torch.cat([part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)])
+
+        plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
+        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
+        y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+        found = torch.autograd.grad(y.square().sum(), [x, probs])
+        dense = (
+            probs[..., None]
+            * torch.stack([x @ w.tanh() for w in every], 1).gather(1, topk_idx[..., None].expand(-1, -1, H))
+        ).sum(1)
+        wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
+        for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
+            findings.close(name, got, want, rtol=1e-4, atol=1e-4)
+    return findings.texts
 
 
 class Shared(torch.nn.Module):
@@ -197,7 +264,9 @@ class Shared(torch.nn.Module):
         return torch.sigmoid(self.gate(x)) * self.down(torch.nn.functional.silu(self.up(x)))
 
 
-def check_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
+@on_ranks(cpu=(1, 2), cuda=(1, 2))
+@run_on()
+def test_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     config = config_for(num_ranks, device)
@@ -227,15 +296,11 @@ def check_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-@on_ranks(cpu=(1, 2), cuda=(1, 2))
-def test_shared_expert(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).findings(check_shared_expert, device) == []
-
-
 def test_experts_must_fit_the_config():
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, schedule="always-overlapped")
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
         for wrong, text in (
+            (torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP, whose call the kernels replace"),
             (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
             (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
             (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
@@ -246,42 +311,3 @@ def test_experts_must_fit_the_config():
             assert text in str(caught.value)
         config = replace(config, activation=ScaledSReLU().activation)
         assert MoELayer(config, heap).experts.activation.activation == config.activation
-
-
-def check_other_experts(rank: int, num_ranks: int) -> list[str]:
-    """Experts with another activation and biases, against a plain loop over tokens and slots."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
-    config = replace(config_for(num_ranks, "cpu"), activation=ScaledSReLU().activation)
-    with open_heap("cpu") as heap:
-        local = config.num_experts // num_ranks
-        torch.manual_seed(31)
-        every = GroupedMLP(config.num_experts, config.hidden, config.ffn, activation=ScaledSReLU(), bias=True)
-        mine = GroupedMLP(local, config.hidden, config.ffn, activation=ScaledSReLU(), bias=True)
-        span = slice(rank * local, (rank + 1) * local)
-        with torch.no_grad():
-            for to, source in zip(mine.parameters(), every.parameters(), strict=True):
-                to.copy_(source[span])
-        layer = MoELayer(config, heap, experts=mine)
-        x = tokens_of(rank, 6, config.hidden).requires_grad_()
-        y, _ = layer(x)
-        y.square().sum().backward()
-        dx = x.grad
-        x = x.detach().clone().requires_grad_()
-        routed = layer.router(x)
-        want = torch.zeros_like(x)
-        w1, b1, w2, b2 = every.fc1.weight, every.fc1.bias, every.fc2.weight, every.fc2.bias
-        for t in range(x.shape[0]):
-            for k in range(config.top_k):
-                e = int(routed.topk_idx[t, k])
-                out = w2[e] @ (w1[e] @ x[t] + b1[e]).relu().square() + b2[e]
-                want = want.index_add(0, torch.tensor([t]), (routed.probs[t, k] * out)[None])
-        want.square().sum().backward()
-        findings.close("y", y, want, rtol=1e-4, atol=1e-5)
-        findings.close("dx", dx, x.grad, rtol=1e-4, atol=1e-4)
-    return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_other_experts(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_other_experts) == []

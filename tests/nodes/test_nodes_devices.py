@@ -39,7 +39,7 @@ from worker import open_heap
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
-from symmoe.symm_mem import rail_peers, several_nodes
+from symmoe.symm_mem import several_nodes
 from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
 from symmoe.symm_mem.streams import NoStreams
 
@@ -145,13 +145,11 @@ def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
     """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
     is_told: list[bool] = []
     with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
-        rail = heap.nodes.rail_peers
+        rail = heap.nodes
         hear = rail.lane.hear
-        patch.setattr(
-            rail.lane, "hear", lambda bound: (is_told.append(rail._watch.waits_since is not None), hear(bound))[1]
-        )
+        patch.setattr(rail.lane, "hear", lambda bound: (is_told.append(rail._waits_since < math.inf), hear(bound))[1])
         for capture in (0, 1):
-            patch.setattr(rail_peers, "capture_id", lambda device, capture=capture: capture)
+            patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
             heap.nodes.meet(control.PHASE_START)
     return is_told[:2]
 

@@ -44,7 +44,7 @@ ROOMS = (
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
 MAY_READ_ENVIRONMENT = {
-    f"symmoe/symm_mem/{name}.py" for name in ("bootstrap", "nvshmem_backend", "host_backend", "flight_record")
+    f"symmoe/symm_mem/{name}.py" for name in ("start", "nvshmem_backend", "host_backend", "flight_record")
 }
 MAY_READ_ENVIRONMENT.add("symmoe/tools/doctor/command.py")  # what the machine's is, is its subject
 MAY_READ_ENVIRONMENT.add("symmoe/nodes/reach.py")  # where gloo listens, gloo reads there

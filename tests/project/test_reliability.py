@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
+from bad_calls import MISTAKES
 from limits import HANG_S
 from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
-from reliability import command, faults, fuzz, lifecycle, litmus, mutations
+from reliability import command, faults, fuzz, mutations
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
-from reliability.soak import slope, what_grew
-from reliability.suite import Outcome, Run, execute, side_by_side
+from reliability.suite import Run, execute
 
 SLICES = {
     "routings": (range(14), 2),  # one of each stratum; 28 below, without a mutant
@@ -133,91 +130,19 @@ def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
     assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, None, part) == ""
 
 
-def test_wrong_calls_that_there_are():
-    """On GPUs a process has one heap, and scores that are not finite are no error: nothing stands in for such calls."""
-    cpu, cuda = (fuzz.mutations_for(2, device) for device in ("cpu", "cuda"))
-    assert cpu == list(fuzz.MUTATIONS)
-    assert set(cpu) - set(cuda) == {fuzz.foreign_buffer, fuzz.closed_heap, fuzz.scores_that_are_not_finite}
-    for device, on_several in (("cpu", cpu), ("cuda", cuda)):
-        alone = fuzz.mutations_for(1, device)
-        assert set(on_several) - set(alone) == set(fuzz.ONLY_BETWEEN_RANKS)
-    assert len(SLICES["fuzz"][0]) == 3 * len(cpu)
+def test_wrong_calls_are_of_all_kinds():
+    for device in ("cpu", "cuda"):
+        assert {call for call, _ in fuzz.mistakes_for(2, device)} == set(MISTAKES)
+    assert len(fuzz.mistakes_for(2, "cpu")) > len(fuzz.mistakes_for(2, "cuda")) > 100
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------
-
-
-def test_cases_are_shared_among_jobs(launcher: Launcher):
-    run = Run(tuple(range(5)), 2, num_jobs=2)
-    assert sorted(outcome.case for outcome in litmus.SUITE.run(run, launcher)) == [0, 1, 2, 3, 4]
-
-
-def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():
-    free, streams, arena, job = 140 << 30, 1 << 20, lifecycle.ARENA_BYTES["cuda"], 600 << 20
-    taken = [job if number % 3 else 0 for number in range(50)]
-    assert lifecycle.lost_bytes([free - others for others in taken]) == 0
-    streams_kept = [free - others - streams * number for number, others in enumerate(taken)]
-    assert 0 < lifecycle.lost_bytes(streams_kept) <= lifecycle.LOST_BYTES
-    kept = [free - others - arena * number for number, others in enumerate(taken)]
-    assert lifecycle.lost_bytes(kept) > lifecycle.LOST_BYTES
-    assert lifecycle.lost_bytes(kept[:2]) == 0  # too few to tell
-
-
-def test_an_exception_of_one_work_ends_all():
-    def numbers(how_many: int) -> Iterator[Outcome]:
-        for number in range(how_many):
-            yielded.append(number)
-            time.sleep(0.05)
-            yield Outcome(number, 0.0, [])
-
-    def broken() -> Iterator[Outcome]:
-        yield Outcome(-1, 0.0, [])
-        raise ZeroDivisionError("on purpose")
-
-    yielded: list[int] = []
-    with pytest.raises(ZeroDivisionError, match="on purpose"):
-        list(side_by_side([partial(numbers, 10_000), broken]))
-    assert len(yielded) < 10_000  # the other one was stopped on its way
-    assert [outcome.case for outcome in side_by_side([partial(numbers, 3)])] == [0, 1, 2]
 
 
 def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
     run = Run(tuple(range(6)), 2)
     record = execute("model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0)
     assert (record["cases_wanted"], record["cases_run"], record["cases_failed"]) == (6, 1, 0)
-
-
-# -- how the soak suite judges growth ----------------------------------------------------------------------------------
-
-SOAK_STEPS = range(100, 20_001, 50)
-
-
-def samples(bytes_per_step: float, **last: int) -> list[tuple[int, ...]]:
-    """Memory that grows at that rate, and by turns is 100 KB more; `last` changes the last sample."""
-    found = [
-        (step, int(bytes_per_step * step) + 100_000 * (i % 2), 4096, 0, 13, 0) for i, step in enumerate(SOAK_STEPS)
-    ]
-    names = ("step", "resident", "high_water", "leased", "files", "device")
-    found[-1] = tuple(last.get(name, value) for name, value in zip(names, found[-1], strict=True))
-    return found
-
-
-@pytest.mark.parametrize("bytes_per_step", [0.0, 100.0, 900.0])
-def test_growth_that_is_allowed(bytes_per_step: float):
-    assert what_grew(samples(bytes_per_step)) == []
-
-
-def test_growth_that_is_not_allowed():
-    (problem,) = what_grew(samples(1500.0))
-    assert problem.startswith("host memory grew by 298")  # 1500 * 19,900, and what the 100 KB do to the line
-    assert what_grew(samples(0.0, files=14)) == ["open files went from 13 to [13, 14]"]
-    assert what_grew(samples(0.0, leased=512)) == ["leased bytes went from 0 to [0, 512]"]
-
-
-def test_slope():
-    assert slope([0, 1, 2, 3], [1, 3, 5, 7]) == 2.0
-    assert slope([0, 1, 2], [0, 0, 3]) == 1.5
-    assert slope([5], [7]) == slope([5, 5], [7, 8]) == 0.0
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
@@ -244,14 +169,3 @@ def test_a_rank_that_raises_ends_with_its_traceback(launcher: Launcher, monkeypa
         with pytest.raises(JobFailure, match="rank 1 ended with exit code 1") as caught:
             job.run(raise_on_the_last_rank, deadline_s=HANG_S)
     assert "ZeroDivisionError: on purpose" in str(caught.value)
-
-
-def test_ranks_lead_sessions_and_end_with_the_job(launcher: Launcher):
-    with launcher.start(2, "cpu") as job:
-        assert job.run(yield_pid, deadline_s=HANG_S) == job.pids
-        assert [os.getsid(pid) for pid in job.pids] == job.pids
-        os.kill(job.pids[0], signal.SIGSTOP)  # it cannot end by itself
-    assert job.processes() == []
-    assert job.exit_code(0, deadline=0.0) == -signal.SIGKILL
-    # On a busy machine the other one may be ended, too, before it has ended by itself.
-    assert job.exit_code(1, deadline=0.0) in (0, -signal.SIGKILL)

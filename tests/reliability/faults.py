@@ -58,19 +58,13 @@ class UsersError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """One case.
-
-    Attributes:
-        victims: their ranks.
-        steps: that go well before.
-        options: of the layer; None: the step is made of make_plan, dispatch_tokens and combine_tokens.
-    """
+    """One case."""
 
     kind: str
     phase: str
-    victims: tuple[int, ...]
-    steps: int
-    options: dict[str, Any] | None
+    victims: tuple[int, ...]  # their ranks
+    steps: int  # that go well before
+    options: dict[str, Any] | None  # of the layer; None: of make_plan, dispatch_tokens and combine_tokens
     seed: int
 
     def __str__(self) -> str:

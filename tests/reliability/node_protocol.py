@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from reliability.protocol import Verdict, search
+from reliability.protocol import Protocol, Searchable
 
 # The rules, and what a mutant that breaks one is called.
 NODE_RULES = {
@@ -40,31 +41,20 @@ NODE_RULES = {
 }
 
 
-class NodeProtocol:
-    """All rules but those that are broken. Each is an attribute."""
-
-    def __init__(self, *broken: str) -> None:
-        self.__dict__ |= {rule: rule not in broken for rule in NODE_RULES}
+NodeProtocol = partial(Protocol, rules=NODE_RULES)
 
 
 @dataclass(frozen=True)
 class NodeScenario:
-    """What the ranks do.
-
-    Attributes:
-        calls: one after the other: "plan", "dispatch" or "combine".
-        fails: (rank, call, step): who has an error of its own before which step.
-        ends: the rank that may end at any moment, and with it its connections; None: nobody.
-        stops: the rank that may stop at any moment: its connections stay.
-    """
+    """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]
+    calls: tuple[str, ...]  # one after the other: "plan", "dispatch" or "combine"
     num_nodes: int = 2
     ranks_of_node: int = 2
-    fails: tuple[tuple[int, int, int], ...] = ()
-    ends: int | None = None
-    stops: int | None = None
+    fails: tuple[tuple[int, int, int], ...] = ()  # (rank, call, step): who has an error of its own before which step
+    ends: int | None = None  # the rank that may end at any moment, and with it its connections
+    stops: int | None = None  # the rank that may stop at any moment: its connections stay
 
 
 _RUNS, _FINISHED, _GAVE_UP, _ENDED, _STOPPED = range(5)
@@ -75,7 +65,7 @@ _GOES_ON, _FAILED, _HAS_GIVEN_UP = "goes on", "failed", "gave up"
 @dataclass(frozen=True)
 class _Rank:
     """A rank's state. `faults`: whose error it has brought to each barrier; `todo`: what is left of an error's way;
-    `error`: whose it is; `has_said`: whether its mates know; `raised`: (call, whose)."""
+    `error`: whose it is; `has_said`: whether its rail peers know; `raised`: (call, whose)."""
 
     position: int = 0
     waits: bool = False  # has it said what the step at its position says
@@ -92,10 +82,10 @@ class _Rank:
 State = tuple[tuple[_Rank, ...], tuple[tuple[tuple, ...], ...]]
 
 
-class NodeModel:
+class NodeModel(Searchable):
     """One scenario under one protocol."""
 
-    def __init__(self, scenario: NodeScenario, protocol: NodeProtocol) -> None:
+    def __init__(self, scenario: NodeScenario, protocol: Protocol) -> None:
         self._scenario, self._rules = scenario, protocol
         self._size = scenario.ranks_of_node
         self._num_ranks = scenario.num_nodes * self._size
@@ -126,8 +116,8 @@ class NodeModel:
         first = rank - rank % self._size
         return [peer for peer in range(first, first + self._size) if peer != rank]
 
-    def _mates(self, rank: int) -> list[int]:
-        return [mate for mate in range(rank % self._size, self._num_ranks, self._size) if mate != rank]
+    def _rail_peers(self, rank: int) -> list[int]:
+        return [other for other in range(rank % self._size, self._num_ranks, self._size) if other != rank]
 
     def _queue(self, source: int, target: int, kind: str) -> int:
         """Headers and tensors have an order each."""
@@ -139,7 +129,7 @@ class NodeModel:
         counts = (_NOBODY,) * (2 * self._size)
         return tuple(_Rank(counts=counts) for _ in range(self._num_ranks)), ((),) * (2 * self._num_ranks**2)
 
-    def _next(self, state: State) -> Iterator[State | str]:
+    def _followers(self, state: State) -> Iterator[State | str]:
         """States that can follow, or what has gone wrong, as text."""
         for rank, own in enumerate(state[0]):
             if own.status != _RUNS:
@@ -224,10 +214,10 @@ class NodeModel:
             yield self._with(state, rank, waits) if own.has_said else self._say(state, rank, waits, "header", header)
             return
         heard, queues = [header], list(state[1])
-        for mate in self._mates(rank):
-            queue = self._queue(mate, rank, "header")
+        for other in self._rail_peers(rank):
+            queue = self._queue(other, rank, "header")
             if not queues[queue]:
-                yield from self._miss_mate(state, rank, own, mate, "header")
+                yield from self._miss_rail_peer(state, rank, own, other, "header")
                 return
             heard.append(queues[queue][0])
             queues[queue] = queues[queue][1:]
@@ -265,14 +255,14 @@ class NodeModel:
 
     def _receive(self, state: State, rank: int, done: _Rank, position: int) -> Iterator[State | str]:
         queues = list(state[1])
-        for mate in self._mates(rank):
-            queue = self._queue(mate, rank, "tensor")
+        for other in self._rail_peers(rank):
+            queue = self._queue(other, rank, "tensor")
             if not queues[queue]:
-                yield from self._miss_mate(state, rank, state[0][rank], mate, "tensor")
+                yield from self._miss_rail_peer(state, rank, state[0][rank], other, "tensor")
                 return
             (sent,), queues[queue] = queues[queue][0], queues[queue][1:]
             if sent != position:
-                yield f"rank {rank} gets at step {position} what rank {mate} has sent at step {sent}"
+                yield f"rank {rank} gets at step {position} what rank {other} has sent at step {sent}"
                 return
         yield self._with((state[0], tuple(queues)), rank, done)
 
@@ -287,16 +277,16 @@ class NodeModel:
         elif not self._rules.waits_for_verdict and self._is_stuck_on_rail(state, peer):
             yield self._give_up(state, rank, peer)
 
-    def _miss_mate(self, state: State, rank: int, own: _Rank, mate: int, kind: str) -> Iterator[State]:
-        its, said = state[0][mate], state[1][self._queue(mate, rank, "header")]
+    def _miss_rail_peer(self, state: State, rank: int, own: _Rank, other: int, kind: str) -> Iterator[State]:
+        its, said = state[0][other], state[1][self._queue(other, rank, "header")]
         if kind == "tensor" and said and said[0][0] == _HAS_GIVEN_UP:
             yield self._give_up(state, rank, said[0][1])
         elif its.status in (_ENDED, _GAVE_UP):  # its connection has closed
-            yield self._give_up(state, rank, mate)
+            yield self._give_up(state, rank, other)
         elif its.status == _STOPPED and self._rules.rails_time_out:
-            yield self._give_up(state, rank, mate)
-        elif not self._rules.rails_are_patient and self._is_stuck_in_node(state, mate):
-            yield self._give_up(state, rank, mate)
+            yield self._give_up(state, rank, other)
+        elif not self._rules.rails_are_patient and self._is_stuck_in_node(state, other):
+            yield self._give_up(state, rank, other)
 
     def _give_up(self, state: State, rank: int, whom: int) -> State:
         own = replace(state[0][rank], status=_GAVE_UP, named=whom, todo=())
@@ -306,10 +296,10 @@ class NodeModel:
         return self._say(given_up, rank, own, "header", (_HAS_GIVEN_UP, whom if self._rules.reports_name else rank))
 
     def _is_stuck_on_rail(self, state: State, rank: int) -> bool:
-        """Whether a rank waits for a mate that does not come any more."""
+        """Whether a rank waits for another that does not come any more."""
         own = state[0][rank]
         on_rail = own.todo[:1] == ("meet",) if own.todo else self._kind_at(own) not in ("barrier", "write counts")
-        lost = [state[0][mate].status in (_ENDED, _STOPPED) for mate in self._mates(rank)]
+        lost = [state[0][other].status in (_ENDED, _STOPPED) for other in self._rail_peers(rank)]
         return own.status == _RUNS and own.waits and on_rail and any(lost)
 
     def _is_stuck_in_node(self, state: State, rank: int) -> bool:
@@ -333,16 +323,10 @@ class NodeModel:
 
     def _say(self, state: State, rank: int, own: _Rank, kind: str, message: tuple) -> State:
         queues = list(state[1])
-        for mate in self._mates(rank):
-            queues[self._queue(rank, mate, kind)] += (message,)
+        for other in self._rail_peers(rank):
+            queues[self._queue(rank, other, kind)] += (message,)
         ranks, _ = self._with(state, rank, own)
         return ranks, tuple(queues)
-
-    # -- search -------------------------------------------------------------------------------------------------------
-
-    def search(self, most_states: int = 2_000_000) -> Verdict:
-        """Through every state that can be reached."""
-        return search(self._scenario.name, self._start(), self._next, self._wrong_end, most_states)
 
     def _wrong_end(self, state: State) -> str | None:
         """What is wrong where nothing can happen any more."""

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 # The rules of docs/design.md, and what a mutant that breaks one is called.
 RULES = {
@@ -49,69 +48,54 @@ RULES = {
 
 
 class Protocol:
-    """All rules but one, which a mutant breaks; None: all of them. Each is an attribute."""
+    """All rules but those that a mutant breaks. Each is an attribute."""
 
-    def __init__(self, broken: str | None = None) -> None:
-        self.__dict__ |= {rule: rule != broken for rule in RULES}
+    def __init__(self, *broken: str, rules: Iterable[str] = RULES) -> None:
+        self.__dict__ |= {rule: rule not in broken for rule in rules}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the ranks do.
-
-    Attributes:
-        calls: one after the other: "plan", "dispatch", "combine", "slot combine" or "overlapped dispatch".
-        fails: (rank, call): whose arguments are wrong in which call.
-        dies: the ranks that may die, each at any moment.
-        late: the rank that others may give up at any moment, although it comes; None: nobody.
-        raises: the rank that may give up between two calls, because of an error of its own; None: nobody.
-    """
+    """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]
+    calls: tuple[str, ...]  # one after the other: "plan", "dispatch", "combine", "slot combine", "overlapped dispatch"
     num_ranks: int = 3
-    fails: tuple[int, int] | None = None
-    dies: tuple[int, ...] = ()
-    late: int | None = None
-    raises: int | None = None
+    fails: tuple[int, int] | None = None  # (rank, call): whose arguments are wrong in which call
+    dies: tuple[int, ...] = ()  # the ranks that may die, each at any moment
+    late: int | None = None  # the rank that others may give up at any moment, although it comes
+    raises: int | None = None  # the rank that may give up between two calls, because of an error of its own
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the search has found.
+    """What the search has found."""
 
-    Attributes:
-        num_states: that have been reached; by a search, all that can be if nothing is wrong.
-        violation: the first thing that is wrong, None if nothing is.
-    """
-
-    num_states: int
-    violation: str | None
+    num_states: int  # that have been reached; by a search, all that can be if nothing is wrong
+    violation: str | None  # the first thing that is wrong
 
 
-def search(
-    name: str,
-    start: Hashable,
-    followers_of: Callable[[Any], Iterable[Any]],
-    wrong_end: Callable[[Any], str | None],
-    most_states: int,
-) -> Verdict:
-    """Breadth first through all states; followers that are text, and `wrong_end` where there are none, are problems."""
-    seen, queue = {start}, deque([start])
-    while queue:
-        state = queue.popleft()
-        followers = list(followers_of(state))
-        for follower in followers:
-            if isinstance(follower, str):
-                return Verdict(len(seen), follower)
-            if follower not in seen:
-                seen.add(follower)
-                queue.append(follower)
-        if not followers and (problem := wrong_end(state)):
-            return Verdict(len(seen), problem)
-        if len(seen) > most_states:
-            raise AssertionError(f"{name}: more than {most_states} states")
-    return Verdict(len(seen), None)
+class Searchable:
+    """A model with a `_scenario`, `_start()`, `_followers(state)` and `_wrong_end(state)`."""
+
+    def search(self, most_states: int = 3_000_000) -> Verdict:
+        """Breadth first through all states. Followers that are text, and wrong ends, are problems."""
+        start = self._start()
+        seen, queue = {start}, deque([start])
+        while queue:
+            state = queue.popleft()
+            followers = list(self._followers(state))
+            for follower in followers:
+                if isinstance(follower, str):
+                    return Verdict(len(seen), follower)
+                if follower not in seen:
+                    seen.add(follower)
+                    queue.append(follower)
+            if not followers and (problem := self._wrong_end(state)):
+                return Verdict(len(seen), problem)
+            if len(seen) > most_states:
+                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
+        return Verdict(len(seen), None)
 
 
 # A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
@@ -136,7 +120,7 @@ class _Places:
 _FLAG, _WORDS, _TABLE, _SIGNAL, _PAYLOAD = 0, 2, 4, 6, 7
 
 
-class Model:
+class Model(Searchable):
     """One scenario under one protocol."""
 
     def __init__(self, scenario: Scenario, protocol: Protocol) -> None:
@@ -400,15 +384,8 @@ class Model:
 
     # -- search and walks ---------------------------------------------------------------------------------------------
 
-    def search(self, most_states: int = 3_000_000) -> Verdict:
-        """Through every state that can be reached."""
-        return search(
-            self._scenario.name,
-            self._start(),
-            lambda state: [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)],
-            self._wrong_end,
-            most_states,
-        )
+    def _followers(self, state: tuple) -> list[tuple | str]:
+        return [follower for rank in range(self._num_ranks) for follower in self._next(state, rank)]
 
     def walk(self, seed: int) -> Verdict:
         """One way from the start to an end, at random, for more ranks than a search can take.

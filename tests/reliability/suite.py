@@ -24,22 +24,15 @@ MAX_FAILURES = 20  # of one run: what fails so often is broken, and every failur
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a suite does.
+    """What one run of a suite does. More than a few jobs per GPU cost more than they bring: the GPU gives each a slice
+    of its time, and ranks that meet wait for slices."""
 
-    Attributes:
-        numbers: of the cases, each from 0.
-        device: "cpu" or "cuda".
-        num_jobs: how many groups of ranks share the cases, side by side on the same devices. More than a few per GPU
-            cost more than they bring: the GPU gives each a slice of its time, and ranks that meet wait for slices.
-        patience: how many times as long everything may take as on a machine that has nothing else to do.
-    """
-
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the cases, each from 0
     num_ranks: int = 2
-    device: str = "cpu"
+    device: str = "cpu"  # or "cuda"
     seed: int = 0
-    num_jobs: int = 1
-    patience: float = 1.0
+    num_jobs: int = 1  # groups of ranks that share the cases, on the same devices
+    patience: float = 1.0  # times as long as on a machine that has nothing else to do
 
     def seconds(self, on_cpu: float) -> float:
         """A deadline: GPUs get more, because first calls compile kernels."""
@@ -48,17 +41,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case.
-
-    Attributes:
-        problems: what is wrong, as text; nothing if the case has passed.
-        facts: figures that the run's record sums up or lists, by name.
-    """
+    """Of one case."""
 
     case: int
     ms: float
-    problems: list[str]
-    facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str]  # what is wrong, as text; nothing if the case has passed
+    facts: dict[str, Any] = field(default_factory=dict)  # figures that the run's record sums up or lists, by name
 
 
 # Runs cases; outcomes come as they are known.
@@ -71,21 +59,13 @@ CheckCases = Callable[[int, int, Numbers, int, str], Results]
 
 @dataclass(frozen=True)
 class Suite:
-    """One command.
-
-    Attributes:
-        run: all of it.
-        num_cases: of a run in full.
-        num_gpu_cases: likewise on GPUs; None: the same.
-        num_ranks: if nobody asks for others.
-        summarize: from outcomes to more entries of the record.
-    """
+    """One command."""
 
     run: RunCases
-    num_cases: int
-    num_gpu_cases: int | None = None
-    num_ranks: int = 2
-    summarize: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}
+    num_cases: int  # of a run in full
+    num_gpu_cases: int | None = None  # likewise on GPUs; None: the same
+    num_ranks: int = 2  # if nobody asks for others
+    summarize: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}  # more entries of the record
 
 
 def on_ranks(run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: float) -> Iterator[Outcome]:

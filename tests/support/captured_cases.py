@@ -19,6 +19,7 @@ from symmoe.symm_mem.several_nodes import Nodes
 from symmoe.symm_mem.streams import NoStreams
 
 H, I, E, K, T = 16, 24, 8, 3, 200
+CAPTURE = 1  # the number of every graph of the stand-in
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def in_a_graph(by_host: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
     """In this context calls do what a graph has of them: no host looks for errors. What hosts find out, room and what
     they are told by those of other nodes, is left to `by_host`, which is given the method that finds it out."""
     with ExitStack() as patches:
-        for name, value in (("capture", 1), ("raises_at_once", False)):
+        for name, value in (("capture", CAPTURE), ("raises_at_once", False)):
             patches.enter_context(mock.patch.object(NoStreams, name, value))
         patches.enter_context(mock.patch.object(SymmetricHeap, "check", return_value=None))
         for owner, name in ((Nodes, "meet"), (RowHistory, "room")):
@@ -38,8 +39,10 @@ class HostGraph:
     """What a CUDA graph does: the function runs once for its memory, and again in every replay, with what the host has
     found out then."""
 
-    def __init__(self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None]) -> None:
-        self._parameters, self._function = list(model.parameters()), function
+    def __init__(
+        self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None], heaps: list[SymmetricHeap]
+    ) -> None:
+        self._parameters, self._function, self._heaps = list(model.parameters()), function, heaps
         self._found: list[Any] = []
         before = [state.clone() for state in states]
 
@@ -65,12 +68,14 @@ class HostGraph:
 
     def end(self) -> None:
         self._gradients.clear()
+        for heap in self._heaps:
+            heap.memory.release_graph(CAPTURE)
 
 
 def captured_on_host(model: nn.Module, **options: int) -> symmoe.CapturedStep:
     """The step of make_step, with a stand-in for CUDA graphs."""
     captured = symmoe.capture_step(make_step(model), model, **options)
-    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
     return captured
 
 
@@ -134,7 +139,7 @@ def check_exact(
         captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
         if device == "cpu":
             states = captured.modules.states()
-            captured.make_graph = lambda function, heaps: HostGraph(model, states, function)
+            captured.make_graph = lambda function, heaps: HostGraph(model, states, function, heaps)
         for number, batch in enumerate(batches(rank, count)):
             batch = [x.to(heap.device) for x in batch]
             torch.manual_seed(number)
@@ -220,7 +225,7 @@ def check_changes(rank: int, num_ranks: int, device: str) -> list[str]:
             either.layers[0].experts.requires_grad_(False)
         captured, eager = symmoe.capture_step(make_step(model), model, num_eager=1), make_step(plain)
         if device == "cpu":
-            captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+            captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
         x, num_captures = torch.randn(T, H, generator=torch.Generator().manual_seed(rank)).to(heap.device), 0
         for name in (*CHANGES, *AROUND):
             findings.where = f"{name}, rank {rank}"

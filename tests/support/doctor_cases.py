@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from symmoe.tools.doctor.findings import Finding
 
@@ -31,6 +35,17 @@ TORCH = {
     ),
     "can_device_access_peer": lambda device, peer: device < peer,  # one way alone is not enough
 }
+
+
+def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program nvidia-smi that answers so, first on the PATH."""
+    program = folder / "nvidia-smi"
+    answers = {"--query*": QUERY, "topo": TOPOLOGY, "nvlink": NVLINK}
+    cases = "".join(f"{name}) printf '%s' '{text}';;\n" for name, text in answers.items())
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return program
 
 
 def wrong(findings: list[Finding]) -> list[Finding]:

@@ -10,11 +10,10 @@ import time
 from types import SimpleNamespace
 
 import torch
-import triton
-import triton.language as tl
 from interpreter import spare_the_interpreter
 from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, differences, run_case
+from without_waits import look_once, look_once_without_bound, no_clock, no_fence
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
@@ -34,26 +33,6 @@ SMALL_SIZES = {
     tokens: {"SLOTS_PER_PROGRAM": 16, "UNROLL": 2, "PEERS_UNROLL": 2, "ROW_WARPS": 2, "NUM_CTAS": 5},
 }
 DEFAULT_SIZES = {module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()}
-
-
-@triton.jit
-def look_once(address, value, deadline):
-    return tl.load(address.to(tl.pointer_type(tl.int64)))
-
-
-@triton.jit
-def look_once_without_bound(address, value):
-    return tl.load(address.to(tl.pointer_type(tl.int64)))
-
-
-@triton.jit
-def no_fence():
-    pass
-
-
-@triton.jit
-def no_clock():
-    return 0
 
 
 CALL = control.pack_call(phase=3, hidden=2048)

@@ -614,11 +614,7 @@ def linear_oracle(inputs: Inputs, case: Case, *, scale_bias: bool = False) -> di
 
 
 def mlp_oracle(
-    inputs: Inputs,
-    case: Case,
-    *,
-    act: Callable[[torch.Tensor], torch.Tensor] = swiglu,
-    scale_bias: bool = True,
+    inputs: Inputs, case: Case, *, act: Callable[[torch.Tensor], torch.Tensor] = swiglu, scale_bias: bool = True
 ) -> dict[str, torch.Tensor]:
     """y and gradients of y_r = W2_g (act(W1_g x_r + b1_g) * scale_r) + b2_g (* scale_r)."""
 

@@ -22,7 +22,7 @@ from symmoe.combine import trip as combine_trip
 from symmoe.combine.nodes import FromNodes
 from symmoe.dispatch import trip
 from symmoe.dispatch.nodes import RailPlan
-from symmoe.moe import ep_step
+from symmoe.grouped.weights import NewGradients
 from symmoe.nodes import reach
 from symmoe.nodes.rail import Messages, Started
 from symmoe.nodes.reach import Endpoint
@@ -95,7 +95,7 @@ def wrong_calls(
     """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
     found: list[tuple[str, tuple[str, str]]] = []
     is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
-    # A rank of the next node on another rail: its peers and mates do not wait for those of the culprit.
+    # A rank of the next node on another rail: its peers and rail peers do not wait for those of the culprit.
     across = (culprit // ranks_per_node + 1) * ranks_per_node % num_ranks + (culprit + 1) % ranks_per_node
     with open_heap(device, num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
         ready = Ready(heap, rank)
@@ -157,7 +157,7 @@ def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
         "sending gradients": (RailPlan, "sent_rows", 3, True),  # after those of maps, tokens and probs
         "own gradients": (trip, "Part", parts, True),
         "gradients of other nodes": (trip, "Part", 2 * parts - 1, True),
-        "weight gradients": (ep_step._EPStep, "weight_gradients", 0, True),
+        "weight gradients": (NewGradients, "add", 0, True),
         "summing in backward": (FromNodes, "add", 1, True),
     }
 
@@ -330,7 +330,7 @@ def lose(
     heap.synchronize()
     heap.timeout_s, heap.start_timeout_s = TIMEOUT_S, 60.0
     if how == "kill, deaf":
-        has_ended, end_waits = heap.nodes.rail_peers.payload._ended, faults.end_waits
+        has_ended, end_waits = heap.nodes.payload._ended, faults.end_waits
         patch = pytest.MonkeyPatch()
         patch.setattr(faults, "end_waits", lambda *args, **options: has_ended.wait() and end_waits(*args, **options))
     if rank in victims:
@@ -361,8 +361,7 @@ def check_survivors(survivors: dict[int, tuple[Any, ...]], victims: tuple[int, .
 def end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None, number: int = 1) -> None:
     """This process ends, or stops, when it comes to that of its barriers or meetings of that phase, or to the end of
     that exchange."""
-    owner: Any = heap.nodes if method == "meet" else heap
-    owner = heap.nodes.rail_peers if phase is None else owner
+    owner: Any = heap.nodes if method == "meet" or phase is None else heap
     original, left = getattr(owner, method), number
 
     def end(*arguments: Any, **options: Any) -> Any:
@@ -377,7 +376,7 @@ def end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None,
 
 def stop_half_way(heap: SymmetricHeap, number: int) -> None:
     """This process stops when it has sent the tensors of that exchange to the last node, and to no other."""
-    payload = heap.nodes.rail_peers.payload
+    payload = heap.nodes.payload
     original, left = payload.begin, number
 
     def begin(sends: Messages, receives: Messages, timeout_s: float) -> Started:

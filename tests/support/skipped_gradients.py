@@ -89,8 +89,8 @@ OPTIONS = [
     {"bias": True},
     {"bias": True, "layout": "expert-major", "schedule": "serial", "precision": Float8Block()},
     {"adapters": "both"},
-    {"adapters": "alone", "stash": "none"},
-    {"adapters": "alone", "schedule": "serial", "order": "slot", "bias": True},
+    {"adapters": "only", "stash": "none"},
+    {"adapters": "only", "schedule": "serial", "order": "slot", "bias": True},
     {"frozen": True},
 ]
 

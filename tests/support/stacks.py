@@ -80,7 +80,7 @@ def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]
 
 
 BIG_H, BIG_I = 256, 96
-RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that, alone, would cut a call differently
+RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that by themselves would cut a call differently
 MOST_TOKENS = max(RANK_TO_TOKENS)
 Kind = tuple[str, str, dict[str, Any]]  # order, stash, limits
 EXACT: Kind = ("rank", "all", {})

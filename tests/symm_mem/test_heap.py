@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import threading
 import time
 import types
@@ -125,7 +126,7 @@ def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):
         f"largest free range has {capacity - 40448}",  # 40000 rounded up
         f"40448 of {capacity} bytes are leased",
         "high-water mark 40448",
-        f"num_bytes (now {NUM_BYTES})",
+        f"num_bytes={NUM_BYTES - capacity + 40448 + 1048576} (now {NUM_BYTES})",
     ):
         assert part in str(caught.value)
     assert heap.leased_bytes == 40448
@@ -134,6 +135,26 @@ def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):
     assert everything.offset + capacity == NUM_BYTES
     with pytest.raises(HeapExhausted):
         heap.lease((1,), torch.uint8)
+
+
+@pytest.mark.parametrize("is_fragmented", [False, True])
+def test_a_heap_of_the_size_that_exhaustion_names_has_room(is_fragmented: bool):
+    """For all that was leased, and the lease that had no room; 512 bytes less are too few."""
+
+    def lease_all(num_bytes: int) -> tuple[str, str]:
+        with SymmetricHeap(num_bytes=num_bytes, backend="host") as heap:
+            first, kept = (heap.lease((100_000,), torch.uint8) for _ in range(2))
+            if is_fragmented:
+                first.release()
+            found = outcome(heap.lease, (150_000,), torch.uint8)
+            kept.release()
+            return found
+
+    name, text = lease_all(300_000)
+    assert name == "HeapExhausted"
+    needed = int(re.search(r"a heap with num_bytes=(\d+) \(now 300000\) has room", text).group(1))
+    assert lease_all(needed) == ("", "")
+    assert lease_all(needed - 1)[0] == "HeapExhausted"
 
 
 def test_empty_leases(heap: SymmetricHeap):

@@ -292,23 +292,3 @@ def test_arenas_are_private_and_have_no_name(cluster, shared_memory_before, num_
         assert len(facts) == num_ranks
         assert all(fact == (0o600, 0, 1) for fact in facts)
     assert not left_in_shared_memory(shared_memory_before)
-
-
-def open_and_close(rank: int, num_ranks: int, times: int) -> list[tuple[int, int]]:
-    """(File descriptors, mapped arenas) before and after many heaps."""
-
-    def held() -> tuple[int, int]:
-        gc.collect()  # what earlier functions on this rank left to the collector must not count as freed here
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:symmoe")
-
-    before = held()
-    for seed in range(times):
-        with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-            assert round_trip(heap, seed)
-        del heap
-    return [before, held()]
-
-
-def test_heaps_leave_no_descriptors_and_no_mappings(cluster):
-    for before, after in cluster(2).run(open_and_close, 5):
-        assert after == before

@@ -167,11 +167,7 @@ def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     ("call", "phase"),
-    [
-        ("make_plan", "plan: counts"),
-        ("dispatch_tokens", "dispatch: ready"),
-        ("combine_tokens", "combine: ready"),
-    ],
+    [("make_plan", "plan: counts"), ("dispatch_tokens", "dispatch: ready"), ("combine_tokens", "combine: ready")],
 )
 def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: str):
     assert cluster(num_ranks).run(leave_out, call, phase) == [[]] * num_ranks

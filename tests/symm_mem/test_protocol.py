@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from heap_calls import outcome, round_trip
-from limits import HANG_S, PROMPT_S
+from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import HeapPoisoned, PeerAborted, PeerError, SymmoeError
+from symmoe.errors import PeerError, SymmoeError
 from symmoe.kernels.twin import sync
 from symmoe.moe.ep_step import expert_parallel_mlp
 
@@ -73,13 +73,7 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
             ("dtype", ready, torch.float32, half, dispatch, partial(dispatch, dtype=half)),
             ("probs", ready, "without", "with", dispatch, partial(dispatch, probs=probs)),
             ("layout", ready, "packed", "expert-major", dispatch, into_a_buffer),
-            (
-                "layout",
-                ready,
-                "packed",
-                "expert-major",
-                *(partial(step, layout=x) for x in ("packed", "expert-major")),
-            ),
+            ("layout", ready, "packed", "expert-major", *(partial(step, layout=x) for x in ("packed", "expert-major"))),
             ("schedule", ready, "serial", "overlapped", step, partial(step, schedule="always-overlapped")),
             ("hidden", back, H, 2 * H, combine, partial(combine, hidden=2 * H)),
             ("dtype", back, torch.float32, half, combine, partial(combine, dtype=half)),
@@ -203,81 +197,6 @@ def test_a_signal_that_does_not_come(cluster):
     for text, _ in results[:2]:  # whoever's wait ends first tells the others
         assert text.startswith("PeerTimeout: rank 2 did not reach 'dispatch: arrived' within timeout_s=1")
     assert "gave up: rank 2 did not reach 'dispatch: arrived' within timeout_s=1" in results[2][0]
-
-
-GIVE_UP = ("before", "between", "in the experts", "in backward", "in close", "in a trip beside GEMMs")
-
-
-def give_up(rank: int, num_ranks: int, victim: int, where: str, by_exception: bool) -> dict:
-    """The victim has an error of its own; what the others raise, how long after it, and what works afterwards."""
-    # A slow rank that is not the victim: nobody waits for it either.
-    slow = (victim + 1) % num_ranks if num_ranks > 2 else None
-    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=10 * PROMPT_S)
-    layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="always-overlapped"), heap)
-    dist.barrier()
-    facts: dict = {"at": time.monotonic()}
-
-    def own_error() -> None:
-        time.sleep(0.1)  # the others wait by now
-        facts["at"] = time.monotonic()
-        if by_exception:
-            raise ZeroDivisionError("a bug of the user")
-        heap.abort("a bug of the user")
-
-    def step() -> Iterator[str]:
-        """Yields where the victim may give up."""
-        x = tokens(heap).requires_grad_()
-        if where == "in a trip beside GEMMs":
-            if rank == victim:
-                heap.send_signal = lambda peer: own_error()
-            layer(x)
-            return
-        yield "before"
-        plan = new_plan(heap)
-        yield "between"
-        rows, _ = dispatch_tokens(x, plan)
-        yield "in the experts"
-        y = combine_tokens(rows * 2.0, plan)
-        yield "in backward"
-        y.sum().backward()
-        yield "in close"
-
-    try:
-        with heap:
-            if rank == slow:
-                time.sleep(0.5)
-            for place in step():
-                if rank == victim and place == where:
-                    own_error()
-                    break
-    except PeerAborted as error:
-        facts |= {"raised": error.rank, "reason": error.reason, "seen_at": time.monotonic()}
-    except (ZeroDivisionError, HeapPoisoned):
-        facts["raised"] = "own"
-    facts["after"] = attempt(heap, lambda: heap.lease((1,), torch.uint8))[0]
-    heap.close()  # closed twice is closed
-    dist.barrier()
-    with open_heap("cpu") as again:
-        facts["works"] = round_trip(again)
-    return facts
-
-
-@pytest.mark.parametrize("where", GIVE_UP)
-@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 1), (3, 0)])
-@pytest.mark.parametrize("by_exception", [True, False])
-def test_a_rank_that_gives_up(cluster, num_ranks: int, victim: int, where: str, by_exception: bool):
-    results = cluster(num_ranks).run(give_up, victim, where, by_exception)
-    for rank, facts in enumerate(results):
-        assert facts["works"]
-        assert facts["after"] == "HeapClosed"
-        if rank == victim:
-            if where != "in a trip beside GEMMs":  # there it goes on until the next call on the heap, if it only aborts
-                assert facts.get("raised") == ("own" if by_exception else None)
-            continue
-        assert facts["raised"] == victim
-        wanted = "ZeroDivisionError: a bug of the user" if by_exception else "a bug of the user"
-        assert facts["reason"] == wanted
-        assert facts["seen_at"] - results[victim]["at"] < PROMPT_S
 
 
 def leave_with_the_same_error(rank: int, num_ranks: int, times: int) -> list[str]:

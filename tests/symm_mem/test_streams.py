@@ -52,7 +52,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake()
-    monkeypatch.setattr(streams, "_raw_stream", lambda device: fake.current)
+    monkeypatch.setattr(streams, "current_stream", lambda index: fake.current)
     monkeypatch.setattr(streams, "capture_id", lambda device: fake.capture)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.stream(fake.current))

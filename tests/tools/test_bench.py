@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -11,11 +12,16 @@ from pathlib import Path
 
 import bench
 import pytest
+import torch
 from limits import HANG_S
+from suites import grouped, pointer_loading
+from suites.gemm import groups_error
+from suites.grouped import copied_bytes
 
 from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
+from symmoe.precision import PRECISIONS, swizzle_scales
 from symmoe.tools.bench import stock_torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +31,12 @@ KEYS = (
     "suite preset ep tokens skew direction ms_median ms_p10 ms_p90 tflops ceiling_tflops stock_tflops wire_bytes "
     "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
 ).split()
+LAYERS = {"GroupedLinear": 2, "GroupedMLP": 3}  # products of a row
+GROUPED = [f"{numbers}{weights}" for numbers in ("bf16", "float8-block") for weights in ("", ", scattered")]
+GROUPED += ["bf16, host splits"]
 CAPACITIES = {"static", "exact"}
 EAGER = CAPACITIES | {"serial"}
+EXPERTS_BYTES = {"GroupedLinear": 4 * 2 * 16 * 16, "GroupedMLP": 4 * 3 * 16 * 16}  # at a byte a number
 VARIANTS = {
     "steps": {"layer", "layer, losses", "layer, static", "experts", "experts, static"},
     "layer": EAGER,
@@ -44,12 +54,7 @@ VARIANTS = {
     "dispatch": {f"{layout}{numbers}" for layout in ("packed", "expert-major") for numbers in ("", ", float8-block")},
     "combine": {"order=rank", "order=slot"},
     "gemm": {f"{p}{plain}" for p in ("fc1", "dfc2", "wgrad1", "wgrad2") for plain in ("", "-plain")} | {"fc2", "dfc1"},
-    "grouped": {
-        f"{layer}, {numbers}{weights}"
-        for layer in ("GroupedLinear", "GroupedMLP")
-        for numbers in ("bf16", "float8-block")
-        for weights in ("", ", scattered")
-    },
+    "grouped": {f"{layer}, {choice}" for layer in LAYERS for choice in GROUPED},
     "overhead": {"GroupedMLP packed", "GroupedMLP discrete"}
     | {f"{way}, one layer" for way in ("copy_data_ptrs_to_device", "copy_host_to_device")}
     | {f"pack_weight_ptrs, {loaded}" for loaded in ("both layers", "mxfp8 scales", "nvfp4 scales")}
@@ -124,6 +129,23 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
         (stock,) = [r for r in records if (r["variant"], r["preset"]) == (against, record["preset"])]
         assert record["stock_ms"] == stock["ms_median"]
         assert stock["yardstick"] is None
+    for layer, choice in itertools.product(LAYERS, GROUPED):
+        for column, direction in enumerate(("forward", "backward")):
+            record = by_name["grouped", f"{layer}, {choice}", direction]
+            stock = by_name["grouped", f"torch._grouped_mm, {layer.removeprefix('Grouped')}", direction]
+            assert stock["yardstick"] is None
+            assert record["stock_ms"] == stock["ms_median"]
+            rows_flops = (1 + column) * 2 * LAYERS[layer] * 24 * 2 * 16 * 16
+            assert record["tflops"] == pytest.approx(rows_flops / record["ms_median"] / 1e9, rel=1e-4)
+            precision, *how = choice.split(", ")
+            assert record["precision"] == str(PRECISIONS.get(precision, precision))
+            assert record["weights"] == ("scattered" if "scattered" in how else "packed")
+            assert record["splits"] == ("host" if "host splits" in how else "device")
+            assert record["host_us"] > 0
+            assert record["launches"] is None  # there are none on CPUs
+            # Kernels copy nothing, but the twin of the quantiser, which is seen too, makes a packed copy.
+            copied = 0 if "scattered" not in how or precision == "bf16" else 2 * EXPERTS_BYTES[layer] // num_ranks
+            assert record["weight_copy_bytes"] == copied
     step = by_name["steps", "layer", "step"]
     assert step["tflops"] == pytest.approx(3 * flops / step["ms_median"] / 1e9, rel=1e-4)
     both_ways = by_name["layer", "static", "forward"]["wire_bytes"]
@@ -152,7 +174,7 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
-    """The twin of that name leaves its result in `argument`, or in an attribute of it, with one column changed."""
+    """The twin of that name leaves its result in `argument`, or in a part of it, with one column changed."""
     kernel = getattr(twin, name)
 
     def spoiled(*args, **kwargs):
@@ -160,7 +182,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
         first, *rest = argument.split(".")
         changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[first]
         for name in rest:
-            changed = getattr(changed, name)
+            changed = changed[int(name)] if name.isdigit() else getattr(changed, name)
         changed[..., 0] += 1
         return result
 
@@ -183,10 +205,10 @@ def test_the_command_of_the_package_measures_steps_and_the_layer(tmp_path: Path)
         ("grouped_gemm", "out", "layer"),
         ("grouped_gemm_dgrad", "out", "layer"),
         ("grouped_gemm_wgrad", "out", "layer"),
-        ("grouped_gemm_act", "a", "layer"),
+        ("grouped_gemm_act", "results.1", "layer"),
         ("push_rows", "x", "layer"),
         ("grouped_gemm", "out", "gemm"),
-        ("grouped_gemm_dact", "dscale", "gemm"),
+        ("grouped_gemm_dact", "gradients.2", "gemm"),
         ("push_rows", "x", "dispatch"),
         ("fan_out", "rows", "dispatch"),
         ("pull_rows", "out", "combine"),
@@ -204,8 +226,93 @@ def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, mon
         bench.main([suite, *SIZES])
 
 
+@pytest.mark.parametrize(
+    ("choice", "kernel"),
+    [
+        ("bf16", "grouped_gemm"),
+        ("bf16, host splits", "grouped_gemm_dgrad"),
+        ("bf16, scattered", "grouped_gemm_wgrad"),
+        ("float8-block", "grouped_gemm_quantized"),
+        ("float8-block, scattered", "grouped_gemm_wgrad_quantized"),
+        ("mxfp8", "grouped_gemm_quantized"),
+        ("nvfp4", "grouped_gemm_quantized"),
+        ("nvfp4, scattered", "grouped_gemm_wgrad_quantized"),
+    ],
+)
+def test_a_wrong_kernel_of_a_module_is_not_timed(choice: str, kernel: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grouped, "CHOICES", {choice: grouped.CHOICES[choice]})
+    right = getattr(twin, kernel)
+
+    def lost(*args, **options):
+        right(*args, **options)
+        inspect.signature(right).bind(*args, **options).arguments["out"].zero_()
+
+    monkeypatch.setattr(twin, kernel, lost)
+    with pytest.raises(WrongResult, match=f"GroupedLinear, {choice} is wrong"):
+        bench.main(["grouped", *SIZES, "--hidden", "32", "--ffn", "64", "--skew", "zipf"])
+
+
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     right = stock_torch.swiglu
     monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
     with pytest.raises(WrongResult, match="stock torch is wrong"):
         cli.main(["bench", "layer", *SIZES])
+
+
+def test_what_a_machine_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(grouped, "CHOICES", {name: grouped.CHOICES[name] for name in ("bf16", "mxfp8")})
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    path, scaled, engine = tmp_path / "x", "torch._scaled_grouped_mm, row-wise FP8", "Transformer Engine GroupedLinear"
+    assert bench.main(["grouped", *SIZES, "--hidden=32", "--ffn=48", "--json", str(path)]) == 0
+    (skipped,) = {
+        json.dumps(record["skipped"]): record["skipped"] for record in json.loads(path.read_text())[:1]
+    }.values()
+    assert set(skipped) == {"GroupedLinear, mxfp8", scaled, engine}
+    for name, why in (("GroupedLinear, mxfp8", "must be a multiple of 32"), (scaled, "_scaled_grouped_mm")):
+        assert why in skipped[name]
+    output = capsys.readouterr().out
+    assert f"skipped {engine}: " in output
+    assert "wire GB/s" not in output  # a column that no record has
+
+
+def test_a_small_number_of_one_row_is_no_mistake():
+    """Numbers of which a row has one are compared over all rows, and rows and weights by group."""
+    spans = [slice(0, 7), slice(7, 8), slice(8, 8)]
+    numbers = torch.tensor([3.0, -2.0, 4.0, 1.0, -5.0, 2.0, 3.0, 0.01])
+    rows, weights = torch.arange(1.0, 17.0).view(8, 2), torch.ones(3, 2, 2)
+    off_by_noise, wrong_group = numbers + 0.1, weights.clone()
+    wrong_group[1] *= 1.5
+
+    def error(*outputs: torch.Tensor) -> float:
+        return groups_error(lambda g: [numbers[spans[g]], rows[spans[g]], weights[g]], list(outputs), spans)
+
+    assert error(numbers, rows, weights) == 0
+    assert error(off_by_noise, rows, weights) == pytest.approx(0.1 * 8**0.5 / float(numbers.norm()), rel=1e-4)
+    assert error(numbers, rows, wrong_group) == pytest.approx(0.5)
+    assert error(numbers.roll(1), rows, weights) > 1
+
+
+def test_copies_are_counted_forward_and_backward():
+    weight, other = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8)
+
+    class TwoCopies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            ctx.save_for_backward(weight)
+            return torch.stack([weight, other]).sum()
+
+        @staticmethod
+        def backward(ctx, d_y):
+            d_weight = other.clone()
+            d_weight[:2].copy_(ctx.saved_tensors[0][:2])
+            return d_weight
+
+    assert copied_bytes(lambda: TwoCopies.apply(weight).backward(), [weight]) == (4 + 2) * 8 * 4
+    assert copied_bytes(lambda: weight.detach().double() @ other.double().t(), [weight]) == 0
+
+
+@pytest.mark.parametrize("shape", [(256, 4), (128, 8), (129, 5), (7, 1)])
+def test_the_swizzle_of_pointer_loading_is_that_of_the_package(shape: tuple[int, int]):
+    scale = torch.randint(256, shape, dtype=torch.uint8)
+    wanted = swizzle_scales(scale, torch.tensor([0, shape[0]], dtype=torch.int32))
+    assert torch.equal(pointer_loading._swizzled(scale), wanted.flatten())

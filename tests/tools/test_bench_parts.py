@@ -16,7 +16,7 @@ from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.layer import experts_alone
+from symmoe.tools.bench.layer import experts_only
 from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
@@ -235,7 +235,7 @@ def test_commit_is_that_of_the_tree(tmp_path: Path):
 
 def test_no_yardstick_keeps_gradients_of_weights():
     problem = Problem(Case(Shape("tiny", 32, 24, 4, 2), 8, "uniform"), Ranks(CPU))
-    variant = experts_alone(problem, Reference(problem))
+    variant = experts_only(problem, Reference(problem))
     assert variant.verify() < MAX_ERROR
     variant.call(HostClock())
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]

@@ -24,30 +24,13 @@ def call(epoch: int, phase: str, at_s: float) -> dict[str, Any]:
 
 def record(rank: int, num_ranks: int, error: dict[str, Any], calls: list[dict], **more: Any) -> dict[str, Any]:
     status = {"kind": "timeout", "phase": "start-up", "peer": 0, "expected": 0, "seen": 0, "epoch": 0, "where": 0}
-    return {
-        "format": FORMAT,
-        "rank": rank,
-        "num_ranks": num_ranks,
-        "error": error,
-        "status": status,
-        "calls": calls,
-        "epoch_of_rank": [7] * num_ranks,
-        "written_unix_s": START + 50 + rank,
-        **more,
-    }
+    known = {"format": FORMAT, "rank": rank, "num_ranks": num_ranks, "error": error, "status": status, "calls": calls}
+    return {**known, "epoch_of_rank": [7] * num_ranks, "written_unix_s": START + 50 + rank, **more}
 
 
 def timeout(rank: int, *, phase: str = "dispatch: ready", expected: int = 8, reported_by: int | None = None) -> dict:
-    text = f"rank {rank} did not reach '{phase}'"
-    return {
-        "type": "PeerTimeout",
-        "text": text,
-        "rank": rank,
-        "phase": phase,
-        "expected": expected,
-        "seen": 7,
-        "reported_by": reported_by,
-    }
+    known = {"type": "PeerTimeout", "text": f"rank {rank} did not reach '{phase}'", "rank": rank, "phase": phase}
+    return {**known, "expected": expected, "seen": 7, "reported_by": reported_by}
 
 
 def diagnose(records: list[dict]) -> Diagnosis:
@@ -113,6 +96,7 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
     without = {name: value for name, value in good.items() if name not in ("calls", "epoch_of_rank")}
     cases: dict[str, Any] = {  # text of a file, or what it holds
         "no JSON": "{",
+        "is no JSON: 'utf-8' codec": b"\x00\xff\xfe",
         "no flight record": {**good, "format": "another"},
         "is no flight record": [1, 2],
         "fields ['calls', 'epoch_of_rank'] of": without,
@@ -130,7 +114,8 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
     }
     path = tmp_path / "record.json"
     for text, content in cases.items():
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        text_of = content if isinstance(content, str | bytes) else json.dumps(content)
+        path.write_bytes(text_of if isinstance(text_of, bytes) else text_of.encode())
         with pytest.raises(ArgumentError) as caught:
             read_record(str(path))
         assert text in str(caught.value)
@@ -189,22 +174,22 @@ def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
     assert 100 < sentences < 390
 
 
-def test_one_process_of_a_node_does_it(monkeypatch: pytest.MonkeyPatch, capsys):
-    examined = []
-    monkeypatch.setattr(command, "examine", lambda environment, self_test: examined.append(environment) or [])
-    for variables, does_it in (
+@pytest.mark.parametrize(
+    ("variables", "does_it"),
+    [
         ({"RANK": "5", "LOCAL_RANK": "1"}, False),
         ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # the first of the second node
         ({"RANK": "1"}, False),
         ({"RANK": "0"}, True),
         ({}, True),
-    ):
-        with monkeypatch.context() as patch:
-            for name in ("RANK", "LOCAL_RANK"):
-                patch.delenv(name, raising=False)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            examined.clear()
-            assert main(["doctor"]) == 0
-            assert len(examined) == does_it
-            assert bool("".join(capsys.readouterr())) == does_it
+    ],
+)
+def test_one_process_of_a_node_does_it(variables: dict, does_it: bool, monkeypatch: pytest.MonkeyPatch, capsys):
+    examined: list[Any] = []
+    monkeypatch.setattr(command, "examine", lambda environment, self_test: examined.append(environment) or [])
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 0
+    assert len(examined) == bool("".join(capsys.readouterr())) == does_it

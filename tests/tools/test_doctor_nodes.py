@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from doctor_cases import NVLINK, QUERY, TOPOLOGY, TORCH, wrong
+from doctor_cases import TORCH, fake_smi, wrong
 from limits import PROMPT_S
 from node_calls import refuses  # noqa: F401 - found by its name
 from torchrun_nodes import nodes, run
@@ -32,7 +33,6 @@ from symmoe.tools.doctor.nodes import (
     Exchange,
     Facts,
     RanksMissing,
-    Worker,
     check_network,
     check_nodes,
     check_rails,
@@ -49,54 +49,35 @@ from symmoe.tools.doctor.nodes import (
 TWO_BY_TWO = Topology(0, ((0, 1), (2, 3)))
 
 
-def rank_of(rank: int, **other: Any) -> Facts:
-    """A rank of two machines with two GPUs and two NICs each."""
-    node = rank // 2
-    known: dict[str, Any] = {
-        "host": f"host-{node}",
-        "machine": f"machine-{node}",
-        "domain": f"machine-{node}",
-        "endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank),
-        "versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"},
-        "nccl": 22809,
-        "gpu": "NVIDIA H200",
-        "nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"],
-        "launch_order": "1",
-    }
-    return Facts(**(known | other))
-
-
-def ranks(**other: Any) -> list[Facts]:
-    """All four, with something else on each."""
-    return [rank_of(rank, **other) for rank in range(4)]
-
-
-def with_rank(number: int, **other: Any) -> list[Facts]:
-    return [rank_of(rank, **(other if rank == number else {})) for rank in range(4)]
+def ranks(on: Any = range(4), **other: Any) -> list[Facts]:
+    """Four ranks of two machines with two GPUs and two NICs each, with something else on some."""
+    found = []
+    for rank in range(4):
+        node = rank // 2
+        known: dict[str, Any] = {"host": f"host-{node}", "machine": f"machine-{node}", "domain": f"machine-{node}"}
+        known |= {"endpoint": Endpoint("eth0", f"10.0.0.{node + 1}", 40000 + rank), "nccl": 22809, "launch_order": "1"}
+        known |= {"versions": {"symmoe": "0.1.0", "torch": "2.11.0+cu130"}, "gpu": "NVIDIA H200"}
+        known |= {"nics_up": ["mlx5_0 (InfiniBand, 400 Gb/sec (4X NDR))", "mlx5_1"]}
+        found.append(Facts(**known | (other if rank in on else {})))
+    return found
 
 
 def exchanged(*gbs: float, wrong_on: int = -1) -> list[Exchange]:
     """What four ranks say of their rails, by their speeds."""
-    return [
-        Exchange(gbs=each, latency_us=30.0, wrong=[(rank + 2) % 4] if rank == wrong_on else [])
-        for rank, each in enumerate(gbs)
-    ]
+    wrong = [[(rank + 2) % 4] if rank == wrong_on else [] for rank in range(len(gbs))]
+    return [Exchange(gbs=each, latency_us=30.0, wrong=ranks) for each, ranks in zip(gbs, wrong, strict=True)]
+
+
+FINE = exchanged(48.0, 49.0, 47.5, 49.0)
 
 
 def everything(
-    facts: list[Facts],
-    *,
-    refused: dict[int, dict[int, str]] | None = None,
-    exchanges: list[Exchange] | None = None,
-    topology: Topology = TWO_BY_TWO,
+    facts: list[Facts], exchanges: list[Exchange] = FINE, topology: Topology = TWO_BY_TWO, **refused: dict[int, str]
 ) -> list[Finding]:
-    refused_of = [(refused or {}).get(rank, {}) for rank in range(4)]
-    exchanges = exchanged(48.0, 49.0, 47.5, 49.0) if exchanges is None else exchanges
-    return [
-        *check_nodes(facts, topology),
-        *check_network(facts, topology, refused_of),
-        *(check_rails(topology, exchanges) if topology.num_nodes > 1 else []),
-    ]
+    """Refused: by "r0" for rank 0, and so on."""
+    found = [*check_nodes(facts, topology)]
+    found += check_network(facts, topology, [refused.get(f"r{rank}", {}) for rank in range(4)])
+    return [*found, *(check_rails(topology, exchanges) if topology.num_nodes > 1 else [])]
 
 
 def test_nodes_with_nothing_wrong():
@@ -114,77 +95,37 @@ def test_nodes_with_nothing_wrong():
 
 
 HIDDEN = Endpoint("lo", "127.0.1.1", 40002)
+REFUSED = "Connection refused"
 FAILED = [*exchanged(1, 1), Exchange(error="no answer within 20 s", mate=0), Exchange(error="no NCCL")]
-WRONG: dict[str, tuple[list[Finding], str, str, str]] = {
-    "another torch": (
-        everything(with_rank(3, versions={"symmoe": "0.1.0", "torch": "2.12.0"})),
-        "problem",
-        "torch is not the same everywhere: ranks 0-2 have 2.11.0+cu130; ranks 3 have 2.12.0",
-        "pip install torch==",
-    ),
-    "a rank without a GPU": (
-        everything(with_rank(1, gpu="")),
-        "problem",
-        "ranks 1 have no GPU, the others have",
-        "torchrun --nproc-per-node",
-    ),
-    "one node": (
-        everything(ranks(), topology=Topology(0, ((0, 1, 2, 3),))),
-        "note",
-        "4 ranks on 1 node; node 0 (host-0): 0-3: there is no network",
-        "--ranks-per-node",
-    ),
+OTHER_TORCH = {"symmoe": "0.1.0", "torch": "2.12.0"}
+WRONG: dict[str, tuple[list[Finding], str, str, str]] = {  # findings; level and words of the one that is not ok
+    "another torch": (everything(ranks([3], versions=OTHER_TORCH)), "problem",
+        "torch is not the same everywhere: ranks 0-2 have 2.11.0+cu130; ranks 3 have 2.12.0", "pip install torch=="),
+    "a rank without a GPU": (everything(ranks([1], gpu="")), "problem",
+        "ranks 1 have no GPU, the others have", "torchrun --nproc-per-node"),
+    "one node": (everything(ranks(), topology=Topology(0, ((0, 1, 2, 3),))), "note",
+        "4 ranks on 1 node; node 0 (host-0): 0-3: there is no network", "--ranks-per-node"),
     "a link that is down": (everything(ranks(nics_down=["mlx5_2"])), "note", "host-1: no link at mlx5_2", "ibstat"),
-    "only TCP": (
-        everything(with_rank(2, nics_up=[])),
-        "note",
-        "host-1: no RDMA NIC: what goes between nodes goes over TCP",
-        "--device=/dev/infiniband",
-    ),
-    "no such device": (
-        everything(with_rank(2, problem="GLOO_SOCKET_IFNAME=eth9: no such network device: lo")),
-        "problem",
-        "rank 2: GLOO_SOCKET_IFNAME=eth9: no such network device",
-        "export GLOO_SOCKET_IFNAME=",
-    ),
-    "an address of one machine": (
-        everything(with_rank(2, endpoint=HIDDEN), refused={0: {2: "Connection refused"}}),
-        "problem",
+    "only TCP": (everything(ranks([2], nics_up=[])), "note",
+        "host-1: no RDMA NIC: what goes between nodes goes over TCP", "--device=/dev/infiniband"),
+    "no such device": (everything(ranks([2], problem="GLOO_SOCKET_IFNAME=eth9: no such network device: lo")), "problem",
+        "rank 2: GLOO_SOCKET_IFNAME=eth9: no such network device", "export GLOO_SOCKET_IFNAME="),
+    "an address of one machine": (everything(ranks([2], endpoint=HIDDEN), r0={2: REFUSED}), "problem",
         "rank 0 on node 0 cannot connect to rank 2 on node 1 at 127.0.1.1:40002 (lo): Connection refused",
-        "export GLOO_SOCKET_IFNAME=",
-    ),
-    "a firewall": (
-        everything(ranks(), refused={n: {m: "Connection refused" for m in range(4) if m % 2 == n % 2} for n in (0, 1)}),
-        "problem",
-        "and 1 more",
-        "let the firewall pass",
-    ),
-    "orders that differ": (
-        everything(with_rank(3, launch_order="")),
-        "note",
-        "NCCL_LAUNCH_ORDER_IMPLICIT=1 is not set on ranks 3",
-        "export NCCL_LAUNCH_ORDER_IMPLICIT=1",
-    ),
+        "export GLOO_SOCKET_IFNAME="),
+    "a firewall": (everything(ranks(), r0={0: REFUSED, 2: REFUSED}, r1={1: REFUSED, 3: REFUSED}), "problem",
+        "and 1 more", "let the firewall pass"),
+    "orders that differ": (everything(ranks([3], launch_order="")), "note",
+        "NCCL_LAUNCH_ORDER_IMPLICIT=1 is not set on ranks 3", "export NCCL_LAUNCH_ORDER_IMPLICIT=1"),
     "an old NCCL": (everything(ranks(nccl=22505)), "note", "NCCL of ranks 0-3 is older than 2.26", "newer NCCL"),
-    "a slow rail": (
-        everything(ranks(), exchanges=exchanged(48.0, 20.0, 48.0, 49.0)),
-        "note",
-        "rail 1 is slow: 20 GB/s at rank 1 on node 0, the median rail has 34",
-        "ibstat",
-    ),
-    "wrong bytes": (
-        everything(ranks(), exchanges=exchanged(48.0, 48.0, 48.0, 48.0, wrong_on=2)),
-        "problem",
-        "rank 2 has got other bytes than rank 0 has sent",
-        "take these nodes out",
-    ),
-    "a rank that does not answer": (
-        everything(ranks(), exchanges=FAILED),
-        "problem",
+    "a slow rail": (everything(ranks(), exchanged(48.0, 20.0, 48.0, 49.0)), "note",
+        "rail 1 is slow: 20 GB/s at rank 1 on node 0, the median rail has 34", "ibstat"),
+    "wrong bytes": (everything(ranks(), exchanged(48.0, 48.0, 48.0, 48.0, wrong_on=2)), "problem",
+        "rank 2 has got other bytes than rank 0 has sent", "take these nodes out"),
+    "a rank that does not answer": (everything(ranks(), FAILED), "problem",
         "between rank 2 on node 1 and rank 0 on node 0: no answer within 20 s; between rank 3 on node 1: no NCCL",
-        "NCCL_DEBUG=INFO",
-    ),
-}
+        "NCCL_DEBUG=INFO"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -198,8 +139,7 @@ def test_what_is_fine():
     cpus = everything(ranks(gpu="", nics_up=[], launch_order="", nccl=0))
     assert wrong(cpus) == []
     assert {each.subject: each.text for each in cpus}["nics"] == "host-0, host-1: no RDMA NIC"
-    same = [rank_of(rank, machine="one") for rank in range(4)]
-    assert "(virtual nodes of 1 machine)" in check_nodes(same, TWO_BY_TWO)[-1].text
+    assert "(virtual nodes of 1 machine)" in check_nodes(ranks(machine="one"), TWO_BY_TWO)[-1].text
     assert [listed(each) for each in ([], [0, 1], [0, 1, 2, 5], [3, 5, 6])] == ["", "0, 1", "0-2, 5", "3, 5, 6"]
 
 
@@ -220,19 +160,15 @@ def test_nics_that_the_kernel_lists(tmp_path: Path):
 
 def test_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What torch and nvidia-smi number otherwise is the same GPU."""
-    program, asked = tmp_path / "nvidia-smi", []
-    answers = {"--query*": QUERY, "topo": TOPOLOGY, "nvlink": NVLINK}
-    cases = "".join(f"{name}) printf '%s' '{text}';;\n" for name, text in answers.items())
-    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    asked: list[str | None] = []
+    fake_smi(tmp_path, monkeypatch)
     for name, function in TORCH.items():
         monkeypatch.setattr(f"torch.cuda.{name}", function)
     place = doctor_nodes.find_place(None)
     monkeypatch.setattr(doctor_nodes, "find_place", lambda uuid: asked.append(uuid) or place)
     monkeypatch.setattr(doctor_nodes, "Nccl", lambda: dataclasses.make_dataclass("Library", ["version"])(22809))
     variables, endpoint = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, Endpoint("lo", "127.0.0.1", 1)
-    facts = [read_facts(Worker(5, 8, local), variables, endpoint, "") for local in (0, 2)]
+    facts = [read_facts(local, variables, endpoint, "") for local in (0, 2)]
     assert (facts[0].gpu, facts[0].nccl, facts[0].launch_order) == ("NVIDIA H200", 22809, "1")
     assert (facts[1].gpu, facts[1].nccl) == ("", 0)  # more ranks than GPUs
     assert asked == ["GPU-22222222-bbbb", None]
@@ -248,11 +184,6 @@ def test_a_device_that_does_not_answer():
 
 
 # -- virtual nodes ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def as_it_is() -> Iterator[None]:
-    yield
 
 
 @contextlib.contextmanager
@@ -274,19 +205,12 @@ def a_bit_flips() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def leaves_the_test() -> Iterator[None]:
-    def measure_not(*_: Any) -> Exchange:
-        raise BackendUnavailable("a GPU that is out of order")
-
-    with patch.object(doctor_nodes, "measure_rail", measure_not):
-        yield
+def leaves_the_test() -> contextlib.AbstractContextManager[Any]:
+    return patch.object(doctor_nodes, "measure_rail", side_effect=BackendUnavailable("a GPU that is out of order"))
 
 
-@contextlib.contextmanager
-def a_wrong_device() -> Iterator[None]:
-    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth-none"}):
-        yield
+def a_wrong_device() -> contextlib.AbstractContextManager[Any]:
+    return patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth-none"})
 
 
 def look(
@@ -294,16 +218,14 @@ def look(
 ) -> tuple[list[Finding], float]:
     """What a rank finds, and how long that takes, where something is wrong on one rank."""
     store = dist.PrefixStore(store_name, dist.distributed_c10d._get_default_store())
-    trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else as_it_is
-    worker, start = Worker(rank, num_ranks, rank), time.monotonic()
+    trouble: Callable[[], contextlib.AbstractContextManager[None]] = globals()[how] if rank == culprit else nullcontext
+    board, start = Board(store, rank, num_ranks, rank, PROMPT_S), time.monotonic()
     with trouble():
-        found = examine_nodes(worker, Board(store, rank, num_ranks, PROMPT_S), {}, ranks_per_node)
+        found = examine_nodes(board, {}, ranks_per_node)
     return found, time.monotonic() - start
 
 
-def look_everywhere(
-    cluster, num_ranks: int, ranks_per_node: int, how: str = "as_it_is", culprit: int = -1
-) -> list[Finding]:
+def look_everywhere(cluster, num_ranks: int, ranks_per_node: int, how: str = "", culprit: int = -1) -> list[Finding]:
     """What all ranks find, which is the same."""
     name = f"{num_ranks}/{ranks_per_node}/{how}"
     results = cluster(num_ranks).run(look, ranks_per_node, how, culprit, name)
@@ -356,7 +278,7 @@ def wait_for_rank_1(rank: int, num_ranks: int) -> tuple[tuple[int, ...], float]:
     missing: tuple[int, ...] = ()
     if rank != 1:
         try:
-            Board(store, rank, num_ranks, 1.0).gather("facts", {})
+            Board(store, rank, num_ranks, rank, 1.0).gather("facts", {})
         except RanksMissing as error:
             missing = error.ranks
     return missing, time.monotonic() - start
@@ -395,8 +317,8 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Exchange:
             stack.enter_context(patch.object(doctor_nodes, name, fake))
         stack.enter_context(patch.object(torch, "device", lambda *_: CPU))
         stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
-        worker, topology = Worker(rank, num_ranks, rank % 2), Topology(rank, ((0, 1), (2, 3)))
-        found = try_rail(worker, store, topology, has_gpu=True)
+        board, topology = Board(store, rank, num_ranks, rank % 2), Topology(rank, ((0, 1), (2, 3)))
+        found = try_rail(board, topology, has_gpu=True)
     assert ended or not connects
     return found
 
@@ -410,20 +332,6 @@ def test_rails_of_gpus_go_by_nccl(cluster):
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for arguments, text in (
-        ([], "RANK, WORLD_SIZE, LOCAL_RANK not set"),
-        (["--read", "x.json"], "--nodes and --read exclude each other"),
-        (["--ranks-per-node", "0"], "ranks-per-node (0) must be at least 1"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["doctor", "--nodes", *arguments])
-        assert ended.value.code == 2
-        assert text in capsys.readouterr().err
 
 
 def test_torch_has_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -6,7 +6,7 @@ import ast
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
 from symmoe.timeline.command import trace_layer
-from symmoe.timeline.events import Event, Timeline, chrome_trace, lanes_of, table
+from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, lanes_of, table
 from symmoe.timeline.phases import _TABLE, BY_KERNEL, BY_OPERATOR, COMMUNICATION, GEMMS, PHASES
 from symmoe.timeline.ranges import events_of
 from symmoe.timeline.recording import align, directed, record_replays, timeline_of
@@ -31,31 +31,32 @@ KERNELS = Path(kernels.__file__).parent
 # -- exposed times ----------------------------------------------------------------------------------------------------
 
 
+def event(phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x") -> Event:
+    return Event(lane, phase, direction, name, begin, end)
+
+
 def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
     """Events at whole microseconds on two streams, which may overlap and touch as they like."""
     choose = random.Random(seed)
-    ranks = []
-    for _ in range(num_ranks):
-        events = []
-        for _ in range(choose.randrange(1, 40)):
-            begin = choose.randrange(end_us)
-            phase, direction = choose.choice(PHASES), choose.choice(("forward", "backward", ""))
-            end = min(end_us, begin + choose.randrange(60))
-            events.append(event(phase, begin, end, direction, lane=f"stream {choose.randrange(2)}"))
-        ranks.append(tuple(sorted(events, key=lambda e: e.begin_us)))
-    return Timeline(ranks=tuple(ranks), clock_error_us=(0.0,) * num_ranks, device="made up")
+
+    def any_event() -> Event:
+        begin, phase, direction = choose.randrange(end_us), choose.choice(PHASES), choose.choice(DIRECTIONS)
+        end = min(end_us, begin + choose.randrange(60))
+        return event(phase, begin, end, direction, f"stream {choose.randrange(2)}")
+
+    ranks = (sorted((any_event() for _ in range(choose.randrange(1, 40))), key=_begin) for _ in range(num_ranks))
+    return Timeline(ranks=tuple(map(tuple, ranks)), clock_error_us=(0.0,) * num_ranks, device="made up")
 
 
-def event(phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x") -> Event:
-    return Event(lane=lane, phase=phase, direction=direction, name=name, begin_us=begin, end_us=end)
+def _begin(event: Event) -> float:
+    return event.begin_us
 
 
-def cells(events: list[Event], end_us: int = 400) -> np.ndarray:
+def cells(events: Iterable[Event], end_us: int = 400) -> np.ndarray:
     """Whether any event runs in each microsecond."""
     running = np.zeros(end_us, dtype=bool)
     for e in events:
-        for cell in range(int(e.begin_us), int(e.end_us)):
-            running[cell] = True
+        running[int(e.begin_us) : int(e.end_us)] = True
     return running
 
 
@@ -64,20 +65,17 @@ def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
     made = made_up(seed)
     found = {(times.phase, times.direction): times for times in made.phases()}
     assert set(found) == {(e.phase, e.direction) for events in made.ranks for e in events}
+    last = int(max(e.end_us for each in made.ranks for e in each))
     for rank, events in enumerate(made.ranks):
-        gemms = cells([e for e in events if e.phase in GEMMS])
-        for (phase, direction), times in found.items():
-            mine = cells([e for e in events if (e.phase, e.direction) == (phase, direction)])
-            assert times.busy_us[rank] == mine.sum()
-            assert times.exposed_us[rank] == (mine & ~gemms).sum()
+        gemms = cells(e for e in events if e.phase in GEMMS)
+        for key, times in found.items():
+            mine = cells(e for e in events if (e.phase, e.direction) == key)
+            assert (times.busy_us[rank], times.exposed_us[rank]) == (mine.sum(), (mine & ~gemms).sum())
         exposed = made.exposed_communication(rank)
-        assert (
-            cells([event("push", *span) for span in exposed])
-            == (cells([e for e in events if e.phase in COMMUNICATION]) & ~gemms)
-        ).all()
+        communication = cells(e for e in events if e.phase in COMMUNICATION)
+        assert (cells(event("push", *span) for span in exposed) == (communication & ~gemms)).all()
         assert all(left[1] < right[0] for left, right in pairwise(exposed))
-        last = int(max(e.end_us for each in made.ranks for e in each))
-        assert made.idle_us(rank) == last - cells(list(events)).sum()
+        assert made.idle_us(rank) == last - cells(events).sum()
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
 
 
 def launched_kernels() -> set[str]:
-    """Functions of the package that a GPU runs by themselves: jitted, and not called by others in device code alone."""
+    """Functions of the package that a GPU runs by themselves: jitted, and not called only by others in device code."""
     names = set()
     for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -161,9 +159,8 @@ def launch(begin: float, correlation: int, thread: int, category: str = "cuda_dr
 
 
 def annotation(name: str, begin: float, end: float, thread: int) -> dict:
-    return {
-        "ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": thread, "ts": begin, "dur": end - begin
-    }  # fmt: skip
+    times = {"ts": begin, "dur": end - begin}
+    return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": thread, **times}
 
 
 def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
@@ -172,6 +169,7 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
         annotation("symmoe/forward/grouped_gemm", 10, 20, thread=1),
         annotation("symmoe/backward/grouped_gemm_dgrad", 11, 30, thread=2),
         annotation("somebody/forward/grouped_gemm", 40, 50, thread=1),
+        annotation("symmoe/my own", 41, 49, thread=1),
         annotation("symmoe/forward/push_rows", 60, 70, thread=1),
         launch(12, 1, thread=1),
         launch(13, 2, thread=2, category="cuda_runtime"),
@@ -302,18 +300,16 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
 # -- real steps -------------------------------------------------------------------------------------------------------
 
 # A layer's phases forward and backward, by hand from docs/design.md.
+START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wait sum_at_home"
+SUMS = "send_sums wait sum_at_home send_sums wait sum_at_home  route"
 ORDERS = {
-    "packed": (
-        "route plan wait plan  wait push wait index  FC1 FC2  wait send_sums wait sum_at_home",
-        "wait push wait  FC2_dgrad FC1_dgrad wgrad  send_sums wait sum_at_home send_sums wait sum_at_home  route",
-    ),
+    "packed": (f"{START}  FC1 FC2  {ARRIVE}", f"wait push wait  FC2_dgrad FC1_dgrad wgrad  {SUMS}"),
     "expert-major": (
-        "route plan wait plan  wait push wait index fan-out  FC1 FC2  wait send_sums wait sum_at_home",
-        "wait push wait fan-out  FC2_dgrad FC1_dgrad wgrad"
-        "  send_sums wait sum_at_home send_sums wait sum_at_home  route",
+        f"{START} fan-out  FC1 FC2  {ARRIVE}",
+        f"wait push wait fan-out FC2_dgrad FC1_dgrad wgrad {SUMS}",
     ),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
-        "route plan wait plan  wait push index FC1  push wait index FC1  FC2  wait send_sums wait sum_at_home",
+        f"route plan wait plan  wait push index FC1  push wait index FC1  FC2  {ARRIVE}",
         "wait push FC2_dgrad  push wait FC2_dgrad  FC1_dgrad"
         "  send_sums wgrad wait sum_at_home send_sums wait sum_at_home  route",
     ),

@@ -81,7 +81,7 @@ def train(rank: int, num_ranks: int, ranks_per_node: int | None, room: float | N
 
         captured: CapturedStep = symmoe.capture_step(step, model, room=room or 1.0, num_eager=2)
         if room is not None:
-            captured.make_graph = lambda function, heaps: HostGraph(model, [], function)
+            captured.make_graph = lambda function, heaps: HostGraph(model, [], function, heaps)
         for number in range(10):
             slots = torch.arange(2 * num_tokens).view(-1, 2)
             ids = (slots + number) % num_experts
@@ -153,7 +153,7 @@ def test_numbers_out_of_range(options, text):
 def test_a_layer_that_was_not_called_before(model):
     switch = []
     captured: CapturedStep = symmoe.capture_step(lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1)
-    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function)
+    captured.make_graph = lambda function, heaps: HostGraph(model, captured.modules.states(), function, heaps)
     captured(torch.ones(3, H))
     switch.append(True)
     with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
@@ -237,7 +237,7 @@ def captured_linear(step: Callable[..., Any], **options) -> tuple[CapturedStep, 
     """A captured step of `step(linear, *arguments)`, with a stand-in for its graph."""
     linear = nn.Linear(2, 2)
     captured: CapturedStep = symmoe.capture_step(lambda batch: step(linear, batch), linear, num_eager=1, **options)
-    captured.make_graph = lambda function, heaps: HostGraph(linear, [], function)
+    captured.make_graph = lambda function, heaps: HostGraph(linear, [], function, heaps)
     return captured, linear
 
 

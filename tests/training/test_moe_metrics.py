@@ -7,13 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
-from symmoe.training.metrics import MetricsLogger, wire_rows
+from symmoe.training.metrics import MetricsLogger
 
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 
@@ -37,7 +38,13 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return (torch.randn(6 + rank + number, H, generator=generator) + 0.3).requires_grad_()
 
 
-def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | None = None) -> list[str]:
+GROUPS = [(num_ranks, order, None) for num_ranks in (1, 2, 4) for order in ("rank", "slot")]
+GROUPS += [(2, "slot", 1), pytest.param(4, "slot", 2, marks=pytest.mark.slow)]  # bytes are counted as on one node
+
+
+@pytest.mark.parametrize(("num_ranks", "order", "ranks_per_node"), GROUPS)
+@run_on()
+def test_records_are_what_happened(rank: int, num_ranks: int, order: str, ranks_per_node: int | None) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}, {order}"
     logged: list[tuple[dict[str, float], int]] = []
@@ -109,18 +116,6 @@ def check_records(rank: int, num_ranks: int, order: str, ranks_per_node: int | N
     return findings.texts
 
 
-@pytest.mark.parametrize("order", ["rank", "slot"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_records_are_what_happened(cluster, num_ranks: int, order: str):
-    assert cluster(num_ranks).findings(check_records, order) == []
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_records_on_several_nodes(cluster, num_ranks: int, ranks_per_node: int):
-    """Bytes are counted as on one node."""
-    assert cluster(num_ranks).findings(check_records, "slot", ranks_per_node) == []
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputed_forwards_are_not_counted(heap: SymmetricHeap, use_reentrant: bool):
     model = Model(heap)
@@ -170,14 +165,6 @@ def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     compiled(batch(0, 0))
     assert [record.num_calls for record in logger.step(3)] == [0, 0]
     torch._dynamo.reset()
-
-
-def test_wire_rows_by_hand():
-    # Experts 0-1 are on rank 0, 2-3 on rank 1, 4-5 on rank 2; this is rank 1.
-    ids = torch.tensor([[0, 1, 4], [2, 3, -1], [5, 4, 3], [-1, -1, -1], [1, 2, 5]])
-    options = {"experts_per_rank": 2, "rank": 1, "num_ranks": 3}
-    assert [int(n) for n in wire_rows(ids, **options, order="rank")] == [5, 5]
-    assert [int(n) for n in wire_rows(ids, **options, order="slot")] == [5, 7]
 
 
 def test_a_model_without_layers():

@@ -74,6 +74,7 @@ def use_symmoe(
     *,
     options: DispatchOptions | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    keeps_experts: bool = False,
 ) -> Spec:
     """A copy of `spec` in which every MoE layer is a SymmMoELayer with SymmExperts. Local.
 
@@ -83,37 +84,28 @@ def use_symmoe(
         options: how rows travel; None: the defaults.
         pg_collection: the model's process groups. Needed with megatron-core 0.16 and 0.17 if they are not those of
             initialize_model_parallel; newer versions hand them to the layer themselves.
+        keeps_experts: as :func:`use_symmoe_dispatcher`.
 
     Raises:
         ArgumentError: there is no MoE layer in the spec.
     """
-    return _replaced(spec, SymmExperts, SymmMoELayer, _layer_params(heap, options, pg_collection))
+    params: dict[str, Any] = {"heap": heap, "options": options or DispatchOptions()}
+    if pg_collection is not None:
+        params["pg_collection"] = pg_collection
+    return _replaced(spec, None if keeps_experts else SymmExperts, SymmMoELayer, params)
 
 
-def use_symmoe_dispatcher(
-    spec: Spec,
-    heap: SymmetricHeap,
-    *,
-    options: DispatchOptions | None = None,
-    pg_collection: ProcessGroupCollection | None = None,
-) -> Spec:
+def use_symmoe_dispatcher(spec: Spec, heap: SymmetricHeap, **how: Any) -> Spec:
     """Same as :func:`use_symmoe`, but keeps the experts of the spec: TEGroupedMLP, SequentialMLP or your own.
 
     Their results and gradients are copied to the heap, and they read their row counts on the host.
     """
-    return _replaced(spec, None, SymmMoELayer, _layer_params(heap, options, pg_collection))
+    return use_symmoe(spec, heap, keeps_experts=True, **how)
 
 
 def use_symmoe_experts(spec: Spec) -> Spec:
     """A copy of `spec` in which the MoE layers have SymmExperts and Megatron's own dispatcher. Needs no heap."""
     return _replaced(spec, SymmExperts, None, {})
-
-
-def _layer_params(
-    heap: SymmetricHeap, options: DispatchOptions | None, pg_collection: ProcessGroupCollection | None
-) -> dict[str, Any]:
-    params: dict[str, Any] = {"heap": heap, "options": options or DispatchOptions()}
-    return params if pg_collection is None else {**params, "pg_collection": pg_collection}
 
 
 def _replaced(spec: Spec, experts: type | None, module: type | None, params: dict[str, Any]) -> Spec:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from symmoe.checks.arguments import Order, Overflow, Stash, dtype_problem, words_problem, working_dtype
+from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.adapters import PeftNames
@@ -122,8 +122,8 @@ class ExpertParallelExperts(ExpertParallelModule):
         """
         if not torch.compiler.is_compiling():
             self.heap.check(control.PHASE_PLAN)
-            problem = self.wrapper_problem() or self.place.peft_problem()
-            problem = problem or self._problem(hidden_states, top_k_index, top_k_weights)
+            wrapped = self.wrapper_problem() or self.place.peft_problem()
+            problem = wrapped or self._problem(hidden_states, top_k_index, top_k_weights)
             self.heap.fail_for(problem, control.PHASE_PLAN)
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
@@ -139,7 +139,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         mlp = self.mlp
         return f"experts={self.num_experts}, ranks={self.heap.num_ranks}, hidden={mlp.hidden}, ffn={mlp.ffn}"
 
-    def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> ArgumentError | None:
+    def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Problem:
         if x.dim() != 2 or x.shape[1] != self.mlp.hidden:
             return ArgumentError(f"hidden_states has shape {list(x.shape)}; it must be [T, {self.mlp.hidden}]")
         if topk_idx.shape[:1] != x.shape[:1] or weights.shape != topk_idx.shape:
@@ -147,11 +147,8 @@ class ExpertParallelExperts(ExpertParallelModule):
                 f"top_k_index {list(topk_idx.shape)} and top_k_weights {list(weights.shape)} must both be "
                 f"[{x.shape[0]}, K]"
             )
-        if (error := dtype_problem("hidden_states", x.dtype)) is not None:
-            return error
-        if x.device != self.heap.device:
-            return ArgumentError(f"hidden_states is on {x.device}; the heap is on {self.heap.device}")
-        return self.mlp.fc1.width_problem(x) or self.mlp.fc2.width_problem(x)
+        error = tensor_problem("hidden_states", x, shape=None, dtypes=control.DTYPES, device=self.heap.device)
+        return error or self.mlp.fc1.width_problem(x) or self.mlp.fc2.width_problem(x)
 
 
 def empty_experts(

@@ -10,7 +10,6 @@ import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ __all__ = ["Constants", "Describe", "FastLaunch", "fast_jit", "fast_launch", "la
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
 NUMBER_TYPES = (int, bool, float)
-CONSTANT_TYPES = (int, bool, float, str, NoneType, tl.dtype)
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 _ADDRESS, _DEVICE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.get_device, operator.attrgetter("dtype")
@@ -64,17 +62,14 @@ class Constants:
 
 
 def fast_launch(kernel: Any) -> Any:
-    """Decorator of an entry kernel, above `@triton.jit(...)`: `kernel[grid](*args, **kwargs)` in less time.
-
-    The kernel's constants must be its last parameters. An object that is not a JITFunction (a kernel
-    of the interpreter) is returned unchanged.
-    """
+    """Decorator of an entry kernel, above `@triton.jit(...)`, for :func:`launch`. Its constants must be the last
+    parameters. An object that is not a JITFunction (a kernel of the interpreter) is returned unchanged."""
     return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
 def fast_jit(aligned: Collection[str] | None = None) -> Callable[[Any], Any]:
-    """Decorator of an entry kernel: `fast_launch` of a function whose numbers are the parameters with a type. No value
-    of these is compiled in, and whether a tensor is 16-byte aligned only for those that are named; None: for all."""
+    """Decorator of an entry kernel: a fast_launch. Its numbers are the parameters with a type, no value of which is
+    compiled in; whether a tensor is 16-byte aligned is, for the names in `aligned`; None: for all."""
 
     def decorate(function: Any) -> Any:
         parameters = inspect.signature(function).parameters.values()
@@ -114,9 +109,9 @@ def num_compiled() -> int:
 class FastLaunch:
     """A Triton kernel that remembers the compiled variant of every kind of call.
 
-    A call's key holds everything that the JIT reads: what `mode` says per parameter, constants and options by type and
-    value, the device. A call with an unknown key goes through the JIT, which compiles if necessary. These calls always
-    go through the JIT: those with something that this class does not know (a tuple for an argument, a tensor on another
+    A call's key holds everything that the JIT reads: what `mode` says per parameter, constants and options by identity,
+    the device. A call with an unknown key goes through the JIT, which compiles if necessary. These calls always go
+    through the JIT: those with something that this class does not know (a tuple for an argument, a tensor on another
     device, a callable grid), calls with hooks or debugging, calls after a compiled-in global has changed, and all calls
     with a Triton that is not known.
 
@@ -133,7 +128,6 @@ class FastLaunch:
         self._modes = [mode for mode in modes if mode != CONSTANT]
         if CONSTANT in modes[: len(self._modes)]:
             raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
-        self._constants: dict[tuple[Any, ...], Constants] = {}
         self._calls: dict[tuple[Any, ...], _Call] = {}
         self._globals: list[_Globals] = []
         self._seen: dict[int, Any] = {}  # what the JIT of an unknown Triton has compiled
@@ -142,22 +136,6 @@ class FastLaunch:
         if name == "kernel":  # copied without __init__
             raise AttributeError(name)
         return getattr(self.kernel, name)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return functools.partial(self._launch_named, grid)
-
-    def _launch_named(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> Any:
-        """A call with the arguments of the JIT: finds its Constants, if they are those that keywords name."""
-        key = (*kwargs, *kwargs.values(), *map(type, kwargs.values()))
-        try:
-            constants = self._constants.get(key)
-        except TypeError:  # a constant that cannot be hashed
-            return self._compile(grid, args, kwargs)
-        if constants is None:
-            if len(args) != len(self._modes) or not all(map(_is_constant, kwargs.values())):
-                return self._compile(grid, args, kwargs)
-            constants = self._constants[key] = Constants(kwargs)
-        return self.launch(grid, constants, args)
 
     def launch(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> Any:
         """A call with one argument per non-constant parameter, on the device of the first tensor."""
@@ -306,10 +284,6 @@ def _integer_range(value: int) -> tuple[bool, ...]:
 def _integer_class(value: int) -> tuple[bool, ...]:
     """What the JIT may compile in of an integer: its type, whether it is 1, whether it is a multiple of 16."""
     return *_integer_range(value), value == 1, value % 16 == 0
-
-
-def _is_constant(value: Any) -> bool:
-    return all(map(_is_constant, value)) if type(value) is tuple else type(value) in CONSTANT_TYPES
 
 
 def _is_argument(value: Any, mode: int) -> bool:

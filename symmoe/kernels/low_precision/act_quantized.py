@@ -262,9 +262,10 @@ def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block
             out.dbias.zero_()
         return
     arguments = dact_arguments(da, h, row_scale, row_range, out, workspace)
-    on_hopper = hopper_choice.hopper_kernels(h.device, h.dtype, h.shape[1])
-    if on_hopper is not None and on_hopper.takes_dact_quantize(da, h, activation, block_format):
-        on_hopper.launch_dact_quantize(arguments, activation, block_format)
+    operands = da, h, activation, block_format
+    on_hopper = hopper_choice.launcher("dact_quantize", h.device, h.dtype, h.shape[1], *operands)
+    if on_hopper is not None:
+        on_hopper(arguments, activation, block_format)
     else:
         grid = max_tiles(num_rows, num_groups), ceil_div(ffn, dact_features(activation))
         launch(dact_quantize_kernel, grid, _dact_constants(ffn, num_groups, activation, block_format), *arguments)

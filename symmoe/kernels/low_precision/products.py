@@ -26,9 +26,9 @@ def grouped_gemm_quantized(
     operands = rows.data, rows.scale, *packed_and_table(weight.data), *packed_and_table(weight.scale)
     sizes = num_groups, out_width, rows.data.shape[1]
     if block_format is FLOAT8_BLOCK:
-        on_hopper = None if tile else hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
-            on_hopper.launch_fp8_gemm(rows, weight, row_range, out, bias=bias, zero_tail=zero_tail, num_sms=num_sms)
+        on_hopper = hopper_choice.launcher("grouped_gemm_fp8", out.device, out.dtype, out_width, num_rows)
+        if on_hopper is not None and not tile:
+            on_hopper(rows, weight, row_range, out, bias=bias, zero_tail=zero_tail, num_sms=num_sms)
             return
         kernel, plan, arguments = fp8.grouped_gemm_fp8_kernel, fp8.plan_gemm(*sizes, **tile), (row_range,)
     else:
@@ -49,9 +49,9 @@ def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False
     arguments = dout.data, dout.scale, rows.data, rows.scale
     if block_format is FLOAT8_BLOCK:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = None if tile else hopper_choice.hopper_kernels(out.device, operands, out.shape[2])
-        if on_hopper is not None and (isinstance(out, torch.Tensor) or out.dtype == torch.float32):
-            on_hopper.launch_fp8_wgrad(dout, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
+        on_hopper = hopper_choice.launcher("grouped_gemm_wgrad_fp8", out.device, operands, out.shape[2], out)
+        if on_hopper is not None and not tile:
+            on_hopper(dout, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
             return
         kernel, plan = fp8.grouped_gemm_wgrad_fp8_kernel, fp8.plan_wgrad(*sizes, **tile)
     else:

@@ -365,9 +365,10 @@ def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = hopper_choice.hopper_kernels(rows.device, rows.dtype, width)
-    if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
-        on_hopper.launch_quantize_columns(rows, row_range, out, block_format, row_index=row_index)
+    operands = block_format, rows, width
+    on_hopper = hopper_choice.launcher("quantize_columns", rows.device, rows.dtype, width, *operands)
+    if on_hopper is not None and signs is None:
+        on_hopper(rows, row_range, out, block_format, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
     constants = _column_constants(block_format, num_groups, width, signs is not None)
@@ -385,9 +386,10 @@ def quantize_weights(weight, out, block_format, *, amax=None):
 
 def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    on_hopper = hopper_choice.hopper_kernels(weight.device, weight.dtype, width)
-    if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
-        on_hopper.launch_quantize_weight_pairs(weight, out, transposed_out, block_format)
+    operands = block_format, weight
+    on_hopper = hopper_choice.launcher("quantize_weight_pairs", weight.device, weight.dtype, width, *operands)
+    if on_hopper is not None:
+        on_hopper(weight, out, transposed_out, block_format)
         return
     constants = _pair_constants(block_format, weight.dtype, num_lines, width)
     grid = ceil_div(width, constants.named["COLUMNS"]), ceil_div(num_lines, constants.named["LINES"]), num_groups

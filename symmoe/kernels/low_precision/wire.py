@@ -230,9 +230,10 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
-    on_hopper = hopper_choice.hopper_kernels(wire.device, dtype, width)
-    if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
-        on_hopper.launch_requantize_columns(wire, row_range, out, block_format, dtype, row_index=row_index)
+    operands = block_format, wire, width
+    on_hopper = hopper_choice.launcher("requantize_columns", wire.device, dtype, width, *operands)
+    if on_hopper is not None:
+        on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
     constants = _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype)

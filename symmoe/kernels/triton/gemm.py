@@ -390,11 +390,9 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
     if num_rows == 0:
         return
     if row_index is None and bias is None and not (isinstance(weight, TensorTable) or accumulate):
-        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS:
-            on_hopper.launch_gemm(
-                rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
-            )
+        on_hopper = hopper_choice.launcher("grouped_gemm", out.device, out.dtype, out_width, num_rows)
+        if on_hopper is not None:
+            on_hopper(rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms)
             return
     kind = out.dtype, most_columns(out.device)
     plan = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
@@ -421,9 +419,10 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
     if not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
-        on_hopper = hopper_choice.hopper_kernels(out.device, out.dtype, out_width)
-        if on_hopper is not None and num_rows <= on_hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
-            on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
+        sizes = num_rows, out_rows, out_width
+        on_hopper = hopper_choice.launcher("grouped_gemm_wgrad", out.device, out.dtype, out_width, *sizes)
+        if on_hopper is not None:
+            on_hopper(dout, rows, row_range, out, num_sms=num_sms)
             return
     plan = _wgrad_plan(dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
     left = dout if dout_index is None else None, dout, dout_index
@@ -449,6 +448,10 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
         return
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
-    zero_matrices_kernel[(ceil_div(size, ZERO_BLOCK.value), num_groups)](
-        out.pointers, DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
-    )
+    grid = ceil_div(size, ZERO_BLOCK.value), num_groups
+    launch(zero_matrices_kernel, grid, _zero_constants(out.dtype, size), out.pointers)
+
+
+@functools.cache
+def _zero_constants(dtype: torch.dtype, size: int) -> Constants:
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], "SIZE": size, "BLOCK": ZERO_BLOCK.value, "num_warps": 4})

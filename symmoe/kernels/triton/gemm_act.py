@@ -280,9 +280,11 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
-    on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn) if is_plain else None
-    if on_hopper is not None and on_hopper.takes_act(num_rows, ffn, activation):
-        on_hopper.launch_act(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
+    on_hopper = None
+    if is_plain:
+        on_hopper = hopper_choice.launcher("grouped_gemm_act", a.device, a.dtype, ffn, num_rows, ffn, activation)
+    if on_hopper is not None:
+        on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
     grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(rows, row_index, weight)
     launch(grouped_gemm_act_kernel, grid, plan.constants, *operands, row_range, row_scale, *results, bias)
@@ -305,10 +307,10 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
     on_hopper = None
     if dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None:
-        on_hopper = hopper_choice.hopper_kernels(a.device, a.dtype, ffn)
+        on_hopper = hopper_choice.launcher("grouped_gemm_dact", a.device, a.dtype, ffn)
     if on_hopper is not None:
         results = dh, a, workspace
-        on_hopper.launch_dact((dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms)
+        on_hopper((dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms)
     else:
         grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(dout, row_index, weight)
         results = dh, a, workspace, bias_sums, num_rows

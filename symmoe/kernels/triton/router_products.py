@@ -181,10 +181,14 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
 def bf16_parts(matrix: torch.Tensor) -> torch.Tensor:
     """bf16 [3, like matrix], whose sum is the contiguous fp32 matrix: exact where the last part is no denormal."""
     parts = torch.empty((PARTS.value, *matrix.shape), dtype=torch.bfloat16, device=matrix.device)
-    bf16_parts_kernel[(ceil_div(matrix.numel(), PART_ELEMENTS),)](
-        matrix, parts, matrix.numel(), BLOCK=PART_ELEMENTS, num_warps=4
-    )
+    grid, constants = (ceil_div(matrix.numel(), PART_ELEMENTS),), _part_constants()
+    launch(bf16_parts_kernel, grid, constants, matrix, parts, matrix.numel())
     return parts
+
+
+@functools.cache
+def _part_constants() -> Constants:
+    return Constants({"BLOCK": PART_ELEMENTS, "num_warps": 4})
 
 
 @functools.cache

@@ -116,39 +116,19 @@ class Case:
 SKEWS = ("uniform", "zipf", "hot")
 
 
-def log_popularity(skew: str, num_experts: int) -> torch.Tensor:
-    """The logarithm of every expert's popularity, fp32 [E]."""
-    weights = torch.zeros(num_experts)
-    if skew == "zipf":
-        # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
-        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
-        weights = -torch.log1p(place.float())
-    elif skew == "hot":
-        weights[HOT_EXPERT] = math.inf
-    return weights
-
-
 def choose_experts(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """int64 [T, K] on the CPU: each token's K distinct experts.
-
-    "uniform": all equally likely. "zipf": drawn without replacement with probabilities proportional to 1 / place, the
-    place being the same for all ranks. "hot": every token chooses one and the same expert first, the others uniformly.
+    """int64 [T, K] on the CPU: each token's K distinct experts, by the skew as docs/benchmarking.md has it.
 
     Keys log(popularity) + Gumbel noise, sorted, are draws without replacement (Efraimidis and Spirakis, 2006).
     """
     num_experts = case.shape.num_experts
+    log_popularity = torch.zeros(num_experts)
+    if case.skew == "zipf":
+        # The order of popularity is a fixed permutation, so that not all popular experts live on rank 0.
+        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(_ZIPF_SEED))
+        log_popularity = -torch.log1p(place.float())
+    elif case.skew == "hot":
+        log_popularity[HOT_EXPERT] = math.inf
     uniform = torch.rand(case.num_tokens, num_experts, generator=generator).clamp_(1e-30, 1 - 2**-24)
-    keys = log_popularity(case.skew, num_experts) - torch.log(-torch.log(uniform))
+    keys = log_popularity - torch.log(-torch.log(uniform))
     return keys.topk(case.shape.top_k, dim=1).indices
-
-
-def check_case(case: Case, num_ranks: int) -> None:
-    """Raises ArgumentError if the case cannot be run on `num_ranks` ranks."""
-    shape = case.shape
-    for name, value in (("hidden", shape.hidden), ("ffn", shape.ffn), ("tokens", case.num_tokens)):
-        if value < 1:
-            raise ArgumentError(f"{name} ({value}) must be at least 1")
-    if not 1 <= shape.top_k <= shape.num_experts:
-        raise ArgumentError(f"top-k ({shape.top_k}) must be in [1, experts ({shape.num_experts})]")
-    if shape.num_experts % num_ranks:
-        raise ArgumentError(f"experts ({shape.num_experts}) must be divisible by the number of ranks ({num_ranks})")

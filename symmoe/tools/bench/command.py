@@ -15,7 +15,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, check_case, names_of, shapes_of
+from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, add_shape_arguments, config_of, names_of, shapes_of
 from symmoe.tools.bench.layer import LAYER, Choice, bench_layer, heap_bytes
 from symmoe.tools.bench.problem import Problem, routing_of
 from symmoe.tools.bench.ranks import Ranks, join
@@ -23,8 +23,8 @@ from symmoe.tools.bench.records import Record, machine, render, save
 from symmoe.tools.bench.steps import bench_steps
 from symmoe.tools.bench.timing import Run
 
-MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
-_DESCRIPTION = """\
+HELP = "times of the layer, and yardsticks"
+DESCRIPTION = """\
 Times steps of the layer, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
 
   torchrun --nproc-per-node=2 -m symmoe bench steps layer --preset qwen3-30b --tokens 128,8192 --json out.json
@@ -45,39 +45,23 @@ class Suite:
 SUITES = {"steps": Suite(bench_steps), "layer": Suite(bench_layer)}
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `bench` to the subcommands."""
-    parser = commands.add_parser(
-        "bench",
-        help="times of the layer, and yardsticks",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser, SUITES)
-    parser.set_defaults(run=lambda args: run(args, SUITES))
-
-
-def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str] = tuple(SUITES)) -> None:
     """Adds what :func:`run` reads."""
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(suites)} (steps, layer)")
     add_shape_arguments(parser, several=True, default=next(iter(PRESETS)))
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
     parser.add_argument(
-        "--repetitions", type=int, default=MIN_REPETITIONS, help="of every variant (%(default)s; show none of fewer)"
+        "--repetitions", type=int, default=30, help="of every variant (%(default)s; show none of fewer)"
     )
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
     parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
 
 
-def run(args: argparse.Namespace, suites: Mapping[str, Suite]) -> int:
-    """Measures what the arguments name, on all ranks. Returns the exit status.
-
-    Raises:
-        ArgumentError: for errors that argparse cannot find.
-        WrongResult: a variant's results are wrong.
-    """
+def run(args: argparse.Namespace, suites: Mapping[str, Suite] = SUITES) -> int:
+    """Measures what the arguments name, on all ranks. Returns the exit status. Raises ArgumentError for what argparse
+    does not find, WrongResult if a variant's results are wrong."""
     names = names_of("suite", ",".join(args.suites or SUITES), suites)
     tokens, skews = [_number("tokens", text) for text in args.tokens.split(",")], names_of("skew", args.skew, SKEWS)
     shapes = shapes_of(args, next(iter(PRESETS)))
@@ -89,8 +73,8 @@ def run(args: argparse.Namespace, suites: Mapping[str, Suite]) -> int:
     if args.json and not os.access(os.path.dirname(args.json) or ".", os.W_OK):  # before an hour of measuring
         raise ArgumentError(f"json ({args.json}) cannot be written: no folder of yours")
     with join() as ranks:
-        for case in cases:
-            check_case(case, ranks.num_ranks)
+        for shape in shapes:
+            config_of(shape).experts_per_rank(ranks.num_ranks)
         facts, records = machine(ranks.device) | {"command": command_line(ranks)}, list[Record]()
         shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
         _say(ranks, ", ".join(f"{key} {facts[key]}" for key in shown if facts[key]))

@@ -88,8 +88,8 @@ def bench_layer(
                 choice.max_error,
             )
             ours[name] = step.captured() if choice.captured else step.eager()
-    stock = Step(STOCK, stock_forward(problem), problem.inputs, problem.tokens.dy, reference.step_error).eager()
-    times, errors = run.measure([*ours.values(), experts_alone(problem, reference), stock])
+    stock = stock_step(problem, reference)
+    times, errors = run.measure([*ours.values(), experts_only(problem, reference), stock.eager()])
     figures_of = {name: more(problem, run, choices[name], variant) for name, variant in ours.items()}
     records = []
     for name, taken in times.items():
@@ -154,6 +154,11 @@ class Step:
     def backward(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(y, self.inputs, self.d_out)
 
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """What it gives: the result, and the gradients."""
+        y = self.forward()
+        return (y, *self.backward(y))
+
     def eager(self) -> Variant:
         """The step as the host launches it."""
 
@@ -164,16 +169,12 @@ class Step:
             self.backward(y)
             return [*marks, clock.mark()]
 
-        def verify() -> float:
-            y = self.forward()
-            return self.error(y, *self.backward(y))
-
-        return Variant(self.name, DIRECTIONS, call, verify, self.max_error)
+        return Variant(self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error)
 
     def captured(self) -> Variant:
         """Captured once and replayed. Runs the step before it captures it."""
         # On the current stream: a second stream would make the heap keep events in the eager steps of the same run.
-        self.backward(self.forward())
+        self.results()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # External: every replay records them anew, so that the directions can be told apart.
@@ -200,7 +201,7 @@ class Step:
         return Variant(self.name, DIRECTIONS, call, verify, self.max_error, reuses_marks=True)
 
 
-def experts_alone(problem: Problem, reference: Reference) -> Variant:
+def experts_only(problem: Problem, reference: Reference) -> Variant:
     """The ceiling: the layer's own six products on the same rows, splits and weights, in its order, and nothing else.
 
     Rows lie in the order of the experts, also if the layer gathers them: the best that the GEMMs could do. Local.
@@ -235,8 +236,12 @@ def experts_alone(problem: Problem, reference: Reference) -> Variant:
     return Variant(CEILING, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)
 
 
-def stock_forward(problem: Problem) -> Forward:
+def stock_step(problem: Problem, reference: Reference) -> Step:
     """The layer of stock torch parts, without a router."""
     x, probs, w1, w2 = problem.inputs
     run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
-    return lambda: stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+
+    def forward() -> torch.Tensor:
+        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+
+    return Step(STOCK, forward, problem.inputs, problem.tokens.dy, reference.step_error)

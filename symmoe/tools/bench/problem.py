@@ -28,14 +28,9 @@ class Tokens(NamedTuple):
 
 
 class Routing:
-    """The routing of all ranks, from the choice of every rank, int64 [T, K]. Tensors are on the CPU.
-
-    Attributes:
-        topk_idx: int64 [R, T, K].
-        splits: int64 [R, e], rows of every expert.
-        num_rows: N of every rank.
-        order: the slots of all ranks [R * T * K] as rows lie: by expert; then source rank, token, k.
-    """
+    """The routing of all ranks, from the choice of every rank, int64 [T, K]; on the CPU. topk_idx: int64 [R, T, K];
+    splits: int64 [R, e], rows of every expert; num_rows: N of every rank; order: slots of all ranks [R * T * K] as rows
+    lie."""
 
     def __init__(self, topk_idx: list[torch.Tensor], num_experts: int) -> None:
         self.topk_idx = torch.stack(topk_idx)

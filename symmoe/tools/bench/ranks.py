@@ -22,12 +22,7 @@ _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launch
 
 
 class Ranks:
-    """This process among the ranks of the default process group. Methods are collective.
-
-    Attributes:
-        rank, num_ranks: in the group; 0 and 1 without one.
-        device: the device of this rank.
-    """
+    """This process among the ranks of the default process group; without one, rank 0 of 1. Methods are collective."""
 
     def __init__(self, device: torch.device) -> None:
         self._messages = Bootstrap(None)
@@ -41,15 +36,11 @@ class Ranks:
         self._messages.barrier()
 
     def align(self) -> None:
-        """Makes later launches start at about the same time on all ranks.
-
-        On GPUs the stream waits, not the host: steps can follow each other without a pause.
-        """
-        if self.num_ranks == 1:
-            return
-        if self.device.type == "cuda":
+        """Makes later launches start at about the same time on all ranks. On GPUs the stream waits, not the host: steps
+        can follow each other without a pause."""
+        if self.num_ranks > 1 and self.device.type == "cuda":
             dist.all_reduce(self._token)
-        else:
+        elif self.num_ranks > 1:
             self._messages.barrier()
 
     def head_start(self) -> None:
@@ -75,10 +66,8 @@ class Ranks:
 
 @contextmanager
 def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) -> Iterator[Ranks]:
-    """The ranks that torchrun has started, or those that `init_method` names; else only this process.
-
-    Uses the default process group if there is one, and otherwise makes it and ends it.
-    """
+    """The ranks that torchrun has started, or those that `init_method` names; else only this process. Uses the default
+    process group if there is one, and otherwise makes it and ends it."""
     launched = init_method is not None or dist.is_torchelastic_launched()
     makes_group = launched and not dist.is_initialized()
     device = torch.device("cpu")

@@ -1,10 +1,8 @@
 """The suite "steps": whole steps as a training loop runs them, each kind following itself.
 
 Where variants run in turn, the host of a fast one runs ahead while a slow one keeps the GPU busy, and launches do not
-show. Here one kind of step runs `STEPS` times in a row; the kinds come in an order that is shuffled for each
-repetition. Its time is the wall time of a step, the wait for the GPU after the last one included, on the slowest rank.
-
-A step is forward and backward, to the gradients of x and of all parameters, which are not added to earlier ones.
+show. Here one kind of step runs `STEPS` times in a row. A step is forward and backward, to the gradients of x and of
+all parameters, which are not added to earlier ones.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import torch
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.tools.bench.layer import Choice, make_experts, stock_forward
+from symmoe.tools.bench.layer import Choice, make_experts, stock_step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record, rounded, tflops
@@ -80,13 +78,7 @@ def bench_steps(
             step, checked = _make(kind, problem, run)
             errors[name] = largest_error(name, reference.step_error(*checked()), MAX_ERROR, run.ranks)
             steps[name] = _captured(step) if kind.captured else step
-    forward = stock_forward(problem)
-
-    def stock() -> tuple[torch.Tensor, ...]:
-        y = forward()
-        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
-
-    steps[STOCK] = stock
+    steps[STOCK] = stock = stock_step(problem, reference).results
     errors[STOCK] = largest_error(STOCK, reference.step_error(*stock()), MAX_ERROR, run.ranks)
     times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
     flops, records = 3 * problem.case.forward_flops, []

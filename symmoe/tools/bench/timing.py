@@ -1,14 +1,9 @@
-"""How things are timed: one protocol for everything that is measured.
+"""How things are timed: one protocol for everything that is measured (docs/benchmarking.md).
 
-1. Every variant runs once and its results are compared with a reference; a wrong one ends the run.
-2. Every variant runs `WARM_UP` times.
-3. Blocks of up to `BLOCK` repetitions: a barrier of hosts and devices, then one call of each variant in turn, again
-   and again, in an order that is shuffled for every repetition, the same in every run: a GPU runs faster after a call
-   that left it cool, and no variant shall always follow such a call. Before each call the ranks are aligned; on GPUs
-   the streams, not the hosts. Steps follow each other without a pause, as in training, so they show the host's time
-   where the host is slower than the GPU. For kernels and trips by themselves the host gets a head start, and its time
-   does not show.
-4. A repetition takes as long as on its slowest rank. Median, 10th and 90th percentile are over the repetitions.
+Blocks of up to `BLOCK` repetitions begin with a barrier of hosts and devices; then one call of each variant follows in
+turn, in an order that is shuffled for every repetition, the same in every run: a GPU runs faster after a call that left
+it cool, and no variant shall always follow such a call. Before each call the ranks are aligned: on GPUs the streams,
+not the hosts. For kernels and trips the host gets a head start, and its time does not show.
 """
 
 from __future__ import annotations
@@ -77,21 +72,14 @@ def clock_for(device: torch.device) -> HostClock:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do what is measured.
-
-    Attributes:
-        directions: what lies between neighbouring marks of a call.
-        call: does it once and returns its marks, one more than there are directions.
-        verify: does it once and returns the largest relative error of its results (0 where they must be exact).
-        reuses_marks: the marks of a call are those of the call before (a captured graph records the same events).
-    """
+    """One way to do what is measured."""
 
     name: str
-    directions: tuple[str, ...]
-    call: Callable[[HostClock], Sequence[Mark]]
-    verify: Callable[[], float]
+    directions: tuple[str, ...]  # what lies between neighbouring marks of a call
+    call: Callable[[HostClock], Sequence[Mark]]  # does it once and returns its marks
+    verify: Callable[[], float]  # does it once and returns the largest relative error; 0 where it must be exact
     max_error: float = 0.0
-    reuses_marks: bool = False
+    reuses_marks: bool = False  # marks are those of the call before: a captured graph records the same events
 
 
 def in_steps(*steps: Callable[[], object]) -> Callable[[HostClock], list[Mark]]:
@@ -126,10 +114,7 @@ def measure(
     align: Callable[[], None] | None = None,
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Milliseconds [repetitions, directions] of verified variants, by name, the largest of all ranks. Collective.
-
-    Args:
-        align: runs before every call; None is `ranks.align`.
-    """
+    align: runs before every call; None is `ranks.align`."""
     align = align or ranks.align
     for variant in variants:
         for _ in range(WARM_UP):
@@ -164,11 +149,8 @@ class Run(NamedTuple):
         self, variants: Sequence[Variant], *, clock: HostClock | None = None, ahead: bool = False, block: int = BLOCK
     ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
         """(milliseconds [repetitions, directions], relative error) of every variant, by name. Collective. Raises
-        WrongResult on every rank if one is wrong on any.
-
-        Args:
-            ahead: the host gets a head start: for calls that are so short that launches would hide their time.
-        """
+        WrongResult on every rank if one is wrong on any. ahead: the host gets a head start: for calls that are so short
+        that launches would hide their time."""
         errors = {v.name: largest_error(v.name, v.verify(), v.max_error, self.ranks) for v in variants}
         align, clock = self.ranks.align_ahead if ahead else self.ranks.align, clock or clock_for(self.ranks.device)
         times = measure(variants, self.ranks, clock, repetitions=self.repetitions, block=block, align=align)

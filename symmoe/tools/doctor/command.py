@@ -17,7 +17,8 @@ from symmoe.tools.doctor.machine import check_environment, check_limits, check_s
 from symmoe.tools.doctor.self_test import MAX_GPUS, check_trial, run_trial
 from symmoe.tools.doctor.versions import check_versions, read_versions
 
-_DESCRIPTION = """\
+HELP = "whether this machine can run symmoe; who waited for whom when ranks stood still"
+DESCRIPTION = """\
 Says on one screen whether this machine can run symmoe and how well: GPUs, links, versions, limits, environment, and a
 self-test of heap, dispatch and combine on every GPU (at most 8) or on 2 CPU processes. What stands behind -> helps.
 Under torchrun the first process of each node does all that, the others say nothing. With --nodes all processes that
@@ -26,14 +27,8 @@ is 1 if there is a problem. docs/doctor.md has all that it looks for.
 """
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `doctor` to the command's subparsers."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="whether this machine can run symmoe; who waited for whom when ranks stood still",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Adds what :func:`run` reads."""
     doctor.add_argument(
         "--read",
         nargs="+",
@@ -44,10 +39,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument("--ranks-per-node", type=int, help="with --nodes: cuts machines into virtual nodes")
     doctor.add_argument("--no-self-test", action="store_true", help="only look; with --nodes, send nothing over rails")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    doctor.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Looks, or reads, and prints. Returns the exit status."""
+
     def tell(findings: list[Finding]) -> None:
         as_json = {"level": worst_level(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}
         print(json.dumps(as_json, indent=1) if args.json else render(findings), flush=True)

@@ -120,10 +120,7 @@ def parse_record(said: Any, path: str) -> Record:
 
 def diagnose(records: Iterable[Record]) -> Diagnosis:
     """What happened, from one or more records of the ranks of one group; for each rank, its latest record counts.
-
-    Raises:
-        ArgumentError: the records are of groups of different sizes.
-    """
+    Raises ArgumentError: the records are of groups of different sizes."""
     by_rank = {record.rank: record for record in sorted(records, key=lambda record: record.written_unix_s)}
     sizes = sorted({record.num_ranks for record in by_rank.values()})
     if len(sizes) > 1:

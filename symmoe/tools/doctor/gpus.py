@@ -42,7 +42,7 @@ class Report(NamedTuple):
 
     def index_of(self, gpu: Any) -> int | None:
         """The index of a GPU of torch; None if nvidia-smi does not know it."""
-        uuid = str(gpu.uuid).lower()
+        uuid = str(gpu.uuid).removeprefix("GPU-").lower()
         return next((i for i, each in self.devices.items() if each["uuid"].removeprefix("GPU-").lower() == uuid), None)
 
 
@@ -91,12 +91,8 @@ def read_gpus(smi: Report) -> Gpus:
 
 @about("gpus")
 def check_gpus(gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str | None) -> Iterator[Said]:
-    """What GPUs there are, and whether torch can use them.
-
-    Args:
-        torch_cuda: the CUDA that torch was built with; None for a CPU build.
-        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-    """
+    """What GPUs there are, and whether torch can use them: it is built with `torch_cuda`, None for a CPU build; visible
+    is CUDA_VISIBLE_DEVICES, None if it is not set."""
     version, driver = next((each["driver_version"] for each in smi.devices.values()), ""), list[Said]()
     needed = _DRIVERS.get(release(torch_cuda)[0], (0,)) if torch_cuda else (0,)
     if version and release(version) < needed:

@@ -154,10 +154,8 @@ def check_limits(system: System, *, has_gpu: bool) -> Iterator[Said]:
 
 @about("environment")
 def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_cores: int) -> Iterator[Said]:
-    """Problems of the variables that matter, then one line with their values.
-
-    symmoe sets what NVSHMEM needs unless the environment has it already: such values win.
-    """
+    """Problems of the variables that matter, then one line with their values. symmoe sets what NVSHMEM needs unless the
+    environment has it already: such values win."""
     matters = [name for name in sorted(environment) if name in _NAMES or name.startswith(_PREFIXES)]
     shown = {name: f"{name}={_short(environment[name])}" for name in matters}
     for name, (values, level, text) in _HURTS.items():

@@ -41,14 +41,6 @@ _SLOW = 0.7  # of the median rail's speed
 _SHOWN = 3  # of what may be many
 
 
-class Worker(NamedTuple):
-    """This process, as torchrun has numbered it."""
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a rank says of itself."""
@@ -87,11 +79,13 @@ class RanksMissing(Exception):
 
 
 class Board(NamedTuple):
-    """Where every rank puts what it has found on a store of torch, and reads what the others have. Collective."""
+    """This process as torchrun has numbered it, and a store of torch where every rank puts what it has found, and reads
+    what the others have. Collective."""
 
     store: Any
     rank: int
     num_ranks: int
+    local_rank: int
     wait_s: float = _WAIT_S
 
     def gather(self, what: str, mine: Any, ranks: Iterable[int] | None = None) -> list[Any]:
@@ -120,69 +114,63 @@ def join_and_examine(
     if missing := [name for name in names if not environment.get(name, "").isdigit()]:
         text = f"--nodes needs ranks that torchrun has started: {', '.join(missing)} not set (docs/nodes.md)"
         raise ArgumentError(text)
-    worker = Worker(*(int(environment[name]) for name in names))
+    rank, num_ranks, local_rank = (int(environment[name]) for name in names)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
-        board = Board(store, worker.rank, worker.num_ranks)
-        findings = examine_nodes(worker, board, environment, ranks_per_node, sends=sends)
-        if worker.rank == 0:
+        board = Board(store, rank, num_ranks, local_rank)
+        findings = examine_nodes(board, environment, ranks_per_node, sends=sends)
+        if rank == 0:
             tell(findings)
         # Rank 0 may keep the store, and torchrun ends a node's ranks when one has failed: all leave together.
         with contextlib.suppress(RanksMissing):
-            board.gather("leaves", None, None if worker.rank == 0 else [0])
+            board.gather("leaves", None, None if rank == 0 else [0])
         return findings
     except RanksMissing as error:
         text, fix = str(error), "see what they have printed; py-spy dump --pid ... says where they are"
     except (dist.DistError, ValueError) as error:
         where = ":".join(environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        text = f"rank {worker.rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
+        text = f"rank {rank} on {socket.gethostname()} does not reach torch's store at MASTER_ADDR:MASTER_PORT="
         text += f"{where}: {_first_line(error)}"
         fix = "getent hosts $MASTER_ADDR; a firewall must let that port through; torchrun's own output says more"
     found = [Finding("problem", "nodes", text, fix)]
-    if worker.local_rank == 0:
+    if local_rank == 0:
         tell(found)
     return found
 
 
 def examine_nodes(
-    worker: Worker, board: Board, environment: Mapping[str, str], ranks_per_node: int | None, *, sends: bool = True
+    board: Board, environment: Mapping[str, str], ranks_per_node: int | None, *, sends: bool = True
 ) -> list[Finding]:
-    """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded.
-
-    Args:
-        board: on whose store no rails have been tried yet.
-        ranks_per_node: cuts machines into virtual nodes; None: each machine is a node.
-
-    Raises:
-        RanksMissing: of the ranks that are there.
-    """
+    """What is to be said of the nodes of a job. Collective over its ranks, which all find the same. Waits are bounded:
+    raises RanksMissing. On the board's store no rails have been tried yet; ranks_per_node cuts machines into virtual
+    nodes."""
     with contextlib.ExitStack() as stack:
         endpoint, problem = Endpoint(""), ""
         try:
             endpoint = stack.enter_context(Listener()).endpoint
         except (BackendUnavailable, OSError) as error:
             problem = str(error)
-        mine = read_facts(worker, environment, endpoint, problem)
+        mine = read_facts(board.local_rank, environment, endpoint, problem)
         said = board.gather("facts", asdict(mine))
         facts = [Facts(**each | {"endpoint": Endpoint(**each["endpoint"])}) for each in said]
         try:
-            topology = find_topology([each.domain for each in facts], worker.rank, ranks_per_node)
+            topology = find_topology([each.domain for each in facts], board.rank, ranks_per_node)
         except (ArgumentError, BackendUnavailable) as error:
             fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
             return [Finding("problem", "nodes", str(error), fix)]
-        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != worker.rank}
+        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank}
         refused = [dict(each) for each in board.gather("reach", [*unreachable(mates, _REACH_S).items()])]
     found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
     if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
-        tried = try_rail(worker, board.store, topology, has_gpu=bool(mine.gpu))
+        tried = try_rail(board, topology, has_gpu=bool(mine.gpu))
         found += check_rails(topology, [Exchange(**each) for each in board.gather("rails", asdict(tried))])
     return found
 
 
-def read_facts(worker: Worker, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
+def read_facts(local_rank: int, environment: Mapping[str, str], endpoint: Endpoint, problem: str) -> Facts:
     """What this rank has to say."""
     smi, nccl = ask(), 0
-    gpu = next(iter(read_gpus(smi).gpus[worker.local_rank :]), None)
+    gpu = next(iter(read_gpus(smi).gpus[local_rank:]), None)
     index = None if gpu is None else smi.index_of(gpu)
     with contextlib.suppress(BackendUnavailable):
         nccl = Nccl().version if gpu is not None else 0
@@ -222,18 +210,18 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     return nics
 
 
-def try_rail(worker: Worker, store: Any, topology: Topology, *, has_gpu: bool) -> Exchange:
+def try_rail(board: Board, topology: Topology, *, has_gpu: bool) -> Exchange:
     """Messages to and from all others of the rail. Collective over it; what goes wrong is in the result."""
-    device = torch.device("cuda", worker.local_rank) if has_gpu else torch.device("cpu")
+    device = torch.device("cuda", board.local_rank) if has_gpu else torch.device("cpu")
     options: dict[str, Any] = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": _CONNECT_S}
     name = f"symmoe-doctor/rail/{topology.local_rank}"
     with contextlib.ExitStack() as stack:
         try:
-            payload: Payload = GlooRail(store, name, **options)
+            payload: Payload = GlooRail(board.store, name, **options)
             stack.callback(payload.end)
             if has_gpu:
                 torch.cuda.set_device(device)
-                payload = NcclRail(Nccl(), store, f"{name}/payload", **options)
+                payload = NcclRail(Nccl(), board.store, f"{name}/payload", **options)
                 stack.callback(payload.end)
             return measure_rail(topology, payload, device)
         except RailBroken as broken:

@@ -62,13 +62,9 @@ class Trial(NamedTuple):
 def run_trial(
     num_ranks: int, environment: Mapping[str, str], *, deadline_s: float | None = None, command: Sequence[str] = _RANK
 ) -> Trial:
-    """Runs the self-test on this machine; all its processes have ended when this returns.
-
-    Args:
-        environment: environment of the processes; variables for threads and interfaces are set here.
-        deadline_s: time after which they are killed; None: DEADLINE_S, up to ten times longer on a busy machine.
-        command: command of one rank; gets the arguments of :func:`main`.
-    """
+    """Runs the self-test on this machine; all its processes have ended when this returns. They are killed after
+    deadline_s; None: DEADLINE_S, up to ten times longer on a busy machine. `command` is that of one rank, and gets the
+    arguments of :func:`main`."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     deadline_s = DEADLINE_S * min(10.0, max(1.0, load_per_core)) if deadline_s is None else deadline_s
     variables = {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SYMMOE_FLIGHT_DIR": ""}
@@ -177,13 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
-    """Figures of the group: `heap_s` and, in GB/s of the slowest rank, `dispatch_gbs`, `combine_gbs`, `copy_gbs`.
-
-    The latter are not there on one rank, where nothing moves. A wait on the heap takes at most `wait_s`. Collective.
-
-    Raises:
-        WrongResult: on every rank, if sums are wrong on any.
-    """
+    """Figures of the group: `heap_s` and, in GB/s of the slowest rank, `dispatch_gbs`, `combine_gbs`, `copy_gbs`, but
+    not on one rank, where nothing moves. A wait on the heap takes at most `wait_s`. Collective."""
     num_tokens, hidden, dtype = _LOADS[ranks.device.type]
     start = time.perf_counter()
     # Rows, what the plain copy brings, and in combine a place for sums of as many tokens from each peer.
@@ -196,10 +187,7 @@ def run(ranks: Ranks, wait_s: float) -> dict[str, float]:
 
 def check(heap: SymmetricHeap, ranks: Ranks, dtype: torch.dtype) -> None:
     """Small integers, whose sums every dtype holds, to two experts or one, that multiply them, and back. Collective.
-
-    Raises:
-        WrongResult: on every rank, if any element is wrong on any.
-    """
+    Raises WrongResult on every rank if any element is wrong on any."""
     rank, num_experts, device = ranks.rank, _EXPERTS_PER_RANK * ranks.num_ranks, heap.device
     token = torch.arange(60 + 5 * rank, device=device)
     x = ((31 * rank + 7 * token[:, None] + torch.arange(_HIDDEN, device=device)) % 8).to(dtype)

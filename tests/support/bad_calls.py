@@ -1,0 +1,395 @@
+"""Wrong arguments of public calls, one table for tests/moe/test_bad_input.py and reliability/fuzz.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from heap_calls import outcome
+from worker import Findings
+
+from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.checks.arguments import CHOICES
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.kernels.activation import Activation
+from symmoe.moe.ep_step import expert_parallel_mlp
+from symmoe.precision import MXFP8, NVFP4, Float8Block
+
+T, K, H = 6, 2, 16
+NUM_BYTES = 1 << 20
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One mistake: what the culprits pass, and the error that every rank must raise."""
+
+    change: Callable[
+        [SymmetricHeap, Arguments], Arguments
+    ]  # from the correct keyword arguments to those that are wrong
+    parts: tuple[str, ...]  # what the text must contain; `{rank}` stands for the first culprit
+    error: str = "ArgumentError"  # name of the class
+    base: tuple[tuple[str, Any], ...] = ()  # keyword arguments that all ranks pass on top of the usual ones
+
+
+def wrong(name: str, make: Any, *parts: str, error: str = "ArgumentError", base: tuple = ()) -> Bad:
+    """The argument `name` is `make`, or, if that is a function, what it makes of the right one."""
+    return Bad(lambda heap, good: {name: make(good[name]) if callable(make) else make}, parts, error, base)
+
+
+def on_heap(name: str, make: Callable[[SymmetricHeap, Arguments], Any], *parts: str) -> Bad:
+    return Bad(lambda heap, good: {name: make(heap, good)}, parts)
+
+
+# -- tensors that kernels cannot read ---------------------------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose memory another one has, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# What the text says of a tensor, and how it is made of a good one.
+UNREADABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "(torch.sparse_coo)": lambda tensor: tensor.to_sparse(),
+    "(torch.sparse_csr)": lambda tensor: tensor.to_sparse_csr(),
+    "(a nested tensor)": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "(a nested  tensor)": lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged),
+    "(Wrapper)": Wrapper,
+    "(a tensor whose memory has been freed)": freed,
+}
+
+
+def unreadable(name: str, *, without: tuple[str, ...] = ()) -> Iterator[Bad]:
+    """Mistakes in the memory of an argument [., .]."""
+    for kind, make in UNREADABLE.items():
+        if kind not in without:
+            yield wrong(name, make, f"{name} {kind.replace('  ', ' ')} must be a strided tensor")
+
+    def stale(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
+        lease = heap.lease(tuple(good[name].shape), good[name].dtype, name="old")
+        tensor = lease.tensor.copy_(good[name])
+        lease.release()
+        return tensor
+
+    yield dataclasses.replace(on_heap(name, stale, f"{name} is memory of lease 'old'", "released"), error="StaleLease")
+
+
+@torch.inference_mode()
+def of_inference(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+
+
+# -- arguments of each call -------------------------------------------------------------------------------------------
+
+STATIC = (("capacity", 60), ("max_tokens", 9))
+
+
+def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.clone()
+        ids[3, 1] = value
+        ids[5, 0] = value  # the first one is named
+        return ids
+
+    return change
+
+
+def plan_mistakes(num_experts: int) -> Iterator[Bad]:
+    yield from unreadable("topk_idx")
+    yield wrong("topk_idx", lambda ids: ids.tolist(), "topk_idx (list)", "[T, K]")
+    yield wrong("topk_idx", lambda ids: ids.flatten(), f"topk_idx has shape [{T * K}]", "[T, K]")
+    yield wrong("topk_idx", lambda ids: ids.float(), "topk_idx", "torch.float32", "torch.int64")
+    yield wrong("topk_idx", lambda ids: ids.short(), "topk_idx", "torch.int16", "torch.int32")
+    yield wrong("topk_idx", lambda ids: ids.to("meta"), "topk_idx is on meta", "on {device}")
+    yield wrong("topk_idx", lambda ids: ids[:1].expand(2**31, K), "topk_idx [2147", "2**31 slots")
+    yield wrong("topk_idx", lambda ids: ids[:, :0], "topk_idx has K = 0", "[1, 32]")
+    yield wrong("topk_idx", lambda ids: ids[:, :1].expand(-1, 33), "K = 33", "[1, 32]")
+    yield wrong("num_experts", 0, "num_experts (0)", "[1, 1024]")
+    yield wrong("num_experts", 1200, "num_experts (1200)", "[1, 1024]")
+    yield wrong("num_experts", True, "num_experts (True)", "int, not bool")
+    yield wrong("num_experts", "8", "num_experts ('8')", "int")
+    yield wrong("overflow", np.array(["raise", "drop"]), "overflow (array", "'raise'")
+    yield wrong("overflow", "ignore", "overflow ('ignore')", "'raise' or 'drop'")
+    yield wrong("overflow", ["drop"], "overflow (['drop'])", "'raise' or 'drop'")
+    yield wrong("overflow", "drop", "overflow ('drop')", "capacity is None")
+    yield wrong("dtype", np.arange(3), "dtype (", "torch.bfloat16")
+    yield wrong("dtype", torch.float64, "dtype (torch.float64)", "torch.bfloat16")
+    yield wrong("hidden", 0, "hidden (0)", "at least 1")
+    yield wrong("hidden", "16", "hidden ('16')", "int")
+    yield wrong("precision", "mxfp8", "precision ('mxfp8') must be")
+    yield wrong("quantized_wire", "rows", "quantized_wire ('rows') must be")
+    yield wrong("capacity", 0, "capacity (0)", "at least 1", base=STATIC)
+    yield wrong("capacity", -1, "capacity (-1)", "at least 1", base=STATIC)
+    yield wrong("capacity", 2.5, "capacity (2.5)", "int", base=STATIC)
+    yield wrong("capacity", 2**31, "capacity (2147483648)", "less than 2**31", base=STATIC)
+    yield wrong("max_tokens", T - 1, f"max_tokens ({T - 1})", f"({T})", base=STATIC)
+    yield wrong("max_tokens", "9", "max_tokens ('9')", "int", base=STATIC)
+    yield wrong("max_tokens", 9, "max_tokens (9)", "capacity is None")
+    for base in ((), STATIC):
+        for value, shown in ((num_experts, num_experts), (-2, -2), (2**40, 2**31 - 1), (-(2**40), -(2**31))):
+            text = f"topk_idx on rank {{rank}}, flat position {3 * K + 1}: {shown} is neither -1 nor in"
+            yield wrong("topk_idx", with_id(value), text, f"[0, {num_experts})", error="ExpertIdError", base=base)
+
+
+def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
+    """Mistakes in the rows that travel, `x` or `expert_out`."""
+    yield from unreadable(name)
+    yield wrong(name, None, f"{name} (NoneType)", "[N, H]")
+    yield wrong(name, lambda x: x.flatten(), f"{name} has shape [", "[N, H]")
+    yield wrong(name, lambda x: x[:, :0], f"{name} has rows of 0 features")
+    yield wrong(name, lambda x: x.cfloat(), f"{name} has dtype torch.complex64")
+    yield wrong(name, quantized, f"{name} has dtype torch.quint8", "torch.bfloat16")
+    yield wrong(name, lambda x: torch.cat([x, x, x[:1]]), f"{name} has", num_rows_text)
+    yield wrong(name, lambda x: x.int(), f"{name} has dtype torch.int32", "torch.bfloat16")
+    yield wrong(name, lambda x: x.double(), f"{name} has dtype torch.float64", "torch.float16")
+    yield wrong(name, lambda x: x.to("meta"), f"{name} is on meta", "on {device}")
+    yield wrong("order", "fast", "order ('fast')", "'rank'", "'slot'")
+    yield wrong("order", np.array(["rank", "slot"]), "order (array", "'rank'", "'slot'")
+
+
+def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
+    """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap; test_buffers.py has more."""
+
+    def memory(
+        more_rows: int = 0, features: int = H, dtype: torch.dtype = torch.float32
+    ) -> Callable[..., torch.Tensor]:
+        return lambda heap, good: heap.lease((len(good[name]) + more_rows, features), dtype).tensor
+
+    def overlapping(heap: SymmetricHeap, good: Arguments) -> Arguments:
+        both = heap.lease((max(len(good[name]), len(good[like])), H), torch.float32).tensor
+        return {like: both[: len(good[like])].copy_(good[like]), name: both[: len(good[name])]}
+
+    def released(heap: SymmetricHeap, good: Arguments) -> torch.Tensor:
+        lease = heap.lease((len(good[name]), H), torch.float32)
+        tensor = lease.tensor
+        lease.release()
+        return tensor
+
+    yield wrong(name, freed, f"{name} (a tensor whose memory has been freed)")
+    yield on_heap(name, memory(more_rows=1), f"{name} has shape", "must be")
+    yield on_heap(name, memory(features=H + 1), f"{name} has shape", f", {H + 1}]", f", {H}]")
+    yield on_heap(name, memory(dtype=torch.bfloat16), f"{name} has dtype torch.bfloat16", "torch.float32")
+    yield wrong(name, lambda good: good.to("meta"), f"{name} is on meta", "on {device}")
+    yield wrong(name, lambda good: good.clone(), f"{name} is not on this symmetric heap")
+    yield Bad(overlapping, (f"{name} [", "overlaps a tensor of shape ["))
+    if name == "out":  # a released grad_out would be found in backward
+        yield dataclasses.replace(on_heap(name, released, "which was released"), error="StaleLease")
+
+
+def dispatch_mistakes() -> Iterator[Bad]:
+    yield from rows_mistakes("x", f"this plan needs {T}")
+    yield from buffer_mistakes("out", "x")
+    yield from unreadable("probs")
+    yield wrong("probs", lambda p: p.tolist(), "probs (list)", "tensor")
+    yield wrong("probs", lambda p: p[:, :1], f"probs has shape [{T}, 1]", f"[{T}, {K}]")
+    yield wrong("probs", lambda p: p.double(), "probs has dtype torch.float64", "torch.float32")
+    yield wrong("probs", lambda p: p.bfloat16(), "probs has dtype torch.bfloat16", "torch.float32")
+    yield wrong("probs", lambda p: p.to("meta"), "probs is on meta", "on {device}")
+
+
+def combine_mistakes() -> Iterator[Bad]:
+    yield from rows_mistakes("expert_out", "this plan needs")
+    yield from buffer_mistakes("grad_out", "expert_out")
+
+
+# (argument, no such word, the words), the same in a call and in a configuration
+WORDS = (
+    ("order", "fast", "('rank', 'slot', 'node')"),
+    ("stash", "some", "('all', 'rows', 'hidden', 'none')"),
+    ("layout", "expert_major", "('auto', 'packed', 'expert-major')"),
+    ("schedule", "overlap", "('serial', 'overlapped', 'always-overlapped')"),
+    ("schedule", None, "('serial', 'overlapped', 'always-overlapped')"),
+    ("quantized_wire", "forwards", "('none', 'forward', 'backward', 'both')"),
+    ("quantized_wire", True, "('none', 'forward', 'backward', 'both')"),
+)
+
+
+def mlp_mistakes() -> Iterator[Bad]:
+    for name, word, words in WORDS:
+        yield wrong(name, word, f"{name} ({word!r}) must be one of {words}")
+
+
+def layer_mistakes() -> Iterator[Bad]:
+    flat = ("(torch.sparse_csr)", "(a nested  tensor)")  # which a mask cannot be
+    for name in ("x", "token_mask", "topk_idx"):
+        yield from unreadable(name, without=flat if name == "token_mask" else ())
+        yield wrong(name, of_inference, f"{name} was made in inference_mode", "clone()")
+    yield wrong("x", lambda x: x.tolist(), "x (list)", f"hidden ({H})")
+    yield wrong("x", lambda x: x[:, :-1], f"x ([{T}, {H - 1}])", f"hidden ({H})")
+    yield wrong("x", lambda x: x[:, :0], f"x ([{T}, 0])", f"hidden ({H})")
+    yield wrong("x", lambda x: x.sum(), "x has shape []", f"hidden ({H})")
+    yield wrong("x", lambda x: x.int(), "x has dtype torch.int32", "torch.bfloat16")
+    yield wrong("x", lambda x: x.double(), "x has dtype torch.float64", "torch.float32")
+    yield wrong("x", quantized, "x has dtype torch.quint8", "torch.float32")
+    yield wrong("x", lambda x: x.to("meta"), "x is on meta", "on {device}")
+    yield wrong("token_mask", lambda mask: mask.tolist(), "token_mask (list)", f"[{T}]")
+    yield wrong("topk_idx", lambda ids: ids[:, :1], f"topk_idx has shape [{T}, 1]", f"[{T}, {K}]")
+
+
+# -- the calls, on every rank -----------------------------------------------------------------------------------------
+
+
+def routing(heap: SymmetricHeap, seed: int) -> torch.Tensor:
+    """[T, K]: every rank has rows, from every rank."""
+    generator = torch.Generator().manual_seed(seed + heap.rank)
+    num_experts = 2 * heap.num_ranks
+    return torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)]).to(heap.device)
+
+
+def plan_of(heap: SymmetricHeap, seed: int = 5) -> Plan:
+    return make_plan(routing(heap, seed), num_experts=2 * heap.num_ranks, heap=heap)
+
+
+def layer_of(heap: SymmetricHeap, **options: Any) -> MoELayer:
+    """With the same weights whenever it is made."""
+    torch.manual_seed(0)
+    usual = {"hidden": H, "ffn": H, "num_experts": 2 * heap.num_ranks, "top_k": K, "schedule": "always-overlapped"}
+    return MoELayer(MoEConfig(**{**usual, **options}), heap)
+
+
+def goes_on(heap: SymmetricHeap, findings: Findings, seed: int = 3) -> None:
+    """After an error nothing is leased, and the next correct call is exact."""
+    findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+    generator = torch.Generator().manual_seed(1000 * seed + heap.rank)
+    x = torch.randint(-99, 99, (T, H), generator=generator).float().to(heap.device)
+    probs = torch.rand((T, K), generator=generator).to(heap.device)
+    plan = plan_of(heap, seed)
+    rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+    want = sum((x * probs[:, k : k + 1] for k in range(K)), torch.zeros_like(x))
+    found = combine_tokens(rows * row_probs[:, None], plan, order="slot")
+    findings.check(torch.equal(found, want), "the next correct call is wrong")
+
+
+def expect(findings: Findings, found: tuple[str, str], error: str, *parts: str) -> None:
+    """Notes an error of another class, and each part that its text has not."""
+    name, text = found
+    findings.equal("error", (name, "" if name == error else text), (error, ""))
+    for part in parts:
+        findings.check(part in text, f"{part!r} is not in {text!r}")
+
+
+class Stage:
+    """One public call with correct arguments that mistakes start from."""
+
+    def __init__(self, name: str, heap: SymmetricHeap, base: tuple = ()) -> None:
+        self.plan: Plan | None = None
+        self._heap = heap
+        ids = routing(heap, 5)
+        generator = torch.Generator().manual_seed(heap.rank)
+        x, probs = (
+            make(generator=generator).to(heap.device)
+            for make in (partial(torch.randn, (T, H)), partial(torch.rand, (T, K)))
+        )
+        if name == "make_plan":
+            self.function: Callable[..., Any] = make_plan
+            self.good = {"topk_idx": ids, "num_experts": 2 * heap.num_ranks, "heap": heap, **dict(base)}
+            return
+        if name == "layer":
+            self.function = layer_of(heap)
+            self.good = {"x": x, "token_mask": torch.ones_like(x[:, 0], dtype=torch.bool), "topk_idx": ids}
+            return
+        self.plan = plan = plan_of(heap)
+        if name == "expert_parallel_mlp":
+            self.function = expert_parallel_mlp
+            experts = GroupedMLP(2, H, H, device=heap.device)
+            self.good = {"x": x, "probs": probs, "experts": experts, "plan": plan}
+            return
+        buffer = heap.lease((plan.row_capacity, H), torch.float32).tensor
+        if name == "dispatch_tokens":
+            self.function = dispatch_tokens
+            self.good = {"x": x, "plan": plan, "probs": probs, "out": buffer, "order": "rank"}
+            return
+        dispatch_tokens(x, plan, probs=probs)
+        self.function, expert_out = combine_tokens, torch.ones(plan.num_rows, H, device=heap.device)
+        self.good = {"expert_out": expert_out, "plan": plan, "order": "rank", "grad_out": buffer[: plan.num_rows]}
+
+    def call(self, **changes: Any) -> tuple[str, str]:
+        """(class, text) of the error, at the latest when the rank waits for its stream."""
+        return outcome(lambda: [self.function(**{**self.good, **changes}), self._heap.synchronize()])
+
+
+MISTAKES: dict[str, Callable[[int], Iterator[Bad]]] = {
+    "make_plan": lambda num_ranks: plan_mistakes(2 * num_ranks),
+    "dispatch_tokens": lambda num_ranks: dispatch_mistakes(),
+    "combine_tokens": lambda num_ranks: combine_mistakes(),
+    "expert_parallel_mlp": lambda num_ranks: mlp_mistakes(),
+    "layer": lambda num_ranks: layer_mistakes(),
+}
+
+
+def check_mistake(
+    heap: SymmetricHeap, findings: Findings, stage_name: str, bad: Bad, culprits: list[int], seed: int
+) -> None:
+    """Makes a wrong call on the culprits, then a correct one; notes what is not as documented."""
+    stage = Stage(stage_name, heap, bad.base)
+    found = stage.call(**(bad.change(heap, stage.good) if heap.rank in culprits else {}))
+    parts = (part.format(rank=culprits[0], device=heap.device) for part in bad.parts)
+    expect(findings, found, bad.error, *parts)
+    if heap.rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
+        findings.check(found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}")
+    if stage_name == "expert_parallel_mlp":
+        findings.check(stage.plan.packed_to_row is None, "tokens have been dispatched")
+    if stage_name == "layer":
+        y, want = (layer(stage.good["x"])[0].detach() for layer in (stage.function, layer_of(heap)))
+        findings.equal("y of the next correct call", y, want)
+    del stage
+    goes_on(heap, findings, seed)
+
+
+def plan_mismatches(num_experts: int) -> Iterator[tuple[Arguments | None, str, str, str, tuple]]:
+    """(what the culprit passes, None: one column of ids; field, the usual value, the culprit's, arguments of all) of
+    what only a comparison between ranks can find."""
+    agreed = (*STATIC, ("hidden", H), ("dtype", torch.float32))
+    for base in ((), agreed):
+        yield None, "top_k", str(K), "1", base
+        yield {"num_experts": 2 * num_experts}, "num_experts", str(num_experts), str(2 * num_experts), base
+    yield {"capacity": 61}, "capacity", "60", "61", agreed
+    yield {"capacity": None, "max_tokens": None}, "capacity", "60", "none", agreed
+    yield {"overflow": "drop"}, "overflow", "'raise'", "'drop'", agreed
+    yield {"max_tokens": 10}, "max_tokens", "9", "10", agreed
+    yield {"max_tokens": None}, "max_tokens", "9", str(T), agreed
+    yield {"hidden": 2 * H}, "hidden", str(H), str(2 * H), agreed
+    yield {"hidden": None}, "hidden", str(H), "none", agreed
+    yield {"dtype": torch.float16}, "dtype", "torch.float32", "torch.float16", agreed
+    yield {"dtype": None}, "dtype", "torch.float32", "none", agreed
+
+
+# What the text says of a recipe. Rows in some of them have the same bytes.
+RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(hadamard_signs=5))
+
+
+def layer_mismatches(num_ranks: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(fields of all configurations, one field, the culprit's value): what plans compare and what only this rank
+    computes with."""
+    changes = {"hidden": 2 * H, "top_k": 1, "num_experts": 4 * num_ranks, "capacity": 99, "ffn": 2 * H}
+    changes |= {"stash": "rows", "aux_loss_coef": 0.5, "max_room": 7, "score": "sigmoid"}
+    for field, value in {**changes, "activation": Activation(function="gelu")}.items():
+        yield {}, field, value
+    for usual, other in itertools.combinations(RECIPES, 2):
+        yield {"hidden": 64, "ffn": 32, "precision": usual}, "precision", other
+    for usual, other in itertools.combinations(CHOICES["quantized_wire"], 2):
+        yield {"hidden": 64, "ffn": 32, "precision": MXFP8(), "quantized_wire": usual}, "quantized_wire", other
