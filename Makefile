@@ -1,10 +1,10 @@
 # make setup     create .venv and install the library and what examples need (requirements-train.txt)
-# make train     the main job: train the example language model on CPUs (2 processes)
+# make train     the main job: train the example language model on CPUs (2 processes, 3 minutes; set-up takes 4 more)
 # make test      the tests, ruff among them; installs what they need first (requirements.txt)
 # make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
 #                the core tests on other Pythons that are found (tests/README.md)
 # make test-newest  core tests and those that compile kernels with the newest torch of the registry, in .venv-newest
-# make lint      sizes beside their bounds, ruff, and mypy --strict on the package
+# make lint      sizes and their bounds, ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
 # make docs      the documentation, into the folder site/
 # make plots     the pictures of benchmarks in docs/images, from the committed records

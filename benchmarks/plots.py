@@ -3,8 +3,9 @@
     python benchmarks/plots.py docs/images
     python benchmarks/plots.py now.png now.json
 
-layer-h200.png: TFLOP/s of steps; tokens-h200.png: time over tokens; skew-h200.png: time by routing. Your own picture is
-one of these, by what the records of the suite "layer" differ in.
+speed-h200.png: TFLOP/s of whole steps, and others'; layer-h200.png: of passes; tokens-h200.png: time over tokens;
+skew-h200.png: time by routing. Your own picture is one of the last three, by what the records of the suite "layer"
+differ in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
-from pictures import BLACK, BLUE, ORANGE, SKY, picture
+from pictures import BLACK, BLUE, ORANGE, PURPLE, SKY, picture
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHOWN = {  # variant: label, look of a line, look of a bar
@@ -104,6 +105,35 @@ def draw_lines(axis: Axes, mine: Records) -> None:
     axis.grid(color="#e5e5e5", linewidth=0.6)
 
 
+def draw_speed(path: str) -> None:
+    looks = {
+        "layer": ("symmoe, MoELayer and its router", {"color": BLUE}),
+        "layer, graph": ("symmoe, CUDA graph", {"color": SKY}),
+        "deepep": ("DeepEP 1.2.1, torch._grouped_mm", {"color": PURPLE}),
+        "stock torch": ("stock torch: NCCL, torch._grouped_mm", {"color": ORANGE}),
+    }
+    found = records("steps-h200-ep2", "deepep-h200-ep2")
+    of = {
+        (one["preset"], one["variant"]): one["tflops"]
+        for one in found
+        if one["suite"] == "steps" and one["tokens"] == 8192
+    }
+    groups, width = GROUPS[:3], 0.86 / len(looks)
+    with picture(path, height_inches=3.4) as figure:
+        axis = figure.subplots()
+        for place, (variant, (label, look)) in enumerate(looks.items()):
+            where = [i + (place - (len(looks) - 1) / 2) * width for i in range(len(groups))]
+            bars = axis.bar(where, [of[group, variant] for group in groups], 0.92 * width, label=label, **look)
+            axis.bar_label(bars, fmt="{:.0f}".format, padding=1, fontsize=7)
+        axis.set_xticks(range(len(groups)), groups)
+        axis.set_ylabel("TFLOP/s per GPU")
+        axis.margins(y=0.1)
+        axis.set_title(
+            "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better", loc="left"
+        )
+        figure.legend(loc="outside lower center", ncols=2)
+
+
 def draw_layer(path: str) -> None:
     title = "A MoE layer on NVIDIA H200s, 8192 tokens per GPU; more is better"
     draw(path, title, records("layer-h200-ep2", "layer-h200-ep4"), "preset")
@@ -132,7 +162,12 @@ def draw_own(path: str, files: list[str]) -> None:
     draw(path, f"A MoE layer on {found[0]['gpu']}, {', '.join(about)}", found, along)
 
 
-PICTURES = {"layer-h200.png": draw_layer, "tokens-h200.png": draw_tokens, "skew-h200.png": draw_skew}
+PICTURES = {
+    "speed-h200.png": draw_speed,
+    "layer-h200.png": draw_layer,
+    "tokens-h200.png": draw_tokens,
+    "skew-h200.png": draw_skew,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:

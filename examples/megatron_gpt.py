@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --preset qwen3-30b           2 GPUs: a few layers of that shape
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --dispatcher alltoall        Megatron's own, to compare
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --preset qwen3-30b --force-balance --steps 0 \\
-        --compare alltoall,alltoall+symmoe,symmoe           no training: MoE layers alone, timed in turn
+        --compare alltoall,alltoall+symmoe,symmoe           no training: only MoE layers, timed in turn
 
 Model, optimizer, DDP and router are Megatron's in every run; `--dispatcher` says whose tokens travel, `--experts` whose
 experts compute. "megatron" are its fastest experts that run: TEGroupedMLP with Transformer Engine; else, in bf16,

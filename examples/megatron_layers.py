@@ -1,4 +1,4 @@
-"""Times MoE layers beside each other: forward and backward, one repetition of each in turn, on all ranks at once."""
+"""Times MoE layers in turn: forward and backward, one repetition of each, on all ranks at once."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
 def train_batch(corpus: Corpus, *, seed: int, step: int, sequences: range, context: int) -> torch.Tensor:
     """The training sequences with these global indices at this step, [len(sequences), context + 1] int64.
 
-    A function of (seed, step, index) alone: any number of ranks can cut the same global batch, and resuming
+    A function of (seed, step, index): any number of ranks can cut the same global batch, and resuming
     needs no state.
     """
     last = len(corpus.train) - (context + 1)

@@ -18,6 +18,7 @@ from lm.data import VOCABULARY
 from lm.presets import Preset
 
 _ROPE_BASE = 10_000.0
+_PADDED_TO = 64  # bytes; divides every context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,18 @@ class LanguageModel(nn.Module):
             logits = self.head(self.norm(x))
         aux_loss = torch.stack([m.aux_loss for m in metrics]).sum()
         return ModelOutput(logits=logits, aux_loss=aux_loss, moe_metrics=metrics)
+
+    @torch.no_grad()
+    def lend_experts(self, num_calls: int) -> None:
+        """Takes part in so many forward passes of other ranks, without tokens. Collective.
+
+        If every rank brought the same text instead, its experts would compute it once for each of them.
+        """
+        nothing = self.embedding.weight.new_zeros(0, self.embedding.embedding_dim)
+        with torch.autocast(nothing.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            for _ in range(num_calls):
+                for block in self.blocks:
+                    block.moe(nothing)
 
 
 class Block(nn.Module):
@@ -151,12 +164,17 @@ def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
 
 @torch.no_grad()
 def generate(model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int) -> bytes:
-    """Continues `prompt` by sampling at temperature 0.8. Collective: every rank computes the same text."""
+    """Continues `prompt` by sampling at temperature 0.8; the other ranks call `model.lend_experts` num_bytes times.
+
+    The text is padded to few lengths, which repeat: what is behind a byte it does not see.
+    """
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(num_bytes):
-        logits = model(tokens[:, -context:]).logits[:, -1].float()
+        seen = tokens[:, -context:]
+        length = seen.shape[1]
+        logits = model(F.pad(seen, (0, -length % _PADDED_TO))).logits[:, length - 1].float()
         # Drawn on the CPU: the same stream of random numbers on every kind of device.
         drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(device)], dim=1)

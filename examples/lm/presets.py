@@ -28,7 +28,7 @@ class Preset:
     eval_every: int = 100
     save_every: int = 200
     eval_sequences: int = 64  # held-out sequences an evaluation, over all ranks
-    sample_bytes: int = 300
+    sample_bytes: int = 200
     device: str = "cpu"
     autocast: bool = False  # bf16 products with fp32 parameters
 
@@ -40,7 +40,7 @@ class Preset:
 _LOSSES = {"aux_loss_coef": 0.01, "z_loss_coef": 1e-4}
 
 PRESETS = {
-    # Two processes of one thread each, under three minutes.
+    # Two processes of one thread each: some three minutes on idle cores.
     "cpu": Preset(moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, **_LOSSES)),
     # About 2 billion parameters: 32 GB of weights, gradients and Adam moments in fp32 on a single GPU.
     "gpu": Preset(

@@ -1,4 +1,4 @@
-"""The processes that train together: one per CPU core or GPU, started by torchrun, or this one alone."""
+"""The processes that train together: one per CPU core or GPU, started by torchrun, or only this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ranks:
     """This process among its peers.
 
     Attributes:
-        group: all of them; None when it is alone.
+        group: all of them; None: there is no other.
         ep_group: of those, the ones that share the experts.
         expert_group: those that hold this rank's experts in the other EP groups, and this one; None: there are none.
     """

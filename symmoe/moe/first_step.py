@@ -139,7 +139,8 @@ def _sums(tensors: Iterable[torch.Tensor], *, by_row: bool = False) -> list[list
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    return 1 + int.from_bytes(hashlib.sha256(repr(_sums(tensors)).encode()).digest()[:_WORD_BYTES], "little")
+    """Whatever the order of the tensors: layers stand in a WeakSet, whose order differs from rank to rank."""
+    return 1 + int.from_bytes(hashlib.sha256(repr(sorted(_sums(tensors))).encode()).digest()[:_WORD_BYTES], "little")
 
 
 def _are_copies(layer: ExpertParallelModule) -> bool:

@@ -17,6 +17,7 @@ from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError
+from symmoe.moe import first_step
 
 HIDDEN, EXPERTS, TOKENS = 16, 4, 12
 CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=8, num_experts=EXPERTS, top_k=2, order="slot")
@@ -258,3 +259,10 @@ def broadcast(rank: int, num_ranks: int) -> None:
 
 def test_broadcast_parameters(cluster):
     cluster(4).run(broadcast)
+
+
+def test_checksums_do_not_depend_on_the_order_of_layers():
+    """They stand in a WeakSet: ranks with three equal layers were warned that these differ."""
+    weights = [torch.randn(4, 8) for _ in range(3)]
+    assert first_step._checksum(weights) == first_step._checksum(weights[::-1])
+    assert first_step._checksum(weights) != first_step._checksum([*weights[:2], weights[2] + 1])

@@ -91,15 +91,6 @@ def test_a_byte_sees_only_its_past(language_model: model.LanguageModel):
     assert (difference[20:] > 1e-4).all()
 
 
-def test_torn_and_later_records_are_dropped(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
-    reporter = report.Reporter(path, steps=4, start=2, enabled=True)
-    reporter.record({"step": 3, "loss": 1.0, "tokens_per_s": 1.0, "imbalance": 1.0})
-    reporter.close()
-    assert [record["step"] for record in report.read_records(path)] == [1, 2, 3]
-
-
 @pytest.mark.parametrize("layout", ["packed", "expert-major"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_heap_is_as_large_as_the_worst_routing_needs(seed: int, layout: str):

