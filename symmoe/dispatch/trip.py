@@ -31,7 +31,7 @@ from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.symm_mem.heap import nodes_of
 from symmoe.tape.recorder import mark, owed
-from symmoe.tape.tape import EVEN, FRAGILE, OWES
+from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes there: where it wants each of these
@@ -225,7 +225,7 @@ class _Trip:
         wait for this rank's rows, and what they send must not land in memory that has been leased again. Between nodes
         that is so for the rows of this node; for the others the peers wait at a barrier, where they can be told."""
         heap = self._heap
-        mark(FRAGILE)
+        mark(MUST_ABORT)
         try:
             with heap.timed("dispatch"):
                 self._own, self._x = next(self._tokens)
@@ -234,7 +234,7 @@ class _Trip:
         except Exception as error:
             heap.abort(error)  # peers wait for signals; only at a barrier could they be told
             raise
-        mark(OWES)
+        mark(MUST_SIGNAL)
         parts = self._parts()
         try:
             yield parts
@@ -251,7 +251,7 @@ class _Trip:
         finally:
             with owed():
                 self._branch.join()
-            mark(EVEN)
+            mark(CLEAN)
 
     def _parts(self) -> Iterator[Part]:
         """Rows of each source rank, after which the current stream comes."""

@@ -22,11 +22,11 @@ import torch
 
 from symmoe.errors import StaleTape, SymmoeError
 from symmoe.tape.tape import (
-    FRAGILE,
+    MUST_ABORT,
+    MUST_SIGNAL,
     NEW,
     NOTE,
     OPERATOR,
-    OWES,
     Call,
     CallInteger,
     Entry,
@@ -500,9 +500,9 @@ class Tapes:
     def _pay(self, entries: Sequence[Entry], playing: Playing, error: BaseException) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
         before that."""
-        if playing.mark == FRAGILE:
+        if playing.mark == MUST_ABORT:
             self._give_up(error)
-        owes = playing.mark == OWES
+        owes = playing.mark == MUST_SIGNAL
         try:
             for entry in entries:
                 owes &= type(entry) is not Mark

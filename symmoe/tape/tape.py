@@ -13,9 +13,9 @@ import torch
 from symmoe.errors import SymmoeError
 
 # Marks of a trip during which peers wait for this rank's signals, not at a barrier:
-FRAGILE = "fragile"  # from here on, an interruption cannot be told to the peers: the heap is given up
-OWES = "owes"  # from here on, what is owed can be launched although the rest is not
-EVEN = "even"  # nothing is owed any more
+MUST_ABORT = "must abort"  # from here on, an interruption cannot be told to the peers: the heap is given up
+MUST_SIGNAL = "must signal"  # from here on, what is owed can be launched although the rest is not
+CLEAN = "clean"  # nothing is owed any more
 
 
 class Playing:
@@ -33,7 +33,7 @@ class Playing:
     def __init__(self, num_slots: int, numbers: Mapping[str, int], stream: int, kernels: Callable[[], object]) -> None:
         self.things: list[Any] = [None] * num_slots
         self.addresses = [0] * num_slots
-        self.numbers, self.stream, self.kernels, self.mark = numbers, stream, kernels, EVEN
+        self.numbers, self.stream, self.kernels, self.mark = numbers, stream, kernels, CLEAN
 
     def put(self, slot: int, thing: Any) -> None:
         """Fills a slot."""

@@ -55,7 +55,7 @@ def test_experts_multiply_these_numbers(recipe, sizes):
         return torch.from_numpy(values).to(BF16).float().numpy()
 
     weights = (inputs.w1, inputs.w2)
-    want = oracle.mlp(recipe, inputs.x, inputs.scale, weights, inputs.d_y, sizes.splits, round_to=rounded)
+    want = oracle.mlp(NUMBERS[recipe], inputs.x, inputs.scale, weights, inputs.d_y, sizes.splits, round_to=rounded)
     for name, numbers in want.items():
         assert relative_error(rows_of_groups(ran.tensors[name], name, sizes), numbers) < 1e-2, name
 

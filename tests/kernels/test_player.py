@@ -71,8 +71,8 @@ def played(*entries: Entry) -> tuple[object, ...]:
 
 def test_memory_and_leases_come_before_the_launches_and_leases_end_after_them(lists):
     first, second, told, ends, memory, taken = launch(), launch(), note(1), end_of(1), new(0), lease(1)
-    found = played(memory, first, taken, Mark("even"), told, second, ends)
-    assert found == (memory, taken, told, [first, second], Mark("even"), ends)
+    found = played(memory, first, taken, Mark("clean"), told, second, ends)
+    assert found == (memory, taken, told, [first, second], Mark("clean"), ends)
 
 
 def test_an_operator_stays_between_the_launches_that_it_was_between(lists):
@@ -93,7 +93,7 @@ def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
 
 def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):
     """Before, it could launch what is owed: that is in one section with what is not."""
-    marks = [Mark(what) for what in ("fragile", "owes", "even")]
+    marks = [Mark(what) for what in ("must abort", "must signal", "clean")]
     first, second, between = launch(), launch(), operator(0)
     found = played(marks[0], first, marks[1], between, second, marks[2])
     assert found == ([first], marks[0], between, [second], marks[2])

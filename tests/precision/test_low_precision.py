@@ -79,7 +79,7 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
     ran = run_linear(PLAIN, inputs, precision=recipe)
     x, d_y = (tensor[: SIZES.num_used].numpy() for tensor in (inputs.x, inputs.d_y))
     for other in (recipe, *(r for r in NUMBERS if r != recipe)):
-        layer = oracle.Linear(other, inputs.w1, SIZES.splits)
+        layer = oracle.Linear(NUMBERS[other], inputs.w1, SIZES.splits)
         want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
         want["d_fc.weight"] = layer.weight_gradient(d_y, x)
         errors = {name: relative_error(rows_of_groups(ran.tensors[name], name), want[name]) for name in want}
@@ -98,7 +98,7 @@ def test_a_bias_is_rounded_once_with_the_product(recipe):
     layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe)
     y = used(layer(inputs.x, inputs.splits, bias_scale=inputs.scale), SIZES).detach()
     x, scale, bias = inputs.x.float().numpy(), inputs.scale.double().numpy(), inputs.b1.double().numpy()
-    exact = oracle.Linear(recipe, inputs.w1, SIZES.splits)
+    exact = oracle.Linear(NUMBERS[recipe], inputs.w1, SIZES.splits)
 
     def rounded(numbers):
         return torch.from_numpy(numbers).to(case.dtype)
@@ -120,7 +120,7 @@ def test_experts_multiply_these_numbers(recipe, dtype):
     def rounded(values):
         return torch.from_numpy(values).to(dtype).float().numpy()
 
-    want = oracle.mlp(recipe, *arguments, round_to=rounded)
+    want = oracle.mlp(NUMBERS[recipe], *arguments, round_to=rounded)
     for name, numbers in want.items():
         got = rows_of_groups(ran.tensors[name], name)
         assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name

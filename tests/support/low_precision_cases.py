@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import low_precision_oracle as oracle
 import pytest
 import torch
 from grouped_cases import BUFFERS, DTYPES, Case, Sizes, assert_same_bits, make_inputs, make_linear, used, used_values
@@ -16,24 +17,24 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
 
-
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
-
 
 # Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
 SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
 
-
 SMALL = Sizes(splits=(9, 0, 1, 14), lead=(7, 4), hidden=160, ffn=96)
-
 
 TINY = Sizes(splits=(3, 0, 2, 4), lead=(3, 4), hidden=64, ffn=32)
 
-
 OUT = 96  # columns of a single linear layer
 
-
-NUMBERS = [*RECIPES[:3], NVFP4(stochastic_gradients=False), NVFP4(stochastic_gradients=False, hadamard_signs=None)]
+NUMBERS = {
+    Float8Block(): oracle.Numbers(*oracle.E4M3_BLOCK),
+    Float8Block(power_of_two=True): oracle.Numbers(*oracle.E4M3_POWERS),
+    MXFP8(): oracle.Numbers(*oracle.E4M3_MX),
+    NVFP4(stochastic_gradients=False): oracle.Numbers(*oracle.E2M1, signs=0x9A5C),
+    NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),
+}
 
 
 # Of a product of two operands whose elements have independent errors of 2.8 % and 11.5 % (E4M3 and E2M1, numbers from a

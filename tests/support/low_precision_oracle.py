@@ -1,62 +1,117 @@
-"""A float64 oracle for layers that compute in a recipe's numbers.
+"""A float64 oracle for layers that compute in a recipe's numbers. It shares no code with the package.
 
-What recipes make of numbers is compared bit by bit with numpy elsewhere (test_quantize.py): here it is taken as it is,
-and multiplied in float64 by loops over groups. So what the oracle gives differs from a layer's results by the rounding
-of sums and results, and by a few elements that this rounding has put on the other side of a boundary between two
-numbers of a format.
+Numbers are rounded by numpy and ml_dtypes, as docs/precision.md says; products are float64 and loop over groups. So
+what it gives differs from the package's results by the rounding of sums and results, and by a few elements that this
+rounding has put on the other side of a boundary between two numbers of a format.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import torch
-from quantized_problem import dequantised
-
-from symmoe.precision import Quantized, Recipe
 
 F32 = np.float32
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Format:
+    """Which numbers: of what elements, what scales, and how many elements and lines share one."""
+
+    element: str  # "e4m3" or "e2m1"
+    scale: str  # "fp32", "power", "e4m3"
+    block: int
+    block_lines: int = 1
+
+    def round(self, lines: np.ndarray, amax: float | None = None) -> np.ndarray:
+        """Lines [L, K] as the format has them, float64; amax: of the group, where the scale is relative to it."""
+        num_lines, width = lines.shape
+        if lines.size == 0:
+            return lines.astype(np.float64)
+        block, block_lines = self.block, self.block_lines
+        padded = np.zeros((-(-num_lines // block_lines) * block_lines, -(-width // block) * block), F32)
+        padded[:num_lines, :width] = lines
+        blocks = padded.reshape(padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block)
+        largest = np.abs(blocks).max(axis=(1, 3), keepdims=True)
+        if self.scale == "e4m3":
+            whole = max(F32(F32(amax) / F32(2688)), F32(2.0**-110))
+            relative = np.clip(largest / F32(6) / whole, F32(2.0**-9), F32(448))
+            scale = relative.astype(ml_dtypes.float8_e4m3fn).astype(F32) * whole
+            rounded = np.clip(blocks * (F32(1) / scale), F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn)
+        else:
+            scale = np.maximum(largest / F32(448), F32(2.0**-126))
+            if self.scale == "power":
+                scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(F32)
+            rounded = np.clip(blocks * (F32(1) / scale), F32(-448), F32(448)).astype(ml_dtypes.float8_e4m3fn)
+        values = rounded.astype(np.float64) * scale.astype(np.float64)
+        return values.reshape(padded.shape)[:num_lines, :width]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a recipe makes of rows, of their columns, and of weights. signs: of the Hadamard transform along tokens."""
+
+    rows: Format
+    weights: Format
+    signs: int | None = None
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """A group's rows, along features."""
+        return self.rows.round(rows, np.abs(rows).max(initial=0.0))
+
+    def of_columns(self, rows: np.ndarray) -> np.ndarray:
+        """A group's columns [C, tokens], with zeros up to whole tiles; transformed, if there are signs."""
+        columns = np.zeros((rows.shape[1], -(-len(rows) // TILE) * TILE), F32)
+        columns[:, : len(rows)] = rows.T
+        if self.signs is not None:
+            columns = (columns.reshape(-1, 16).astype(np.float64) @ transform(self.signs).T).reshape(columns.shape)
+            columns = columns.astype(F32)
+        return self.rows.round(columns, np.abs(columns).max(initial=0.0))
+
+    def of_weight(self, weight: np.ndarray) -> np.ndarray:
+        """[O, C], along C. Of the transpose, along O."""
+        return self.weights.round(weight, np.abs(weight).max())
+
+
+def transform(signs: int) -> np.ndarray:
+    """H D [16, 16]."""
+    parity = [[(-1) ** bin(i & j).count("1") for j in range(16)] for i in range(16)]
+    return np.array(parity) / 4 * np.array([-1 if signs >> j & 1 else 1 for j in range(16)])
+
+
+E4M3_BLOCK = Format("e4m3", "fp32", 128), Format("e4m3", "fp32", 128, 128)
+E4M3_POWERS = Format("e4m3", "power", 128), Format("e4m3", "power", 128, 128)
+E4M3_MX = (Format("e4m3", "power", 32),) * 2
+E2M1 = Format("e2m1", "e4m3", 16), Format("e2m1", "e4m3", 16, 16)
 
 
 class Linear:
     """By group: y = q(x) q(W)^T + b scale, d_x = q(d_y) q(W^T)^T, d_W = q(d_y columns) q(x columns)^T, in float64."""
 
-    def __init__(self, recipe: Recipe, weight: torch.Tensor, splits: tuple[int, ...]) -> None:
-        self.recipe, self.weight = recipe, weight.detach().cpu().float().numpy()
+    def __init__(self, numbers: Numbers, weight: torch.Tensor, splits: tuple[int, ...]) -> None:
+        self.numbers, self.weight = numbers, weight.detach().cpu().float().numpy()
         self.spans = [slice(*pair) for pair in itertools.pairwise([0, *itertools.accumulate(splits)])]
 
     def forward(self, x: np.ndarray, bias: np.ndarray | None = None, scale: np.ndarray | None = None) -> np.ndarray:
-        parts = [rows @ weight.T for rows, weight in self._groups(x, self.weight)]
+        parts = [self.numbers.of_rows(x[s]) @ self.numbers.of_weight(w).T for s, w in self._groups()]
         if bias is not None:
             parts = [part + np.outer(scale[s], b) for part, s, b in zip(parts, self.spans, bias, strict=True)]
         return np.concatenate(parts)
 
     def input_gradient(self, d_y: np.ndarray) -> np.ndarray:
-        turned = self.weight.swapaxes(1, 2)
-        return np.concatenate([rows @ weight.T for rows, weight in self._groups(d_y, turned)])
+        parts = (self.numbers.of_rows(d_y[s]) @ self.numbers.of_weight(w.T).T for s, w in self._groups())
+        return np.concatenate(list(parts))
 
     def weight_gradient(self, d_y: np.ndarray, x: np.ndarray) -> np.ndarray:
-        left, right = ([numbers(self.recipe.quantize_columns, rows[s]) for s in self.spans] for rows in (d_y, x))
-        return np.stack([columns @ others.T for columns, others in zip(left, right, strict=True)])
+        columns = self.numbers.of_columns
+        return np.stack([columns(d_y[s]) @ columns(x[s]).T for s in self.spans])
 
-    def _groups(self, x: np.ndarray, weight: np.ndarray):
-        quantize, quantize_weight = self.recipe.quantize, self.recipe.quantize_weight
-        for span, matrix in zip(self.spans, weight, strict=True):
-            yield numbers(quantize, x[span]), numbers(quantize_weight, matrix[None])
-
-
-def numbers(quantize: Callable[[torch.Tensor], Quantized], x: np.ndarray) -> np.ndarray:
-    """What a recipe makes of one group's rows, of its columns [C, tokens] (with zeros up to whole tiles, transformed if
-    the recipe does so), or of one matrix; float64."""
-    quantized = quantize(torch.from_numpy(np.ascontiguousarray(x)))
-    is_fp8 = quantized.scale.dtype == torch.float32
-    name = "fp8" if is_fp8 else "nvfp4" if quantized.block_format.element == "e2m1" else "mxfp8"
-    data, scale = (part.flatten(0, -2) for part in quantized.buffers)
-    scale = scale.repeat_interleave(quantized.block_format.block_lines, 0)[: len(data)]
-    values = dequantised(name, data, scale if is_fp8 else scale.view(torch.uint8))
-    return (values if quantized.amax is None else values * quantized.global_scale.double()).numpy()
+    def _groups(self):
+        return zip(self.spans, self.weight, strict=True)
 
 
 def swiglu(h: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +122,7 @@ def swiglu(h: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def mlp(
-    recipe: Recipe,
+    numbers: Numbers,
     x: torch.Tensor,
     scale: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
@@ -83,7 +138,7 @@ def mlp(
     used = sum(splits)
     x, d_y = (tensor.detach().cpu().float().numpy()[:used] for tensor in (x, d_y))
     scale = scale.detach().cpu().double().numpy()[:used, None]
-    first, second = (Linear(recipe, weight, splits) for weight in weights)
+    first, second = (Linear(numbers, weight, splits) for weight in weights)
     h = round_to(first.forward(x))
     value, by_gate, by_up = swiglu(h)
     a = round_to(value * scale)

@@ -25,11 +25,11 @@ from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
 from symmoe.tape.tape import (
-    FRAGILE,
+    MUST_ABORT,
+    MUST_SIGNAL,
     NEW,
     NOTE,
     OPERATOR,
-    OWES,
     Call,
     CallInteger,
     Entry,
@@ -409,7 +409,7 @@ class _Group:
         """What is played: nothing can interrupt the function in C, so only the last mark counts after it. What would be
         owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
         section = [Section(self._launches, num_slots, events)] if self._launches else []
-        marks = [self._mark and Mark(FRAGILE) if self._mark and self._mark.what == OWES else self._mark]
+        marks = [self._mark and Mark(MUST_ABORT) if self._mark and self._mark.what == MUST_SIGNAL else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
 
