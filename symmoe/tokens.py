@@ -89,12 +89,7 @@ class _Dispatch(Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
-        x: torch.Tensor,
-        probs: torch.Tensor | None,
-        plan: Plan,
-        out: torch.Tensor | None,
-        order: str,
+        ctx: Context, x: torch.Tensor, probs: torch.Tensor | None, plan: Plan, out: torch.Tensor | None, order: str
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.plan, ctx.order = plan, order
         x, probs = x.contiguous(), None if probs is None else probs.contiguous()

@@ -84,12 +84,7 @@ def test_record_says_how_tests_ended_and_why(checkout: Path):
     assert ours["passed_in_which_symmoe_ran"] == 2  # test_sum and a case of test_negative
     assert ours["calls_of_symmoe"] == 2 * (2 + 1 + 1 + 3)  # on two ranks
     kinds = ours["not_passed"]
-    assert kinds.keys() == {
-        "failed with symmoe only",
-        "refused by symmoe",
-        "failed without symmoe too",
-        "skipped",
-    }
+    assert kinds.keys() == {"failed with symmoe only", "refused by symmoe", "failed without symmoe too", "skipped"}
     (reason,) = kinds["failed with symmoe only"]
     assert "no negative numbers" in reason
     assert kinds["failed with symmoe only"][reason] == {"test_made_up.py::test_negative": 2}

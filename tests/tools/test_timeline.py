@@ -304,10 +304,7 @@ START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wa
 SUMS = "send_sums wait sum_at_home send_sums wait sum_at_home  route"
 ORDERS = {
     "packed": (f"{START}  FC1 FC2  {ARRIVE}", f"wait push wait  FC2_dgrad FC1_dgrad wgrad  {SUMS}"),
-    "expert-major": (
-        f"{START} fan-out  FC1 FC2  {ARRIVE}",
-        f"wait push wait fan-out FC2_dgrad FC1_dgrad wgrad {SUMS}",
-    ),
+    "expert-major": (f"{START} fan-out  FC1 FC2  {ARRIVE}", f"wait push wait fan-out FC2_dgrad FC1_dgrad wgrad {SUMS}"),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
         f"route plan wait plan  wait push index FC1  push wait index FC1  FC2  {ARRIVE}",
         "wait push FC2_dgrad  push wait FC2_dgrad  FC1_dgrad"
