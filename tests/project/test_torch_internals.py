@@ -26,7 +26,6 @@ ALLOWED = {
     **dict.fromkeys(["_grouped_mm"], "what benchmarks compare with"),
     **dict.fromkeys(["_modules", "_parameters"], "what nn.Module gives to its subclasses"),
     "_replace": "of named tuples",
-    "_SubParsersAction": "of argparse",
     "_data": "of NVSHMEM's bindings, with which it comes",
     **dict.fromkeys(["_from_config", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"], "of transformers"),
     **dict.fromkeys(["_symmoe_state", "_lease_span", "_symmoe_told"], "symmoe's own"),

@@ -16,23 +16,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 42_599),
-    "tests": (42_000, 55_600),
+    "symmoe": (36_000, 39_325),
+    "tests": (42_000, 52_750),
     "docs": (4_000, 0),
-    "kernels + tape": (15_000, 15_936),
-    "symm_mem + nodes": (3_900, 5_150),
-    "checks + precision": (1_200, 1_392),
-    "dispatch + combine": (1_500, 1_595),
-    "grouped + moe + training": (6_900, 8_575),
-    "checkpoint + integrations": (3_500, 4_493),
-    "tools + timeline": (2_700, 4_384),
+    "kernels + tape": (15_000, 0),
+    "symm_mem + nodes": (3_900, 4_737),
+    "checks + precision": (1_200, 1_247),
+    "dispatch + combine": (1_500, 1_533),
+    "grouped + moe + training": (6_900, 7_996),
+    "checkpoint + integrations": (3_500, 4_189),
+    "tools + timeline": (2_700, 3_646),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
-    "functions on the host with more than 8 parameters": (25, 44),
+    "functions on the host with more than 8 parameters": (25, 0),
     # a steady step of a layer on two CPU ranks, see test_bounds.py
     "files of a step": (32, 0),
-    "changes of file in forward": (300, 341),
+    "changes of file in forward": (300, 0),
     "frames in forward": (14, 0),
 }
 MOST_PARAMETERS = 8
