@@ -139,10 +139,10 @@ def router_problem(router: nn.Module | None) -> ArgumentError | None:
     """Why a module cannot take the place of a layer's router, or None; a wrapper with a Router inside must show it."""
     if router is None:
         return None
-    taken = inspect.signature(router.forward).parameters.values()
-    takes_all = {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(p.kind is p.VAR_KEYWORD for p in taken)
-    if takes_all and any(isinstance(module, Router) for module in router.modules()):
-        return wrapped_problem("router", router, "step_load")
+    if any(isinstance(module, Router) for module in router.modules()):
+        taken = inspect.signature(router.forward).parameters.values()
+        if {"token_mask", "topk_idx"} <= {p.name for p in taken} or any(p.kind is p.VAR_KEYWORD for p in taken):
+            return wrapped_problem("router", router, "step_load")
     return ArgumentError(
         f"router ({type(router).__name__}) must be a Router, called as router(x, token_mask=..., topk_idx=...); one of "
         "your own brings its choice to each call: layer(x, topk_idx=..., probs=...), see symmoe.MoELayer"
