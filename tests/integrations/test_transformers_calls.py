@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -139,6 +140,9 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(rank: int, n
         closes or dist.barrier()
         with contextlib.suppress(SymmoeError):
             heap.close()
+        left = weakref.ref(model)
+        del model
+        assert left() is None  # nothing of the swap keeps a model that has been dropped
 
 
 # -- metrics and recorded routing ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import Order, Overflow, Problem, Stash, tensor_problem, words_problem, working_dtype
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, raise_for
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.adapters import PeftNames
 from symmoe.integrations.transformers.families import Family, StockExperts
@@ -20,6 +20,8 @@ from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
+
+_ENDS = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +122,18 @@ class ExpertParallelExperts(ExpertParallelModule):
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
                 Inside torch.compile wrong shapes are the compiler's error, on that rank only.
         """
+        if torch.compiler.is_compiling():
+            return self._forward(hidden_states, top_k_index, top_k_weights)
+        try:
+            return self._forward(hidden_states, top_k_index, top_k_weights)
+        except (ConfigMismatch, PeerTimeout) as error:
+            if not torch.is_grad_enabled():
+                error.args = (f"{error} ({_ENDS})",)
+            raise
+
+    def _forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.heap.check(control.PHASE_PLAN)
             wrapped = self.wrapper_problem() or self.place.peft_problem()

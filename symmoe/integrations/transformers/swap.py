@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from types import MethodType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout
+from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import adapt, unwrapped
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
@@ -67,8 +66,6 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     else:
         why = "save_pretrained would write only this rank's experts; symmoe.integrations.transformers.save_checkpoint("
         vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
-    if hasattr(model, "generate"):
-        vars(model)["generate"] = MethodType(_generate, model)
     prepare_for_ddp(model)
     return model
 
@@ -121,16 +118,6 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
         setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
-
-
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Same as the model's `generate`, with errors that say what keeps ranks together."""
-    try:
-        return type(model).generate(model, *args, **kwargs)
-    except (ConfigMismatch, PeerTimeout) as error:
-        hint = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
-        error.args = (f"{error} ({hint})",)
-        raise
 
 
 def _refuse(why: str, *args: object, **kwargs: object) -> NoReturn:
