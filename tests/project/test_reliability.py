@@ -9,7 +9,7 @@ import pytest
 from bad_calls import MISTAKES
 from limits import HANG_S
 from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
-from reliability import command, faults, fuzz, mutations
+from reliability import command, faults, fuzz, lifecycle, mutations, soak
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Run, execute
@@ -134,6 +134,18 @@ def test_wrong_calls_are_of_all_kinds():
     for device in ("cpu", "cuda"):
         assert {call for call, _ in fuzz.mistakes_for(2, device)} == set(MISTAKES)
     assert len(fuzz.mistakes_for(2, "cpu")) > len(fuzz.mistakes_for(2, "cuda")) > 100
+
+
+def test_growth_is_told_from_what_comes_and_goes():
+    def grown(rate: float, files: int = 13) -> list[str]:
+        samples = [(step, int(rate * step) + step % 100 * 2000, 4096, 0, 13, 0) for step in range(100, 20_001, 50)]
+        return soak.what_grew([*samples[:-1], (*samples[-1][:4], files, 0)])
+
+    assert (grown(900.0), grown(0.0, files=14)) == ([], ["open files went from 13 to [13, 14]"])
+    assert grown(1500.0)[0].startswith("host memory grew by 298")
+    free = [(140 << 30) - (600 << 20) * (number % 3 > 0) for number in range(50)]  # others' jobs come and go
+    kept = [each - lifecycle.ARENA_BYTES["cuda"] * number for number, each in enumerate(free)]
+    assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------
