@@ -35,8 +35,9 @@ ON_EIGHT = {
     "litmus": (*range(4), 400),
     "model": range(2 * len(scenarios(8))),
 }
-# One of each kind, at other phases and with other victims; on eight ranks mostly of two at once.
-FAULTS = {3: (13, 9, 56), 8: (4, 9, 10, 11, 20)}
+# One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
+# of two at once.
+FAULTS = {3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
 TWIN_MUTANTS = (
     "no wait for rows to arrive",
