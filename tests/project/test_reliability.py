@@ -164,7 +164,7 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with launcher.start(2, "cpu") as job:
-        job.run(yield_pid, deadline_s=HANG_S)  # imports its module
+        assert sorted(job.run(yield_pid, deadline_s=HANG_S)) == sorted(job.processes())  # and imports its module
         with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught:
             list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
     assert "in sleep_on_the_last_rank" in str(caught.value)
