@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import FILE, names
-from cluster import Cluster, RankFailure
+from cluster import Cluster, RankFailure, run_on
 
 import symmoe
 from symmoe.checkpoint import ExpertShard, files, load_checkpoint, read_manifest, save_checkpoint
@@ -264,6 +265,17 @@ def test_an_interrupt_at_any_line_of_a_save(cluster, tmp_path: Path):
 
 
 # --- disks ---
+
+
+@run_on(2)
+def test_a_file_that_does_not_fit_is_named_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 if rank == 1 else limits[0], limits[1]))
+    text = save_both(rank, num_ranks, str(tmp_path), 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert text.startswith(f"CheckpointError: on rank 1: {tmp_path}/.step-00000002.")
+    assert text.endswith("/rank-00001-0000.safetensors cannot be written: File too large")
+    assert save_both(rank, num_ranks, str(tmp_path), 2) == "saved"
 
 
 @pytest.mark.parametrize("name", [FILE, "manifest.json", "manifest.json.sha256", ".latest.tmp"])

@@ -460,6 +460,15 @@ def test_a_checkpoint_is_replaced_whole(cluster, tmp_path: Path, shard_bytes: tu
     assert not Path(f"{done}.partial").exists()
 
 
+def test_adapters_are_refused(tmp_path: Path):
+    with open_heap("cpu") as heap:
+        model = swap_moe(random_model("olmoe"), heap)
+        model.model.layers[1].mlp.experts.mlp.fc1.lora_a = torch.nn.Parameter(torch.zeros(8, 4, 32))
+        with pytest.raises(CheckpointError, match=r"layers\.1\..*lora_a has no place in a checkpoint"):
+            save_checkpoint(model, tmp_path / "target")
+    assert not list(tmp_path.iterdir())
+
+
 def merged(rank: int, num_ranks: int, target: str) -> torch.Tensor:
     """Logits of a model with trained adapters, which are merged and saved."""
     with open_heap("cpu") as heap:

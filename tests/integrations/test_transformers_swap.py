@@ -98,6 +98,25 @@ def test_outputs_and_all_gradients_equal_the_unmodified_model(cluster, family: s
     cluster(num_ranks).run(compare, family)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "other"),
+    [
+        ("deepseek_v3", "e_score_correction_bias", torch.zeros(8)),
+        ("deepseek_v3", "topk_group", 4),
+        ("gpt_oss", "down_proj_bias", torch.zeros(8, 32)),
+        ("gpt_oss", "limit", 100.0),
+    ],
+)
+def test_what_a_family_has_of_its_own_shows_in_its_logits(family: str, name: str, other: object):
+    """Without it, experts that pass over it would be right, too."""
+    model, batch = random_model(family), batch_of(0)
+    want = model(batch).logits
+    for module in (module for module in model.modules() if hasattr(module, name)):
+        is_parameter = isinstance(getattr(module, name), torch.nn.Parameter)
+        setattr(module, name, torch.nn.Parameter(other) if is_parameter else other)
+    assert error(model(batch).logits, want) > WRONG
+
+
 def test_another_activation_and_another_step(cluster):
     cluster(2).run(compare, "olmoe", hidden_act="gelu")
     static = StepConfig(capacity=256, max_tokens=32, order="slot", stash="none")

@@ -23,17 +23,12 @@ STEADY = 6  # by then tapes play what the first steps have recorded
 
 
 class Way:
-    """The way of a call through the package.
-
-    Attributes:
-        files: that have run.
-        num_changes: how often another one has than before.
-        depth: of the stack, counting the package's own frames.
-    """
+    """The way of a call through the package."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.num_changes = self.depth = 0
+        self.files: set[str] = set()  # that have run
+        self.num_changes = 0  # how often another one has than before
+        self.depth = 0  # of the stack, counting the package's own frames
         self._last = ""
 
     def note(self, frame: FrameType, event: str, _: object) -> None:

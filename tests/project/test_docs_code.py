@@ -31,22 +31,14 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What a page's program needs and does.
+    """What a page's program needs and does."""
 
-    Attributes:
-        prints: a regular expression; found in the output once per rank, or as often as `times`.
-        leaves: files and folders that are there afterwards.
-        needs: packages, as pip would be given them.
-        here: what is written otherwise on a machine without a GPU.
-        is_slow: other tests have most of it.
-    """
-
-    prints: str = ""
+    prints: str = ""  # a regular expression; found in the output once per rank, or as often as `times`
     times: int = 1
-    leaves: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    here: tuple[tuple[str, str], ...] = ()
-    is_slow: bool = False
+    leaves: tuple[str, ...] = ()  # files and folders that are there afterwards
+    needs: tuple[str, ...] = ()  # packages, as pip would be given them
+    here: tuple[tuple[str, str], ...] = ()  # what is written otherwise on a machine without a GPU
+    is_slow: bool = False  # other tests have most of it
 
 
 PAGES = {

@@ -9,7 +9,7 @@ import pytest
 from bad_calls import MISTAKES
 from limits import HANG_S
 from rank_jobs import raise_on_the_last_rank, sleep_on_the_last_rank, yield_pid
-from reliability import command, faults, fuzz, mutations
+from reliability import command, faults, fuzz, lifecycle, mutations, soak
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Run, execute
@@ -35,8 +35,9 @@ ON_EIGHT = {
     "litmus": (*range(4), 400),
     "model": range(2 * len(scenarios(8))),
 }
-# One of each kind, at other phases and with other victims; on eight ranks mostly of two at once.
-FAULTS = {3: (13, 9, 56), 8: (4, 9, 10, 11, 20)}
+# One of each kind, at other phases and with other victims, and a rank that raises in every phase; on eight ranks mostly
+# of two at once.
+FAULTS = {3: (13, 9, 56, 59, 44, 47, 68, 35), 8: (4, 9, 10, 11, 20)}
 PATIENCE = 10.0  # nothing here measures speed
 TWIN_MUTANTS = (
     "no wait for rows to arrive",
@@ -136,6 +137,18 @@ def test_wrong_calls_are_of_all_kinds():
     assert len(fuzz.mistakes_for(2, "cpu")) > len(fuzz.mistakes_for(2, "cuda")) > 100
 
 
+def test_growth_is_told_from_what_comes_and_goes():
+    def grown(rate: float, files: int = 13) -> list[str]:
+        samples = [(step, int(rate * step) + step % 100 * 2000, 4096, 0, 13, 0) for step in range(100, 20_001, 50)]
+        return soak.what_grew([*samples[:-1], (*samples[-1][:4], files, 0)])
+
+    assert (grown(900.0), grown(0.0, files=14)) == ([], ["open files went from 13 to [13, 14]"])
+    assert grown(1500.0)[0].startswith("host memory grew by 298")
+    free = [(140 << 30) - (600 << 20) * (number % 3 > 0) for number in range(50)]  # others' jobs come and go
+    kept = [each - lifecycle.ARENA_BYTES["cuda"] * number for number, each in enumerate(free)]
+    assert lifecycle.lost_bytes(free) == 0 < lifecycle.LOST_BYTES < lifecycle.lost_bytes(kept)
+
+
 # -- running suites ---------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +164,7 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with launcher.start(2, "cpu") as job:
-        job.run(yield_pid, deadline_s=HANG_S)  # imports its module
+        assert sorted(job.run(yield_pid, deadline_s=HANG_S)) == sorted(job.processes())  # and imports its module
         with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught:
             list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
     assert "in sleep_on_the_last_rank" in str(caught.value)

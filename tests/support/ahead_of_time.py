@@ -41,17 +41,11 @@ def since(*changes: tuple[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled kernel.
+    """A compiled kernel."""
 
-    Attributes:
-        asm: "ttgir" and "ptx" (text), "cubin" (bytes).
-        metadata: What Triton knows of it, such as the bytes of shared memory.
-        log: What ptxas -v said.
-    """
-
-    asm: dict[str, Any]
-    metadata: Any
-    log: str
+    asm: dict[str, Any]  # "ttgir" and "ptx" (text), "cubin" (bytes)
+    metadata: Any  # what Triton knows of it, such as the bytes of shared memory
+    log: str  # what ptxas -v said
 
     @property
     def ptx(self) -> str:

@@ -54,20 +54,13 @@ class Launched:
 
 
 class FakeCuda:
-    """What launches ask of CUDA; the current device is where CPU tensors say they are.
-
-    Attributes:
-        happened: launches, ("record", event, stream) and ("wait", stream, event).
-        encoded: descriptors that have become tensor maps.
-        num_parameters: by function, how many parameters it has.
-        fails: what every launch returns.
-    """
+    """What launches ask of CUDA; the current device is where CPU tensors say they are."""
 
     def __init__(self) -> None:
-        self.device, self.fails = CPU, 0
-        self.happened: list[Any] = []
-        self.encoded: list[TensorDescriptor] = []
-        self.num_parameters: dict[int, int] = {}
+        self.device, self.fails = CPU, 0  # fails: what every launch returns
+        self.happened: list[Any] = []  # launches, ("record", event, stream) and ("wait", stream, event)
+        self.encoded: list[TensorDescriptor] = []  # that have become tensor maps
+        self.num_parameters: dict[int, int] = {}  # by function
         self._kept = [ctypes.CFUNCTYPE(ctypes.c_int, *t)(getattr(self, f"_{name}")) for name, t in _TYPES.items()]
         self.functions = (_POINTER * 4)(*[ctypes.cast(each, _POINTER) for each in self._kept])
 

@@ -37,21 +37,14 @@ MAIN_GRAD_START = 0.5  # what a main_grad holds before the first accumulation
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of what a caller can ask for.
-
-    Attributes:
-        is_nd: x is [A, B, H] and not [N, H].
-        buffers: which of `out` and `grad_input_out` the caller brings.
-        main_grad: gradients accumulate in fp32 `main_grad`, not in `.grad`.
-        delayed: weight gradients come from backward_dw.
-    """
+    """One combination of what a caller can ask for."""
 
     dtype: torch.dtype = torch.float32
-    is_nd: bool = False
+    is_nd: bool = False  # x is [A, B, H] and not [N, H]
     bias: bool = True
-    buffers: tuple[str, ...] = ("out", "grad_input_out")
-    main_grad: bool = False
-    delayed: bool = False
+    buffers: tuple[str, ...] = ("out", "grad_input_out")  # which of them the caller brings
+    main_grad: bool = False  # gradients accumulate in fp32 `main_grad`, not in `.grad`
+    delayed: bool = False  # weight gradients come from backward_dw
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,22 +101,16 @@ TINY = Sizes()
 
 @dataclass
 class Inputs:
-    """What goes into a call: leaves without history. Rows of the tail hold NaN.
-
-    Attributes:
-        x, d_y: [.., H] and the gradient of the result.
-        scale: fp32 [..].
-        w1, b1, w2, b2: [G, W, H], [G, W], [G, H, I], [G, H].
-    """
+    """What goes into a call: leaves without history. Rows of the tail hold NaN."""
 
     sizes: Sizes
-    x: torch.Tensor
-    scale: torch.Tensor
-    d_y: torch.Tensor
-    w1: torch.Tensor
-    b1: torch.Tensor
-    w2: torch.Tensor
-    b2: torch.Tensor
+    x: torch.Tensor  # [.., H]
+    scale: torch.Tensor  # fp32 [..]
+    d_y: torch.Tensor  # the gradient of the result
+    w1: torch.Tensor  # [G, W, H]
+    b1: torch.Tensor  # [G, W]
+    w2: torch.Tensor  # [G, H, I]
+    b2: torch.Tensor  # [G, H]
 
     @property
     def splits(self) -> torch.Tensor:
@@ -204,16 +191,11 @@ class Buffers:
 
 @dataclass
 class Ran:
-    """What one forward and backward gave, and where it lay.
+    """What one forward and backward gave, and where it lay."""
 
-    Attributes:
-        tensors: y, d_x, d_scale, gradients of parameters; by name.
-        y_ptr, d_x_ptr: addresses of the result and of the gradient that autograd handed on.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    y_ptr: int = 0
-    d_x_ptr: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # y, d_x, d_scale, gradients of parameters
+    y_ptr: int = 0  # address of the result
+    d_x_ptr: int = 0  # of the gradient that autograd handed on
 
 
 def run(

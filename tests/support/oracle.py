@@ -45,37 +45,24 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list
 
 @dataclass
 class Layout:
-    """Where every slot of the group goes. Lists over ranks; -1 is "none".
-
-    Attributes:
-        rows: [r] the slot that each row of rank r holds.
-        splits: [r] rows of each expert of rank r.
-        packed: [r] the (source, token) of each packed row of rank r; None where a packed row stays unused.
-        packed_start: [r] where the packed rows of each source start on rank r; the last entry is their number.
-        packed_to_row, row_to_packed_row: [r] int arrays [P, K] and [N].
-        slot_to_row, slot_to_rank: [s] int arrays [T, K].
-        token_to_primary_row, token_to_packed_row: [s] int arrays [T, R].
-        expert_load: slots of each expert before dropping.
-        num_dropped: slots that a capacity dropped.
-        wanted_rows: [r] rows routed to rank r before dropping.
-    """
+    """Where every slot of the group goes. Lists over ranks; -1 is "none"."""
 
     num_ranks: int
     num_experts: int
     top_k: int
-    rows: list[list[Slot]]
-    splits: list[list[int]]
-    packed: list[list[tuple[int, int] | None]]
-    packed_start: list[list[int]]
-    packed_to_row: list[np.ndarray]
-    row_to_packed_row: list[np.ndarray]
-    slot_to_row: list[np.ndarray]
+    rows: list[list[Slot]]  # [r] the slot that each row of rank r holds
+    splits: list[list[int]]  # [r] rows of each expert of rank r
+    packed: list[list[tuple[int, int] | None]]  # [r] (source, token) of each packed row of rank r; None: unused
+    packed_start: list[list[int]]  # [r] where each source's packed rows start on rank r; the last is their number
+    packed_to_row: list[np.ndarray]  # [r] int [P, K]
+    row_to_packed_row: list[np.ndarray]  # [r] int [N]
+    slot_to_row: list[np.ndarray]  # [s] int [T, K], as the next
     slot_to_rank: list[np.ndarray]
-    token_to_primary_row: list[np.ndarray]
+    token_to_primary_row: list[np.ndarray]  # [s] int [T, R], as the next
     token_to_packed_row: list[np.ndarray]
-    expert_load: list[int]
-    num_dropped: int
-    wanted_rows: list[int]
+    expert_load: list[int]  # slots of each expert before dropping
+    num_dropped: int  # slots that a capacity dropped
+    wanted_rows: list[int]  # [r] rows routed to rank r before dropping
 
 
 def lay_out(topk_idx: list[np.ndarray], num_experts: int, *, capacity: int | None = None) -> Layout:

@@ -27,15 +27,10 @@ _ADDRESS = re.compile(re.escape(socket.AF_INET.to_bytes(2, "little")) + rb"(..)"
 
 
 class Relay:
-    """Passes the connections of one rail on to a rank of this process.
-
-    Attributes:
-        delay_s: how long each piece of what is passed on is held back.
-        num_bytes: passed on so far.
-    """
+    """Passes the connections of one rail on to a rank of this process."""
 
     def __init__(self) -> None:
-        self.delay_s, self.num_bytes = 0.0, 0
+        self.delay_s, self.num_bytes = 0.0, 0  # how long each piece is held back; passed on so far
         self._flows = threading.Event()
         self._flows.set()
         self._is_closed = False

@@ -36,17 +36,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Routing:
-    """One routing for a given number of ranks.
+    """One routing for a given number of ranks."""
 
-    Attributes:
-        topk_idx: per rank int64 [T, K].
-        num_experts: E.
-        capacity, overflow, max_tokens: as make_plan takes them.
-    """
-
-    topk_idx: list[np.ndarray]
+    topk_idx: list[np.ndarray]  # per rank int64 [T, K]
     num_experts: int
-    capacity: int | None
+    capacity: int | None  # this and what follows: as make_plan takes them
     overflow: str
     max_tokens: int | None
 
