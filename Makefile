@@ -1,5 +1,5 @@
 # make setup     create .venv and install the library and what examples need (requirements-train.txt)
-# make train     the main job: train the example language model on CPUs (2 processes, 3 minutes; set-up takes 4 more)
+# make train     the main job: train the example language model on CPUs (2 processes, 4 minutes; set-up takes 2 more)
 # make test      the tests, ruff among them; installs what they need first (requirements.txt)
 # make test-all  those that are marked slow, too, mypy, those of torchtitan, which it installs, and
 #                the core tests on other Pythons that are found (tests/README.md)

@@ -1,6 +1,6 @@
 """Trains a byte-level Mixture-of-Experts language model on the source code of Python's standard library.
 
-    torchrun --nproc-per-node=2 examples/train_lm.py                 2 CPU processes, 3 minutes on 2 idle cores
+    torchrun --nproc-per-node=2 examples/train_lm.py                 2 CPU processes, 4 minutes on 2 cores
     torchrun --nproc-per-node=4 examples/train_lm.py --preset gpu    1, 2 or 4 GPUs
     python examples/train_lm.py                                      one process, all experts in it
 
