@@ -126,7 +126,7 @@ def main_grads(
 
 
 def _with_fused_gradients(spec: Any) -> Any:
-    """The spec with experts whose configuration alone has gradient_accumulation_fusion."""
+    """The spec; only the configuration of its experts has gradient_accumulation_fusion."""
 
     class FusedExperts(SymmExperts):
         def __init__(self, num_local_experts: int, config: Any, **kwargs: Any) -> None:
@@ -230,7 +230,7 @@ def _room(num_rows: int) -> int:
 
 
 def _chunks(config: Any, spec: Any, stage: int, num_stages: int) -> list[Any]:
-    """The parts of a GPTModel that a stage has, with numbers that depend on the names of their parameters alone."""
+    """The parts of a GPTModel that a stage has, with numbers that depend only on the names of their parameters."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     chunks = torch.nn.ModuleList(
         GPTModel(
@@ -323,7 +323,7 @@ def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
 def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool) -> dict[str, Any]:
     """Loads it into a model of another layout or kind, and counts what is not what was saved.
 
-    The expectation is made from names and seeds alone: the checkpoint is not its own oracle.
+    The expectation is made only from names and seeds: the checkpoint is not its own oracle.
     """
     use_groups(ep=ep)
     with opened_heap() as heap:
@@ -632,7 +632,7 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 @run_on(2, fixture="ranks")
 def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks: int, form: str, name: str) -> None:
-    """Records of our layers beside the routing maps of Megatron's own model's routers, on the same tokens."""
+    """Records of our layers equal the routing maps of Megatron's own model's routers, on the same tokens."""
     fields = FIELDS[name]
     use_groups(ep=2)
     config = config_of(**fields)
@@ -666,7 +666,7 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 @run_on(2, fixture="ranks")
 def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: str) -> None:
-    """A layer in torch.compile, which leaves the trips alone, equals the same layer without it."""
+    """A layer in torch.compile, which does not compile the trips, equals the same layer without it."""
     without_semaphores()
     use_groups(ep=2)
     config = config_of()

@@ -63,7 +63,7 @@ class Suite:
 
     run: RunCases
     num_cases: int  # of a run in full
-    num_gpu_cases: int | None = None  # likewise on GPUs; None: the same
+    num_gpu_cases: int | None = None  # of one on GPUs; None: the same
     num_ranks: int = 2  # if nobody asks for others
     summarize: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}  # more entries of the record
 

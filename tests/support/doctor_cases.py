@@ -33,7 +33,7 @@ TORCH = {
     "get_device_properties": lambda index: SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, total_memory=140 << 30, uuid=("22222222-BBBB", "11111111-aaaa")[index]
     ),
-    "can_device_access_peer": lambda device, peer: device < peer,  # one way alone is not enough
+    "can_device_access_peer": lambda device, peer: device < peer,  # one way is not enough
 }
 
 

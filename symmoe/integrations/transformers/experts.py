@@ -123,22 +123,19 @@ class ExpertParallelExperts(ExpertParallelModule):
                 Inside torch.compile wrong shapes are the compiler's error, on that rank only.
         """
         if torch.compiler.is_compiling():
-            return self._forward(hidden_states, top_k_index, top_k_weights)
+            return self._run(hidden_states, top_k_index, top_k_weights)
         try:
-            return self._forward(hidden_states, top_k_index, top_k_weights)
+            self.heap.check(control.PHASE_PLAN)
+            wrapped = self.wrapper_problem() or self.place.peft_problem()
+            problem = wrapped or self._problem(hidden_states, top_k_index, top_k_weights)
+            self.heap.fail_for(problem, control.PHASE_PLAN)
+            return self._run(hidden_states, top_k_index, top_k_weights)
         except (ConfigMismatch, PeerTimeout) as error:
             if not torch.is_grad_enabled():
                 error.args = (f"{error} ({_ENDS})",)
             raise
 
-    def _forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            self.heap.check(control.PHASE_PLAN)
-            wrapped = self.wrapper_problem() or self.place.peft_problem()
-            problem = wrapped or self._problem(hidden_states, top_k_index, top_k_weights)
-            self.heap.fail_for(problem, control.PHASE_PLAN)
+    def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
         y, expert_load, num_dropped = self._routed_experts(tokens, probs, top_k_index, self.mlp)
