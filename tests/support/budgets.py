@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_326),
+    "symmoe": (36_000, 39_323),
     "tests": (42_000, 52_750),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
@@ -24,7 +24,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "checks + precision": (1_200, 1_247),
     "dispatch + combine": (1_500, 1_533),
     "grouped + moe + training": (6_900, 7_996),
-    "checkpoint + integrations": (3_500, 4_190),
+    "checkpoint + integrations": (3_500, 4_187),
     "tools + timeline": (2_700, 3_646),
     # the fullest of all
     "files in one folder": (22, 0),
