@@ -37,17 +37,20 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
 
 def run_on(
     num_ranks: int | None = None, *, fixture: str = "cluster"
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., list[str] | None]], Callable[..., list[str] | None]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
-    of the test. None: on as many as the test's parameter `num_ranks` says; `fixture`: what gives clusters by size."""
+    of the test; it fails if a rank raises or returns findings. None: on as many as the test's parameter `num_ranks`
+    says; `fixture`: what gives clusters by size, and by the parameter `device` if the test has one."""
 
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+    def decorate(body: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
         @functools.wraps(body)
-        def test(*on_a_rank: Any, **given: Any) -> None:
+        def test(*on_a_rank: Any, **given: Any) -> list[str] | None:
             if on_a_rank:
-                body(*on_a_rank, **given)
-            else:
-                given.pop(fixture)(given.pop("num_ranks", num_ranks)).run(test, **given)
+                return body(*on_a_rank, **given)
+            size, device = given.pop("num_ranks", num_ranks), [given["device"]] if "device" in given else []
+            found = [text for texts in given.pop(fixture)(size, *device).run(test, **given) for text in texts or ()]
+            assert not found, "\n".join(found)
+            return None
 
         inner = {"rank"} | ({"num_ranks"} if num_ranks else set())
         others = [parameter for name, parameter in inspect.signature(body).parameters.items() if name not in inner]
