@@ -251,7 +251,11 @@ NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": 
     [
         *((2, prepared, has_run, change) for change in LATE for has_run in (True, False)),
         *(pytest.param(4, prepared, True, change, marks=pytest.mark.slow) for change in LATE),
-        *(pytest.param(2, compiled, True, change, marks=pytest.mark.slow) for change in ("unfrozen", "add_lora")),
+        pytest.param(2, compiled, True, "add_lora", marks=pytest.mark.slow),
+        pytest.param(
+            *(2, compiled, True, "unfrozen"),
+            marks=[pytest.mark.slow, pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not notice it")],
+        ),
     ],
 )
 @run_on()

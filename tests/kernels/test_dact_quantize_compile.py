@@ -29,7 +29,7 @@ LAYOUT, PAIRS, COPY = hopper_dact_quantize.LAYOUT, hopper_dact_quantize.PAIRS, h
 STRAIGHT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
 PLAIN, TANH = since(("3.6", ((0, 4), (16, 16))), ("3.9", ((64, 64), (76, 76))))
-LIMITS, GEGLU = since(("3.6", (16, 84)), ("3.9", (64, 128)))
+LIMITS, GEGLU = since(("3.6", (16, 92)), ("3.7", (16, 84)), ("3.9", (64, 128)))
 CASES = {  # activation, FFN width, dtype, format, most spilled bytes without dbias and with it
     "deepseek-like": (Activation(), 2048, BF16, FLOAT8_BLOCK, PLAIN),
     "mixtral-8x7b": (Activation(), 14336, BF16, FLOAT8_BLOCK, PLAIN),

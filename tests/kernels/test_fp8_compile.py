@@ -21,7 +21,7 @@ MAX_SPILLED = since(("3.6", 8), ("3.9", 20))  # bytes: of a tile, not of its sta
 # Of the product: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of
 # what Triton 3.7 writes: mostly what a tile needs before and after its stages; eight bytes are read in a stage, by one
 # of the two warpgroups. No order of these lines, nor other widths of what is kept, was found that spills less with it.
-GEMM_SPILLED, STAGE_SPILLS = since(("3.6", (8, 0)), ("3.7", (52, 1)), ("3.9", (100, 6)))
+GEMM_SPILLED, STAGE_SPILLS = since(("3.6", (16, 0)), ("3.7", (52, 1)), ("3.9", (100, 6)))
 BIAS_SPILLED, BIAS_STAGE_SPILLS = since(("3.6", (40, 0)), ("3.9", (76, 2)))  # of a tile with a bias
 ADDED_SPILLED = 32  # of a tile too, where it is added by TMA
 ODD_SPILLED = 128  # bytes, where tiles have to be masked

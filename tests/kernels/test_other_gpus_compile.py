@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import act_quantize_launches as act_quantize
 import kernel_launches as layer
 import quantize_launches as quantize
+from ahead_of_time import VERSION, since
 from compiled_launches import catch_launches, kernels_of, meta
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
 from quantized_gemm_launches import ELEMENTS, SHAPES, gemm_operands, wgrad_operands
@@ -108,7 +109,7 @@ QUANTISED = {"quantised products", "quantisers"}
 # Bytes that a thread spills, at most, if any. Operands of tensor cores in registers leave little room.
 MAX_SPILLED = {
     "grouped_gemm_kernel": 256,
-    "grouped_gemm_wgrad_kernel": 64,
+    "grouped_gemm_wgrad_kernel": since(("3.6", 184), ("3.7", 64)),
     "grouped_gemm_act_kernel": 256,
     "grouped_gemm_dact_kernel": 64,
     "lay_out_kernel": 8,  # of 64 ranks; on 8.x
@@ -143,6 +144,8 @@ def on(monkeypatch):
     ids=str,
 )
 def test_it_compiles_and_fits(launches, on, group, arch):
+    if group == "products" and arch == 100 and VERSION < (3, 7):
+        pytest.skip("Triton 3.6 ends at an assertion of its own in the weight gradients")
     on(arch)
     GROUPS[group]()
     for launch in {launch.key: launch for launch in launches}.values():

@@ -64,7 +64,7 @@ def test_other_dtypes_are_not_rounded_to_tf32(launches, product, dtype):
     code = launches.compile()
     assert (WGMMA in code.ptx) == (dtype == FP16)
     assert "tf32" not in code.ptx
-    assert code.spilled == 0
+    assert code.spilled <= (since(("3.6", 24), ("3.7", 0)) if dtype == FP16 else 0)
 
 
 @every_combination(
@@ -153,7 +153,7 @@ ELEMENTWISE = ["scaled_activation_kernel", "scaled_activation_grad_kernel"]
 HALVES_AND_BLOCKS = {"halves": ACTIVATIONS["swiglu"], "blocks": ACTIVATIONS["interleave"]}
 # Bytes, of dact with limits or sums of dbias, which need more registers than there are beside an epilogue in eight
 # parts; and with addresses of rows or weights for every thread.
-MAX_SPILLED, MAX_SPILLED_BY_ADDRESSES = 256, 64
+MAX_SPILLED, MAX_SPILLED_BY_ADDRESSES = 256, since(("3.6", 84), ("3.7", 64))
 # Of dact with contiguous rows: Triton 3.7 has no register left for interleaved features of mixtral-8x7b.
 CONTIGUOUS_SPILLED = since(("3.6", 0), ("3.7", 8))
 
