@@ -13,6 +13,7 @@ import sys
 from suites.figures import of_choice, of_step
 from suites.gemm import bench_gemm
 from suites.grouped import bench_grouped
+from suites.memory import bench_memory
 from suites.overhead import bench_overhead
 from suites.rail import bench_rail
 from suites.trips import bench_combine, bench_dispatch, bench_plan
@@ -27,6 +28,7 @@ from symmoe.tools.bench.steps import bench_steps
 SUITES = {
     "steps": Suite(functools.partial(bench_steps, figures_of=of_step)),
     "layer": Suite(functools.partial(bench_layer, more=of_choice)),
+    "memory": Suite(bench_memory),
     "variants": Suite(bench_variants, VARIANTS),
     "precision": Suite(bench_precision, PRECISION),
     "plan": Suite(bench_plan),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from suites import memory
 from suites.figures import of_step
 from suites.rows import LocalRows, Places
 from torch.autograd.function import once_differentiable
@@ -22,13 +23,14 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function
 from symmoe.tools.bench.cases import SKEWS, Case, add_shape_arguments, shapes_of
 from symmoe.tools.bench.command import command_line
+from symmoe.tools.bench.layer import Step
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks, join
 from symmoe.tools.bench.records import Record, case_record, machine, render, save, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.tools.bench.steps import times_in_a_row_ms
 from symmoe.tools.bench.stock_torch import torch_experts
-from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps, largest_error
+from symmoe.tools.bench.timing import DIRECTIONS, Run, Variant, in_steps
 
 NAME = "deepep"
 
@@ -51,31 +53,38 @@ def open_buffer(cases: list[Case], ranks: Ranks) -> Any:
     return Buffer(dist.group.WORLD, num_bytes, 0)
 
 
-def step_record(problem: Problem, buffer: Any, ranks: Ranks, repetitions: int) -> Record:
-    """The record of whole steps, each following itself. Collective.
-
-    Raises:
-        WrongResult: its results are wrong.
-    """
+def step_of(problem: Problem, buffer: Any) -> Step:
+    """A whole step, without a router."""
     num_experts = problem.case.shape.num_experts
     x, probs, w1, w2 = problem.inputs
-    experts, reference = torch_experts(w1, w2), Reference(problem)
+    experts = torch_experts(w1, w2)
 
-    def step() -> tuple[torch.Tensor, ...]:
+    def forward() -> torch.Tensor:
         # The plan is a part of a step of ours: so is the conversion of the choice here.
         trip = _Trip(buffer, problem.topk_idx.long(), num_experts)
         arrived, arrived_probs = _Dispatch.apply(x, probs, trip)
         row_to_packed, slots, ends = trip.local_order()
         rows = arrived.index_select(0, row_to_packed)
         out = experts(rows, arrived_probs.reshape(-1).index_select(0, slots), ends)
-        y = _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
-        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
+        return _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
 
-    error = largest_error(NAME, reference.step_error(*step()), MAX_ERROR, ranks)
-    times = times_in_a_row_ms({NAME: step}, ranks, repetitions)[NAME]
-    figures = of_step(step, problem, ranks)
+    return Step(NAME, forward, problem.inputs, problem.tokens.dy, Reference(problem).step_error)
+
+
+def step_records(problem: Problem, step: Step, ranks: Ranks, repetitions: int) -> list[Record]:
+    """The records of whole steps, each following itself, and of what one holds. Collective.
+
+    Raises:
+        WrongResult: its results are wrong.
+    """
+    held = memory.step_record(problem, step, ranks)
+    times = times_in_a_row_ms({NAME: step.results}, ranks, repetitions)[NAME]
+    figures = of_step(step.results, problem, ranks)
     flops = tflops(3 * problem.case.forward_flops, times)
-    return case_record(problem, "steps", NAME, "step", times, tflops=flops, error=error, **figures)
+    return [
+        case_record(problem, "steps", NAME, "step", times, tflops=flops, error=held["error"], **figures),
+        held,
+    ]
 
 
 def trips(problem: Problem, buffer: Any) -> list[TripVariant]:
@@ -210,7 +219,8 @@ def main() -> None:
         buffer = open_buffer(cases, ranks)
         for case in cases:
             problem = Problem(case, ranks)
-            records.append(step_record(problem, buffer, ranks, options.repetitions) | facts)
+            step = step_of(problem, buffer)
+            records += [r | facts for r in step_records(problem, step, ranks, options.repetitions)]
             for trip in trips(problem, buffer):
                 if ranks.rank == 0 and options.json:
                     save(records, options.json)  # the next one may crash

@@ -50,6 +50,10 @@ _COLUMNS = (  # of the table: heading, alignment, key, format
     ("wire GB/s", ">10", "wire_gbs", ".4g"),
     ("copy GB/s", ">10", "copy_gbs", ".4g"),
     ("copied B", ">9", "weight_copy_bytes", ".3g"),
+    *(
+        (f"{part} B", ">10", f"{part.replace(' ', '_')}_bytes", ".4g")
+        for part in ("held ordinary", "held heap", "peak ordinary", "peak heap")
+    ),
 )
 
 
