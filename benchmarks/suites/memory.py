@@ -1,16 +1,18 @@
 """The suite "memory": what a step keeps from its forward to its backward pass, and takes at its peak.
 
-Of the whole layer, of its experts without a router, and of the stock layer, which has none. Bytes beyond what was there
-before the step: weights, x and dy are not among them; y and the gradients of x and of the weights are.
+Of the whole layer, as it is by default and with packed rows, of its experts without a router, and of the stock layer.
+Bytes beyond what was there before the step: weights, x and dy are not among them; y and all gradients are.
 """
 
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import numpy as np
 import torch
 
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -20,7 +22,6 @@ from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, case_record
 from symmoe.tools.bench.reference import Reference
-from symmoe.tools.bench.stock_torch import STOCK
 from symmoe.tools.bench.timing import WARM_UP, Run, largest_error
 
 NO_TIMES = np.full(1, np.nan)
@@ -28,22 +29,34 @@ NO_TIMES = np.full(1, np.nan)
 
 def bench_memory(problem: Problem, run: Run) -> list[Record]:
     """One record for each kind of step, with all defaults. Collective."""
-    config, reference = config_of(problem.case.shape), Reference(problem)
-    layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
-    experts = RoutedExperts.of(config, run.heap, layer.experts)
+    reference, shape = Reference(problem), problem.case.shape
+    layers = {"layer": config_of(shape), "layer, packed": config_of(shape, layout="packed")}
+    steps = [stock_step(problem, reference)]
     x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy
-    weights = layer.experts.fc1.weight, layer.experts.fc2.weight
-    routed = Step(
-        "experts",
-        lambda: experts(x, probs, problem.topk_idx, layer.experts)[0],
-        (x, probs, *weights),
-        dy,
-        reference.step_error,
-    )
-    # Its own router decides: that its experts are right is found by the step above.
-    whole = Step("layer", lambda: layer(x)[0], (x, *layer.parameters()), dy, lambda *_: 0.0)
-    steps = {"experts": routed, "layer": whole, STOCK: stock_step(problem, reference)}
-    return [step_record(problem, step, run.ranks, run.heap) for step in steps.values()]
+    for name, config in layers.items():
+        layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
+        experts = RoutedExperts.of(config, run.heap, layer.experts)
+        steps.append(_with_a_router(name, layer, x, dy))
+        weights = layer.experts.fc1.weight, layer.experts.fc2.weight
+        steps.append(
+            Step(
+                name.replace("layer", "experts"),
+                partial(_routed, experts, layer.experts, problem),
+                (x, probs, *weights),
+                dy,
+                reference.step_error,
+            )
+        )
+    return [step_record(problem, step, run.ranks, run.heap) for step in steps]
+
+
+def _routed(experts: RoutedExperts, weights: GroupedMLP, problem: Problem) -> torch.Tensor:
+    return experts(problem.tokens.x, problem.tokens.probs, problem.topk_idx, weights)[0]
+
+
+def _with_a_router(name: str, layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> Step:
+    """A step whose routing the layer decides: that its experts are right is found by those without a router."""
+    return Step(name, lambda: layer(x)[0], (x, *layer.parameters()), dy, lambda *_: 0.0)
 
 
 def step_record(problem: Problem, step: Step, ranks: Ranks, heap: SymmetricHeap | None = None) -> Record:
