@@ -112,7 +112,7 @@ MAX_SPILLED = {
     "grouped_gemm_wgrad_kernel": since(("3.6", 184), ("3.7", 64)),
     "grouped_gemm_act_kernel": 256,
     "grouped_gemm_dact_kernel": 64,
-    "lay_out_kernel": 8,  # of 64 ranks; on 8.x
+    "lay_out_kernel": since(("3.6", 16), ("3.7", 8)),  # of 64 ranks; on 8.x
     "router_gemm_kernel": 64,
     "router_dgrad_kernel": 64,
     "router_wgrad_kernel": 1088,
@@ -144,8 +144,8 @@ def on(monkeypatch):
     ids=str,
 )
 def test_it_compiles_and_fits(launches, on, group, arch):
-    if group == "products" and arch == 100 and VERSION < (3, 7):
-        pytest.skip("Triton 3.6 ends at an assertion of its own in the weight gradients")
+    if (group, arch) in {("products", 100), ("quantised products", 89)} and VERSION < (3, 7):
+        pytest.skip("Triton 3.6 fails at an assertion of its own, and makes instructions that 8.9 does not have")
     on(arch)
     GROUPS[group]()
     for launch in {launch.key: launch for launch in launches}.values():

@@ -351,7 +351,8 @@ def check_mistake(
     expect(findings, found, bad.error, *parts)
     if heap.rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
         findings.check(found[1].startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {found[1]}")
-    if stage_name == "expert_parallel_mlp":
+    if stage_name == "expert_parallel_mlp" and (heap.rank in culprits or heap.streams.raises_at_once):
+        # On a GPU the peers have launched the dispatch by then; its rows are NaN.
         findings.check(stage.plan.packed_to_row is None, "tokens have been dispatched")
     if stage_name == "layer":
         y, want = (layer(stage.good["x"])[0].detach() for layer in (stage.function, layer_of(heap)))
