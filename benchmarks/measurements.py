@@ -122,6 +122,15 @@ def host(name: str) -> str:
     return table(head, ([kind, f"{row['host_us']:.0f}", *(row[key] for key in keys)] for kind, row in rows))
 
 
+def memory() -> Iterable[list[object]]:
+    for variant in ("layer", "layer, packed", "deepep", "stock torch"):
+        rows = [pick("memory-h100-ep2", variant=variant, preset=preset) for preset in PRESETS]
+        parts = [
+            [row[f"{when}_{of}_bytes"] for of in ("ordinary", "heap")] for row in rows for when in ("held", "peak")
+        ]
+        yield [variant, *(" + ".join(f"{part / 2**20:.0f}" for part in both if part) for both in parts)]
+
+
 PLACES = [
     *((preset, 2, "layer-h200-ep2") for preset in PRESETS),
     *((preset, 4, "layer-h200-ep4") for preset in PRESETS),
@@ -442,6 +451,13 @@ def sections() -> Iterable[tuple[str, list[str]]]:
             source(*STEPS, note="2 H200s, and one H100, where nothing travels."),
             table(["ms of a step", *columns], steps()),
             host("steps-h200-ep2"),
+        ],
+    )
+    yield (
+        "## Memory of a step",
+        [
+            source("memory-h100-ep2", note="2 H100s; ordinary memory + leases; *held* until backward, with y."),
+            table(["MiB", *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak"))], memory()),
         ],
     )
     three = ["ms", "TFLOP/s", "of ceiling"]

@@ -3,9 +3,9 @@
     python benchmarks/plots.py docs/images
     python benchmarks/plots.py now.png now.json
 
-speed-h200.png: TFLOP/s of whole steps, and others'; layer-h200.png: of passes; tokens-h200.png: time over tokens;
-skew-h200.png: time by routing. Your own picture is one of the last three, by what the records of the suite "layer"
-differ in.
+speed-h200.png: TFLOP/s of whole steps, and others'; memory-h100.png: what a layer holds; layer-h200.png: of passes;
+tokens-h200.png: time over tokens; skew-h200.png: time by routing. Your own picture is one of the last three, by
+what the records of the suite "layer" differ in.
 """
 
 from __future__ import annotations
@@ -118,6 +118,35 @@ def draw_speed(path: str) -> None:
         for one in found
         if one["suite"] == "steps" and one["tokens"] == 8192
     }
+    title = "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better"
+    draw_presets(path, title, "TFLOP/s per GPU", looks, of)
+
+
+def draw_memory(path: str) -> None:
+    looks = {
+        "layer": ("symmoe, MoELayer and its router", {"color": BLUE}),
+        "layer, packed": ('symmoe, layout="packed"', {"color": SKY}),
+        "deepep": ("DeepEP 1.2.1, torch._grouped_mm", {"color": PURPLE}),
+        "stock torch": ("stock torch: NCCL, torch._grouped_mm", {"color": ORANGE}),
+    }
+    of = {(one["preset"], one["variant"]): held_mib(one) for one in records("memory-h100-ep2")}
+    title = "What one MoE layer keeps from forward to backward, bf16, EP 2, 8192 tokens per GPU; less is better"
+    draw_presets(path, title, "MiB per GPU", looks, of)
+
+
+def held_mib(record: dict[str, Any]) -> float:
+    """Ordinary memory, and leases of the heap."""
+    return float(record["held_ordinary_bytes"] + record["held_heap_bytes"]) / 2**20
+
+
+def draw_presets(
+    path: str,
+    title: str,
+    unit: str,
+    looks: dict[str, tuple[str, dict[str, Any]]],
+    of: dict[tuple[str, str], float],
+) -> None:
+    """Bars of each preset for the variants in `looks`, as high as `of`[preset, variant]."""
     groups, width = GROUPS[:3], 0.86 / len(looks)
     with picture(path, height_inches=3.4) as figure:
         axis = figure.subplots()
@@ -126,11 +155,9 @@ def draw_speed(path: str) -> None:
             bars = axis.bar(where, [of[group, variant] for group in groups], 0.92 * width, label=label, **look)
             axis.bar_label(bars, fmt="{:.0f}".format, padding=1, fontsize=7)
         axis.set_xticks(range(len(groups)), groups)
-        axis.set_ylabel("TFLOP/s per GPU")
+        axis.set_ylabel(unit)
         axis.margins(y=0.1)
-        axis.set_title(
-            "Training steps of a MoE layer, bf16, 2 NVIDIA H200s, 8192 tokens per GPU; more is better", loc="left"
-        )
+        axis.set_title(title, loc="left")
         figure.legend(loc="outside lower center", ncols=2)
 
 
@@ -164,6 +191,7 @@ def draw_own(path: str, files: list[str]) -> None:
 
 PICTURES = {
     "speed-h200.png": draw_speed,
+    "memory-h100.png": draw_memory,
     "layer-h200.png": draw_layer,
     "tokens-h200.png": draw_tokens,
     "skew-h200.png": draw_skew,

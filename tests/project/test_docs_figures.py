@@ -59,6 +59,15 @@ def test_what_is_missed_is_what_the_records_miss():
     assert f"reach {reached[0]:.0f} to {reached[-1]:.0f}" in README
 
 
+def test_held_memory_is_the_records():
+    held = {one["variant"]: one for one in record("memory-h100-ep2") if one["preset"] == "qwen3-30b"}
+    mib = {name: (one["held_ordinary_bytes"] + one["held_heap_bytes"]) / 2**20 for name, one in held.items()}
+    text = "{layer:,.0f} MiB a layer until its backward ({packed:,.0f} with packed rows), DeepEP {deepep:,.0f}, "
+    text += "stock torch {stock:,.0f} "
+    of = {"packed": mib["layer, packed"], "stock": mib["stock torch"], "deepep": mib["deepep"], "layer": mib["layer"]}
+    assert text.format(**of) in " ".join(README.split())
+
+
 def faults(kind: str) -> dict:
     return record("reliability-cpu-faults")["kinds"][kind]["detect_ms"]
 

@@ -50,10 +50,7 @@ _COLUMNS = (  # of the table: heading, alignment, key, format
     ("wire GB/s", ">10", "wire_gbs", ".4g"),
     ("copy GB/s", ">10", "copy_gbs", ".4g"),
     ("copied B", ">9", "weight_copy_bytes", ".3g"),
-    *(
-        (f"{part} B", ">10", f"{part.replace(' ', '_')}_bytes", ".4g")
-        for part in ("held ordinary", "held heap", "peak ordinary", "peak heap")
-    ),
+    *((f"{of} B", ">15", f"{of}_bytes", ".4g") for of in ("held_ordinary", "held_heap", "peak_ordinary", "peak_heap")),
 )
 
 
