@@ -111,8 +111,7 @@ def render(records: Sequence[Record]) -> str:
     lines = [" ".join(f"{head:{align}}" for head, align, _, _ in columns) + "   ratio"]
     for record in records:
         shown = [(align, "" if record.get(key) is None else f"{record[key]:{kind}}") for _, align, key, kind in columns]
-        compared = ratio(record)
-        shown.append((">7", "" if compared is None else f"{compared:.3f}"))
+        shown.append((">7", "" if (compared := ratio(record)) is None else f"{compared:.3f}"))
         lines.append(" ".join(f"{text:{align}}" for align, text in shown))
     skipped = {(name, why) for record in records for name, why in record.get("skipped", {}).items()}
     lines += [f"skipped {name}: {why}" for name, why in sorted(skipped)]
