@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from suites import memory
 from suites.figures import of_step
+from suites.memory import step_record
 from suites.rows import LocalRows, Places
 from torch.autograd.function import once_differentiable
 
@@ -77,7 +77,7 @@ def step_records(problem: Problem, step: Step, ranks: Ranks, repetitions: int) -
     Raises:
         WrongResult: its results are wrong.
     """
-    held = memory.step_record(problem, step, ranks)
+    held = step_record(problem, step, ranks)
     times = times_in_a_row_ms({NAME: step.results}, ranks, repetitions)[NAME]
     figures = of_step(step.results, problem, ranks)
     flops = tflops(3 * problem.case.forward_flops, times)

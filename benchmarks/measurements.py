@@ -456,7 +456,7 @@ def sections() -> Iterable[tuple[str, list[str]]]:
     yield (
         "## Memory of a step",
         [
-            source("memory-h100-ep2", note="2 H100s; ordinary memory + leases; *held* until backward, with y."),
+            source("memory-h100-ep2", note="Memory + leases."),
             table(["MiB", *(f"{preset}, {what}" for preset in PRESETS for what in ("held", "peak"))], memory()),
         ],
     )

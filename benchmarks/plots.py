@@ -130,7 +130,7 @@ def draw_memory(path: str) -> None:
         "stock torch": ("stock torch: NCCL, torch._grouped_mm", {"color": ORANGE}),
     }
     of = {(one["preset"], one["variant"]): held_mib(one) for one in records("memory-h100-ep2")}
-    title = "What one MoE layer keeps from forward to backward, bf16, EP 2, 8192 tokens per GPU; less is better"
+    title = "What a MoE layer keeps until its backward, bf16, 2 NVIDIA H100s, 8192 tokens per GPU; less is better"
     draw_presets(path, title, "MiB per GPU", looks, of)
 
 

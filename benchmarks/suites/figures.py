@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from symmoe.dispatch.plan import Plan
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.layer import Choice
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
@@ -31,7 +32,11 @@ _COPYING_OPERATORS = {"aten::copy_", "aten::clone", "aten::contiguous"}
 
 def of_choice(problem: Problem, run: Run, choice: Choice, variant: Variant) -> tuple[Record, Record]:
     """Bytes that travel forward and backward, and the peak of memory if the host launches the step. Collective."""
-    memory = {} if variant.reuses_marks else peak_memory(run, variant)
+    memory: dict[str, int | None] = {}
+    if not variant.reuses_marks:
+        meter = MemoryMeter(run.ranks.device, run.heap)
+        variant.call(clock_for(run.ranks.device))
+        memory = meter.peak()
     plan, config, found = run.plan(problem), choice.config(problem.case.shape), []
     for direction in DIRECTIONS:
         # Rows that leave a rank in dispatch and arrive in combine.
@@ -61,23 +66,34 @@ def wire_bytes(moved: npt.NDArray[np.int64], ranks: Ranks) -> int:
     return int(ranks.largest(float(moved.sum() - moved[ranks.rank])))
 
 
-def peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:
-    """Bytes that one step takes at its peak beyond what was there before: ordinary memory of a GPU, and the heap."""
-    on_gpu, heap = run.ranks.device.type == "cuda", run.heap
-    before = 0
-    if on_gpu:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    leased = heap.leased_bytes
-    heap.memory.arena.high_water_bytes = leased
-    variant.call(clock_for(run.ranks.device))
-    if on_gpu:
-        torch.cuda.synchronize()
-    return {
-        "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
-        "peak_heap_bytes": heap.high_water_bytes - leased,
-    }
+class MemoryMeter:
+    """Bytes beyond what was there when the meter was made: ordinary memory, which only GPUs count, and the heap's.
+    Synchronises, also to read the peak."""
+
+    def __init__(self, device: torch.device, heap: SymmetricHeap | None) -> None:
+        self._on_gpu, self._heap, self._allocated, self._leased = device.type == "cuda", heap, 0, 0
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._allocated = torch.cuda.memory_allocated()
+        if heap is not None:
+            self._leased = heap.memory.arena.high_water_bytes = heap.leased_bytes
+
+    def held(self) -> dict[str, int | None]:
+        """Now."""
+        return {
+            "held_ordinary_bytes": torch.cuda.memory_allocated() - self._allocated if self._on_gpu else None,
+            "held_heap_bytes": 0 if self._heap is None else self._heap.leased_bytes - self._leased,
+        }
+
+    def peak(self) -> dict[str, int | None]:
+        """At most, since then."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return {
+            "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - self._allocated if self._on_gpu else None,
+            "peak_heap_bytes": 0 if self._heap is None else self._heap.high_water_bytes - self._leased,
+        }
 
 
 def of_step(step: Step, problem: Problem, ranks: Ranks) -> Record:

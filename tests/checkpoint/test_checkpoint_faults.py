@@ -116,26 +116,19 @@ def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
 
 
 def test_a_rank_that_is_lost_is_named_by_those_who_come_later(tmp_path: Path):
-    ranks = Cluster(3)
-    try:
-        with pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
-            ranks.run(die_before_a_meeting, str(tmp_path))
-        for rank in (0, 2):
-            assert (tmp_path / f"heard-{rank}").read_text().startswith("lost rank 1: ")
-    finally:
-        ranks.close()
+    with Cluster(3) as ranks, pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
+        ranks.run(die_before_a_meeting, str(tmp_path))
+    for rank in (0, 2):
+        assert (tmp_path / f"heard-{rank}").read_text().startswith("lost rank 1: ")
 
 
 def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
-    ranks = Cluster(3)
-    try:
+    with Cluster(3) as ranks:
         assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 3
         with pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
             ranks.run(die_in_a_save, str(tmp_path))
-        for rank in (0, 2):
-            assert (tmp_path / f"heard-{rank}").read_text().startswith("CheckpointError: rank 1 is gone: ")
-    finally:
-        ranks.close()
+    for rank in (0, 2):
+        assert (tmp_path / f"heard-{rank}").read_text().startswith("CheckpointError: rank 1 is gone: ")
     assert names(tmp_path / "c") == ["latest", "step-00000001"]
     assert read_manifest(tmp_path / "c").step == 1
 

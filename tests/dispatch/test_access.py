@@ -138,8 +138,7 @@ def test_threads_may_take_turns(heap: SymmetricHeap):
 
 def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
     """Two threads on each rank: whatever comes, no result is wrong."""
-    findings = Findings()
-    findings.where = f"rank {rank}"
+    findings = Findings(f"rank {rank}")
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     [layer] = layers_on(heap)
     want = train(layer, 0)

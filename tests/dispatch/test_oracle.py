@@ -84,8 +84,7 @@ def test_the_oracle_imports_nothing_of_the_package():
 
 def check_stale_use(rank: int, num_ranks: int) -> list[str]:
     """Combine writes into no rows that autograd has saved."""
-    findings = Findings()
-    findings.where = f"rank {rank}"
+    findings = Findings(f"rank {rank}")
     with open_heap("cpu") as heap:
         ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
         plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)

@@ -26,8 +26,7 @@ def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
 
 
 def check_padding(rank: int, num_ranks: int, options: dict) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, {options}"
+    findings = Findings(f"rank {rank} of {num_ranks}, {options}")
     generator = torch.Generator().manual_seed(rank)
     x, dy = torch.randn(2, 2, 7, H, generator=generator)
     mask = torch.rand(2, 7, generator=generator) < 0.6
@@ -77,8 +76,7 @@ def test_the_shared_expert_sees_all_tokens():
 
 def check_wrong_mask(rank: int, num_ranks: int, options: dict) -> list[str]:
     """A wrong argument of one rank is an error of all, and the next call works."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     wrong = {
         "token_mask has shape [3]; it must be [2, 3]": {"token_mask": torch.ones(3, dtype=torch.bool)},
         "token_mask has dtype torch.float32; it must be torch.bool": {"token_mask": torch.ones(2, 3)},

@@ -20,6 +20,7 @@ from act_quantize_cases import (
     forward,
     forward_apart,
 )
+from host_reads import synchronising_is_an_error
 from quantize_cases import differences, row_range_of
 
 from symmoe.kernels import gpu, twin
@@ -107,8 +108,5 @@ def test_nothing_waits_for_the_device():
         backward(gpu, p, "mxfp8")
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_is_an_error():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

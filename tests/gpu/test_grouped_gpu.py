@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +35,7 @@ from grouped_cases import (
     run_experts,
     used,
 )
+from host_reads import synchronising_is_an_error
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
@@ -161,7 +160,6 @@ def model_of(path: str, case: Case, inputs: Inputs, **options):
 
 
 REPLAYED = [((70, 0, 3, 55), 1), ((0, 0, 0, 0), 2), ((1, 130, 0, 1), 3), ((0, 0, 0, 131), 4), ((33, 33, 33, 33), 5)]
-
 
 NUMBERS = {
     "bf16": (torch.bfloat16, None),
@@ -301,16 +299,6 @@ def test_another_default_device():
 
 
 # -- no waiting for the device ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_synchronising_is_found():

@@ -10,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from host_reads import synchronising_is_an_error
 from quantize_cases import (
     FORMATS,
     SPLITS,
@@ -179,8 +180,5 @@ def test_nothing_waits_for_the_device():
                 quantized.dequantize()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_is_an_error():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

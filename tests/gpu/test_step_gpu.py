@@ -89,8 +89,7 @@ def test_a_thousand_replays(cluster, way: dict[str, str]):
 
 def check_refusals(rank: int, num_ranks: int) -> list[str]:
     """What a graph cannot hold raises while it is captured, with the reason; the next step is right."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = layer_for(heap, config_for(num_ranks, capacity=None, overflow="raise"))
         x = torch.randn(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
@@ -117,8 +116,7 @@ def test_what_a_graph_cannot_hold(cluster, num_ranks: int):
 
 def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
     """An overflow during a replay is raised at the next check; what was computed stays inside its buffers."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         config = config_for(
@@ -170,8 +168,7 @@ def test_overflow_in_graphs(cluster, num_ranks: int):
 
 def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]) -> list[str]:
     """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         layer = layer_for(heap, config_for(num_ranks, **way))
@@ -220,8 +217,7 @@ def test_micro_batches_on_two_streams(cluster, num_ranks: int, way: dict[str, st
 
 def check_groups(rank: int, num_ranks: int) -> list[str]:
     """Disjoint EP groups work at once, at their own pace."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     size = num_ranks // 2
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
     group = groups[rank // size]

@@ -242,7 +242,6 @@ LATE = {
     "add_lora": (adapted, False),
 }
 
-
 NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": ".experts.", "add_lora": "lora"}
 
 
@@ -254,7 +253,7 @@ NEW = dict.fromkeys(LATE, "no name") | {"assigned": ".experts.", "set_experts": 
         pytest.param(2, compiled, True, "add_lora", marks=pytest.mark.slow),
         pytest.param(
             *(2, compiled, True, "unfrozen"),
-            marks=[pytest.mark.slow, pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not notice it")],
+            marks=[pytest.mark.slow, pytest.mark.skipif(torch.__version__ < "2.13", reason="torch itself misses it")],
         ),
     ],
 )

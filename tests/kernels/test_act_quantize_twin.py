@@ -20,7 +20,6 @@ from symmoe.precision import Quantized
 
 FFN = 288  # more than two blocks of 128, no multiple of them
 
-
 FORMULAS = {
     "swiglu": swiglu,
     "clamped": partial(clamped_swiglu, alpha=1.702, limit=7.0, offset=1.0),

@@ -28,7 +28,6 @@ ODD_SPILLED = 128  # bytes, where tiles have to be masked
 PRODUCTS = "m64n128k32.f32.e4m3.e4m3"
 STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 
-
 SHAPES = {"deepseek-like FC1": (32, 4096, 7168, 65536), "odd": (3, 712, 1040, 999)}  # G, O, C, N of a product
 
 

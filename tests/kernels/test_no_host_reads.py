@@ -16,7 +16,6 @@ from symmoe.training.replay import balanced_choice
 
 EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 
-
 FEATURES = (
     {"aux_loss_coef": 0.1, "aux_loss": "global", "expert_bias": True, "z_loss_coef": 0.1},
     {"aux_loss_coef": 0.1, "aux_loss": "sequence", "capacity_factor": 1.0},

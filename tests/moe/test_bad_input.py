@@ -98,8 +98,7 @@ def check_mismatches(rank: int, num_ranks: int) -> list[str]:
 
 def check_order_of_errors(rank: int, num_ranks: int) -> list[str]:
     """Several things are wrong at once: every rank names the same one. And one fault follows the other at once."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         num_experts, ids = 2 * num_ranks, routing(heap, 1)
         bad_id = with_id(num_experts + rank)(ids)
@@ -133,8 +132,7 @@ def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
 
 def check_misuse(rank: int, num_ranks: int) -> list[str]:
     """Calls in a wrong order, more rows than the capacity, orders of sums that differ, and a heap that is closed."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         plan = plan_of(heap)
         text = "this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens"
@@ -296,8 +294,7 @@ def check_scores(rank: int, num_ranks: int) -> list[str]:
 
 def check_other_heaps(rank: int, num_ranks: int) -> list[str]:
     """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cpu", num_bytes=NUM_BYTES) as closed:
         old = closed.lease((T * K * num_ranks, H), torch.float32).tensor
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap, open_heap("cpu", num_bytes=NUM_BYTES) as other:
@@ -520,8 +517,7 @@ def check_unforeseen(rank: int, num_ranks: int, schedule: str) -> list[str]:
 
 def check_signals(rank: int, num_ranks: int, broken: str) -> list[str]:
     """Signals that cannot be sent: nothing but giving up ends the peers' waits for them."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
         layer, started, text = layer_of(heap), time.monotonic(), "no space left"
 

@@ -173,8 +173,7 @@ def batch(rank: int, number: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @run_on()
 def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = make_layer(heap, aux_loss="sequence", z_loss_coef=0.1, capacity_factor=0.5)
         x, mask = batch(rank, 0), make_mask().view(SEQUENCES, LENGTH)

@@ -76,8 +76,7 @@ LAYER_OPTIONS = (
 @on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
 @run_on()
 def test_layer_is_the_oracle(rank: int, num_ranks: int, device: str, options: dict) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, {options}"
+    findings = Findings(f"rank {rank} of {num_ranks}, {options}")
     config = config_for(num_ranks, device, **options)
     num_tokens = 7 + 3 * rank
     with open_heap(device) as heap:
@@ -147,8 +146,7 @@ def check_dtypes(rank: int, num_ranks: int, device: str) -> list[str]:
 
 def check_leases(rank: int, num_ranks: int, device: str) -> list[str]:
     """Forward without backward, no-grad, a second backward."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config)

@@ -98,8 +98,7 @@ def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> lis
 @run_on()
 def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str]:
     """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, "cpu", capacity=48, max_tokens=8)
     sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": NUM_LAYERS, "dtype": torch.float32}
     num_bytes = plan_memory(config, num_in_flight=2, **sizes).heap_bytes - ALIGNMENT_BYTES
@@ -124,8 +123,7 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str
 @run_on()
 def test_exceptions_between_forward_and_backward(rank: int, num_ranks: int) -> list[str]:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, "cpu")
 
     class Failing(torch.autograd.Function):
@@ -218,8 +216,7 @@ def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(rank: int, num_r
 @run_on()
 def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int) -> list[str]:
     """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     generator = torch.Generator().manual_seed(3)
     local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
     with open_heap("cpu") as heap:
@@ -261,8 +258,7 @@ class Shared(torch.nn.Module):
 @on_ranks(cpu=(1, 2), cuda=(1, 2))
 @run_on()
 def test_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, device)
     with open_heap(device, num_bytes=32 << 20) as heap:
         shared = Shared(config.hidden, heap.device)

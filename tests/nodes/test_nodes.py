@@ -287,8 +287,7 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
 
 def in_two_groups(rank: int, num_ranks: int) -> list[str]:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
-    findings = Findings()
-    findings.where = f"rank {rank}"
+    findings = Findings(f"rank {rank}")
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
     group = groups[rank % 2]
     with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:

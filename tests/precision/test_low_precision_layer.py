@@ -215,8 +215,7 @@ def test_bytes_of_a_call(recipe, stash: str):
 
 def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
     """1F1B runs on a heap of as many bytes as planned, with the bits of one after the other, and not on less."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}"
+    findings = Findings(f"rank {rank} of {num_ranks}, {recipe}, wire {wire}")
     options = {"precision": recipe, "quantized_wire": wire, "capacity": 48, "max_tokens": 8}
     for stash, layout in (("all", "packed"), ("none", "expert-major")):
         config = config_for(num_ranks, stash=stash, layout=layout, **options)

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 UNTYPED = ("untyped_calls", "untyped_defs", "incomplete_defs")
 PROGRAM = Path(__file__).parents[1] / "support" / "typed_user.py"
 
-
 WRONG = """import torch
 import symmoe
 symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order='ranks')

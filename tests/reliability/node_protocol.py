@@ -40,7 +40,6 @@ NODE_RULES = {
     "table_halves": "and counts in one place, whatever the parity",
 }
 
-
 NodeProtocol = partial(Protocol, rules=NODE_RULES)
 
 

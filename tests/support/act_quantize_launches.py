@@ -14,9 +14,7 @@ from symmoe.kernels.low_precision import act_quantized
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-
 N, G = 65536, 32
-
 
 CASES = [  # activation, FFN width, format
     ("swiglu", 2048, "float8_block"),

@@ -128,6 +128,16 @@ def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
 
 
+def check_counts(found: list[tuple[int, int, int, list[str]]], *, num_steps: int, least_replays: int) -> None:
+    """What check_exact has found on all ranks, of so many steps."""
+    assert [text for *_, texts in found for text in texts] == []
+    num_replays, num_repeated, num_captures, _ = found[0]
+    assert num_replays >= least_replays
+    assert num_replays + num_repeated == num_steps - 2
+    assert num_captures <= num_repeated + 1
+    assert num_repeated >= 1 or len(found) == 1
+
+
 def check_exact(
     rank: int, num_ranks: int, device: str, count: int, ranks_per_node: int | None = None
 ) -> tuple[int, int, int, list[str]]:

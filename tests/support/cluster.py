@@ -13,6 +13,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -62,8 +63,9 @@ def run_on(
     return decorate
 
 
-class Cluster:
-    """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r."""
+class Cluster(AbstractContextManager["Cluster"]):
+    """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r. The end of
+    it as a context closes it."""
 
     def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
         self.num_ranks = num_ranks
@@ -131,6 +133,9 @@ class Cluster:
     def alive(self) -> bool:
         """Whether every rank can still run functions."""
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Ends every process."""

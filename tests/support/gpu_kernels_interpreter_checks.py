@@ -34,7 +34,6 @@ SMALL_SIZES = {
 }
 DEFAULT_SIZES = {module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()}
 
-
 CALL = control.pack_call(phase=3, hidden=2048)
 
 # What the peers of rank 1 have sent when it enters its barrier: their word 0 in epochs relative to its own.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,3 +27,13 @@ class NoReads(TorchDispatchMode):
         if name in READS or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -41,7 +41,6 @@ NUMBERS = {
 # normal distribution, test_precision.py): the root of two of them. Stochastic rounding doubles the variance.
 ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
 
-
 TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
 
 

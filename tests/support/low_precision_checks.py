@@ -24,18 +24,13 @@ from symmoe.precision import Float8Block
 
 H, I, K = 512, 32, 2
 
-
 RANK_TO_TOKENS = (300, 3, 61, 0)  # experts of several tiles: FC2 computes some of them before the others
-
 
 WIRE_RECIPES = [recipe for recipe in RECIPES if recipe.row_format.element == "e4m3"]
 
-
 NAMES = ("y", "dx", "dprobs", "dw1", "dw2")
 
-
 STASHED = list(zip(WAYS[1:], ("rows", "hidden", "none"), strict=True))
-
 
 STASHED_SLOT = [WAYS[0], {**WAYS[3], "stash": "rows"}]
 
@@ -151,8 +146,7 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
 
 def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
     """Two layers in a row, as they are, watched (so as operators), and recomputed: the same bits."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, {recipe}, wire {wire}"
+    findings = Findings(f"rank {rank} of {num_ranks}, {recipe}, wire {wire}")
     config = config_for(num_ranks, precision=recipe, quantized_wire=wire)
     with open_heap(device) as heap:
 

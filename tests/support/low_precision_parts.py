@@ -15,7 +15,6 @@ from symmoe import MoEConfig, kernels
 
 H, I = 144, 128
 
-
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
 
 

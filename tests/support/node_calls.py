@@ -198,12 +198,9 @@ def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node:
 
 TIMEOUT_S = 4.0
 
-
 BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
 
-
 LAYER_NUM_EXPERTS, LAYER_HIDDEN, LAYER_FFN, LAYER_TOP_K = 12, 16, 24, 3
-
 
 MOST_TOKENS = 40
 
@@ -255,7 +252,6 @@ EXACT: dict[str, Any] = {}
 
 
 STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
-
 
 ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 

@@ -135,9 +135,9 @@ class Watching(TorchDispatchMode):
 class Findings:
     """What is wrong, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "") -> None:
+        self.where = where
         self.texts: list[str] = []
-        self.where = ""
 
     def check(self, ok: bool, text: str) -> None:
         """Notes `text` unless `ok`."""

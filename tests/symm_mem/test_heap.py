@@ -187,8 +187,7 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
 
 def lease_badly(rank: int, num_ranks: int) -> list[str]:
     """In a collective call all ranks raise it; outside, and for ranks that there are none of, only this one."""
-    findings = Findings()
-    findings.where = f"rank {rank}"
+    findings = Findings(f"rank {rank}")
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         if rank == 1:
             found = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)

@@ -30,8 +30,7 @@ NUM_BYTES = 1 << 20
 
 
 def check_peers(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     with (
         open_heap("cpu", num_bytes=NUM_BYTES) as heap,
         poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a,
@@ -80,8 +79,7 @@ def test_ranks_may_lease_in_different_ways(cluster, num_ranks: int):
 
 def check_groups(rank: int, num_ranks: int, device: str) -> list[str]:
     """Two interleaved groups at once, even ranks and odd ones; on CPUs also the world and groups of one rank."""
-    findings = Findings()
-    findings.where = f"rank {rank}"
+    findings = Findings(f"rank {rank}")
     evens, odds = (list(range(first, num_ranks, 2)) for first in (0, 1))
     groups = [dist.new_group(ranks) for ranks in (evens, odds, *([r] for r in range(num_ranks)))]
     with contextlib.ExitStack() as stack:
@@ -270,8 +268,7 @@ def test_rows_of_a_failed_dispatch_are_nan(cluster, num_ranks: int):
 
 def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
     """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
+    findings = Findings(f"rank {rank} of {num_ranks}")
     ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
@@ -310,8 +307,7 @@ def test_rows_are_sent_once_when_the_trip_fails(cluster):
 
 def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:
     """What is left of the tokens in an arena that somebody has kept mapped when its rank has closed it."""
-    findings = Findings()
-    findings.where = f"{how}, rank {rank} of {num_ranks}"
+    findings = Findings(f"{how}, rank {rank} of {num_ranks}")
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
     assert round_trip(heap)
     lease = heap.lease((1000, 8), torch.float32)
@@ -366,12 +362,8 @@ def _until_there(files: list[Path]) -> None:
 
 @pytest.mark.parametrize(("how", "num_ranks"), [("killed", 3), ("late", 2)])
 def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks: int):
-    ranks = Cluster(num_ranks)
-    try:
-        with pytest.raises(RankFailure, match="died with exit code"):
-            ranks.run(stay_away_from_construction, str(tmp_path), how)
-    finally:
-        ranks.close()
+    with Cluster(num_ranks) as ranks, pytest.raises(RankFailure, match="died with exit code"):
+        ranks.run(stay_away_from_construction, str(tmp_path), how)
     found = {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in range(1, num_ranks)}
     assert 0 in [facts["rank"] for facts in found.values()]
     for rank, facts in found.items():

@@ -224,8 +224,7 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(cluster):
 
 
 def use_after_abort(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank}"
+    findings = Findings(f"rank {rank}")
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
     plan, reason = new_plan(heap), "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
     dist.barrier()

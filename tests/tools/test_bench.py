@@ -84,6 +84,18 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.slow
+def test_memory(tmp_path: Path):
+    """Narrow experts hold packed rows, 24 of 32 bytes in blocks of 512; ordinary memory of CPUs is not counted."""
+    *layers, stock = run(1, tmp_path, "memory")[0]
+    assert [record["variant"] for record in (*layers, stock)] == ["layer", "layer, packed", "stock torch"]
+    assert [record["held_heap_bytes"] for record in (*layers, stock)] == [1024, 1024, 0]
+    for record in layers:
+        assert record["peak_heap_bytes"] > 1024
+        assert 0 < record["error"] < 0.03
+        assert (record["held_ordinary_bytes"], record["ms_median"], record["repetitions"]) == (None, None, 1)
+
+
+@pytest.mark.slow
 def test_rails(tmp_path: Path):
     """Between two virtual nodes."""
     *exchanges, meeting = run(2, tmp_path, "rail", "--ranks-per-node", "1")[0]

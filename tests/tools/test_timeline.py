@@ -315,8 +315,7 @@ NUM_LAYERS = 2
 
 
 def recorded(rank: int, num_ranks: int, way: str, folder: str) -> list[str]:
-    findings = Findings()
-    findings.where = f"rank {rank}, {way}"
+    findings = Findings(f"rank {rank}, {way}")
     layout, schedule = ("packed", "always-overlapped") if way == "overlapped" else (way, "serial")
     with open_heap("cpu") as heap:
         config = MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, layout=layout, schedule=schedule)

@@ -44,8 +44,7 @@ def batch(rank: int, step: int, number: int) -> torch.Tensor:
 
 def check_steps(rank: int, num_ranks: int, ep_size: int, wrong: str) -> list[str]:
     """Trains both ways; `wrong` leaves something out, and must be found."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}, EP groups of {ep_size}"
+    findings = Findings(f"rank {rank} of {num_ranks}, EP groups of {ep_size}")
     ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
     replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
     own_groups = [dist.new_group([r]) for r in range(num_ranks)]

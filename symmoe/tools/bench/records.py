@@ -57,8 +57,8 @@ _COLUMNS = (  # of the table: heading, alignment, key, format
 def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
     """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given, and of
     `wire_bytes` come `wire_gbs`."""
-    marks = zip(("ms_p10", "ms_median", "ms_p90"), np.percentile(times_ms, [10, 50, 90]), strict=True)
-    figures: Record = {name: rounded(value) for name, value in marks}
+    marks = np.percentile(times_ms, [10, 50, 90]) if len(times_ms) else ()  # where no time is a figure
+    figures: Record = dict(zip(("ms_p10", "ms_median", "ms_p90"), map(rounded, marks), strict=False))
     figures["wire_gbs"] = gbs(known.get("wire_bytes"), times_ms)
     return {**dict.fromkeys(KEYS), **figures, "repetitions": len(times_ms), **known}
 
