@@ -213,6 +213,7 @@ class ExpertsBackward:
     d_out [., H] is at `row_index[i]`, or at i without an index; it is complete after the last of `parts` (as in
     ExpertWeights.first_layer). d_scale fp32 [num_rows] is the gradient of the scale of the activation and (if it has
     the same) of b2, 0 in the tail; it is incomplete without `needs_scale`. db1, db2: None for those that require none.
+    `spends_h`: nobody reads h later, and its gradient takes its place.
     """
 
     def __init__(
@@ -224,8 +225,9 @@ class ExpertsBackward:
         *,
         parts: Iterable[Part] | None = None,
         needs_scale: bool = True,
+        spends_h: bool = False,
     ) -> None:
-        h = hidden.h
+        h, self._spends_h = hidden.h, spends_h
         self._ops = ops = kernels.for_device(h.device)
         self._x, self._weights, self._d_out = x, weights, d_out
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
@@ -234,7 +236,8 @@ class ExpertsBackward:
             for bias in (weights.b1, weights.b2)
         )
         self._fc2_dgrad(hidden, parts)
-        self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
+        # From here on: until now, rows may have been arriving.
+        self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
         if weights.b2 is not None:
             d_out = self._output_gradients()
             if self.db2 is not None:
@@ -250,7 +253,7 @@ class ExpertsBackward:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
-        self._dh, self._a = h.new_empty(h.shape), h.new_empty((num_rows, ffn))
+        self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, ffn))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
@@ -264,6 +267,9 @@ class ExpertsBackward:
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
 
+    def _rows_for_dh(self, h: torch.Tensor) -> torch.Tensor:
+        return h if self._spends_h else torch.empty_like(h)
+
     def _output_gradients(self) -> torch.Tensor:
         """[., H] in the working dtype, as d_out."""
         return self._d_out
@@ -274,17 +280,22 @@ class ExpertsBackward:
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""
-        self._inputs.check()
+        self._unmodified_rows.check()
         x = self._x
         operands = self._dh, (x.rows, x.row_index)
         self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
-        self._inputs.check()
+        self._unmodified_d_out.check()
         x = self._x
         operands = (self._d_out, x.row_index), self._a
         self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+
+    def forget_w2(self) -> None:
+        """Lets go of what only dW2 reads, which is made or not wanted."""
+        for name in ("_a", "_a_columns", "_d_out", "_unmodified_d_out"):
+            vars(self).pop(name, None)
 
     def bias_gradients(self) -> Biases:
         """db1 and db2."""

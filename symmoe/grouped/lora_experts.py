@@ -64,7 +64,7 @@ class AdaptedBackward(ExpertsBackward):
     def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, low2 = h.shape[0], weights.low2
-        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, weights.w2.shape[2]))
+        self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, weights.w2.shape[2]))
         scale, da = x.scale[:num_rows], torch.empty_like(self._a)
         self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
         self._dt2 = low2.new_rows(num_rows)

@@ -162,7 +162,7 @@ class QuantizedBackward(ExpertsBackward):
     def _differentiate(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """Same as _differentiate_and_quantize, by separate kernels."""
         ops, x, activation, recipe = self._ops, self._x, self._weights.activation, self._weights.recipe
-        dh, a, sums = torch.empty_like(h), torch.empty_like(da), torch.empty_like(self.d_scale)
+        dh, a, sums = self._rows_for_dh(h), torch.empty_like(da), torch.empty_like(self.d_scale)
         ops.scaled_activation(h, x.scale, a, activation)
         ops.scaled_activation_grad(da, h, x.scale, dh, sums, activation)
         ops.sum_dact_partials(sums, x.row_range, self.d_scale, 1)  # the same, with zeros in the tail
@@ -193,7 +193,7 @@ class QuantizedBackward(ExpertsBackward):
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward."""
-        self._inputs.check()
+        self._unmodified_rows.check()
         x, wire, recipe = self._x, self._weights.wire.rows, self._weights.recipe
         if wire is None:
             right = recipe.quantize_columns(x.rows, x.row_range, row_index=x.row_index).operand()
@@ -204,7 +204,7 @@ class QuantizedBackward(ExpertsBackward):
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward."""
-        self._inputs.check()
+        self._unmodified_d_out.check()
         x, wire, received = self._x, self._weights.wire.gradients, self._received_gradients()
         if wire is None:
             left = gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)

@@ -6,7 +6,8 @@ GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows e
 
 * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts in
   the opposite order; a peer's sums go home while the next part is computed.
-* Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
+* Backward: FC2's dgrad also begins with the own rows. dW2 is next: what only it reads makes room for the input
+  gradients, which go home under dW1.
 * Between nodes: FC1 and FC2's dgrad compute rows of other nodes last, FC2 computes them first.
 """
 
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function, is_in_backward, transform_problem
+from symmoe.autograd import Context, Function, is_in_backward, transform_problem, wrote_into
 from symmoe.checks.arguments import CHOICES, kernel_rows, memory_problem, words_problem, wrapped_problem
 from symmoe.combine.trip import PHASE as COMBINE
 from symmoe.combine.trip import Collection, collecting, combine
@@ -42,7 +43,7 @@ from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layo
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
-from symmoe.torch_internals import reshaped_result
+from symmoe.torch_internals import keeps_graph, reshaped_result
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
@@ -120,6 +121,7 @@ def expert_parallel_mlp(
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
+            keeps_d_out=keeps_d_out(experts),
             num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
             kind=_kind(words, experts, plan, overlapped),
         )
@@ -172,6 +174,7 @@ class _EPStep:
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
+    keeps_d_out: bool
     num_rows: int  # of h
     kind: int | None
 
@@ -227,11 +230,19 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def most_bytes(received: int, rows: int, packed_rows: int, num_tokens: int, heap: SymmetricHeap, row_bytes: int) -> int:
-    """What a call leases at most, forward or backward: two receive buffers, rows, sums of the peers, and slots."""
+def most_bytes(sizes: tuple[int, int, int], num_tokens: int, heap: SymmetricHeap, row_bytes: int, keeps: bool) -> int:
+    """What a call leases at most, forward or backward: a receive buffer, rows of outputs or gradients (both gradients,
+    if it `keeps` d_out), sums of the peers, and slots. sizes: rows of a receive buffer, rows, and packed rows."""
+    received, rows, packed_rows = sizes
     slot_bytes = packed_rows * MAX_TOP_K * 2 * torch.int32.itemsize
-    num_rows = 2 * received + rows + heap.num_ranks * max(1, num_tokens)
+    gradients = received + rows if keeps else max(received, rows)
+    num_rows = received + gradients + heap.num_ranks * max(1, num_tokens)
     return num_rows * row_bytes + slot_bytes + 8 * ALIGNMENT_BYTES
+
+
+def keeps_d_out(experts: CallExperts) -> bool:
+    """Whether something reads the gradient of the experts' output when that of their input is made."""
+    return experts.linears[1].delay_wgrad or bool(experts.form.split(experts.tensors)[2])
 
 
 def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
@@ -240,7 +251,8 @@ def _that_fits(step: _EPStep, row_bytes: int) -> _EPStep:
     sizes = plan.row_capacity, plan.packed_row_capacity
     if plan.num_rows is None or sizes == plan.needed_rows:
         return step  # there is no room beyond what is needed
-    if not heap.memory.lacks(most_bytes(step.num_received, *sizes, plan.num_tokens, heap, row_bytes)):
+    needed = most_bytes((step.num_received, *sizes), plan.num_tokens, heap, row_bytes, step.keeps_d_out)
+    if not heap.memory.lacks(needed):
         return step
     plan.shrink()
     return replace(step, kind=None, num_rows=max(1, plan.num_rows))
@@ -403,14 +415,17 @@ def _backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     )
     held = linears[0].held_weight, linears[1].held_weight
     inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
-    function = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs))
+    spends_h = not (step.stash.keeps_h and keeps_graph())
+    function = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs), spends_h)
     read = _given(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
-    options = needs_x, needs_probs, x is None, fc1.option, fc2.option
+    options = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
     if "delayed" in options:
         found: Sequence[Any] = function()
     else:
         key = "backward", options, step.kind
         found = step.run(key, function, (*read, *fc1.tensors, *fc2.tensors), plan=plan.generation)
+    if spends_h and step.stash.keeps_h:
+        wrote_into(hidden.h)  # who else has kept it gets an error
     dx, d_probs, db1, db2, *rest = found
     dw1, dw2, d_adapters = step.form.split(rest)
     if fc1.option != "new":
@@ -433,6 +448,7 @@ class _Backward:
     inputs: _Inputs
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
+    spends_h: bool  # whether this pass is the last that reads h
 
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
         """dx, d_probs, gradients of the biases, of the weights (those that are not for autograd are None) and of the
@@ -453,12 +469,19 @@ class _Backward:
                 parts = None if arrival is None else arrival.parts
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
-        d_out = step.receive(sent, name="output gradients").tensor
-        with send(sent, buffer=d_out) as arrival:
+        d_out = step.receive(sent, name="output gradients")
+        with send(sent, buffer=d_out.tensor) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
-            experts_backward = experts.backward(rows, hidden, d_out, parts=arrival.parts, needs_scale=needs_probs)
-        # Without weight gradients nothing would run meanwhile; those of adapters take too little time.
-        division = step.overlap.gradient_combine if fc1.computes or fc2.computes else None
+            experts_backward = experts.backward(
+                rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h
+            )
+        weights1, weights2, adapters = step.form.split(self.inputs.tensors)
+        dw2 = fc2.add(weights2, experts_backward.w2_gradient)
+        if fc2.option != "delayed" and not adapters:
+            experts_backward.forget_w2()
+            d_out.release()
+        # Without dW1 nothing would run meanwhile; gradients of adapters take too little time.
+        division = step.overlap.gradient_combine if fc1.computes else None
         lease: AbstractContextManager[Lease | None] = nullcontext()
         if needs_x:
             lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
@@ -472,14 +495,9 @@ class _Backward:
                 trip = collecting(
                     d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients, division=division
                 )
-            weights1, weights2, _ = step.form.split(self.inputs.tensors)
             num_sms = division.num_sms if gradients and division is not None else None
             with trip as collection:
-                w1_gradient, w2_gradient = (
-                    partial(compute, num_sms=num_sms if target.computes else None)
-                    for target, compute in ((fc1, experts_backward.w1_gradient), (fc2, experts_backward.w2_gradient))
-                )
-                dw2, dw1 = fc2.add(weights2, w2_gradient), fc1.add(weights1, w1_gradient)
+                dw1 = fc1.add(weights1, partial(experts_backward.w1_gradient, num_sms=num_sms))
                 d_adapters = experts_backward.adapter_gradients()
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
         return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters

@@ -216,7 +216,7 @@ class Overlap:
         gradient_dispatch: runs while FC2's dgrad does so.
         combine: a peer's rows go home while FC2 computes the next peer's, or this rank's own; between nodes those of
             other nodes, while it computes those of this one.
-        gradient_combine: runs while both weight gradients are computed.
+        gradient_combine: runs while dW1 is computed.
     """
 
     dispatch: Division | None = None
@@ -239,10 +239,9 @@ class _Gpu:
         """With n SMs for a move, GEMMs take the others."""
         return flops / self.rates.flops * self.num_sms / (self.num_sms - n)
 
-    def weights_s(self, sizes: Sizes, n: int = 0) -> float:
-        """The same for both weight gradients."""
-        flops = (sizes.product_flops + sizes.fc1_flops) * self.rates.flops / self.rates.wgrad_flops
-        return self.gemm_s(flops, n)
+    def dw1_s(self, sizes: Sizes, n: int = 0) -> float:
+        """The same for dW1."""
+        return self.gemm_s(sizes.fc1_flops * self.rates.flops / self.rates.wgrad_flops, n)
 
     def best(self, exclusive_s: float, overlapped_s: Callable[[int], float]) -> Division | None:
         """The division that takes the least time; None if one thing after the other takes hardly longer."""
@@ -266,7 +265,7 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
       last rows are complete after the whole move; and R - 1 times part_s;
     * FC2 and combine in R parts take one part of f on all SMs, for R - 1 of them the longer of g and the sums that are
       sent, the sums at home by themselves, and (R - 1) times launch_s;
-    * combine under weight gradients takes the longer of both.
+    * combine under dW1 takes the longer of both.
 
     With order "slot" rows go home when all are complete.
     """
@@ -288,14 +287,14 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
         others_s = max(gpu.gemm_s(flops - part, n), sent.overlapped_s(n, rates))
         return gpu.gemm_s(part) + others_s + home_s + (num_ranks - 1) * rates.launch_s
 
-    def under_weights_s(n: int) -> float:
-        return max(gpu.weights_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates))
+    def under_dw1_s(n: int) -> float:
+        return max(gpu.dw1_s(sizes, n), sent.overlapped_s(n, rates) + home.overlapped_s(n, rates))
 
     found = Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
         gradient_dispatch=dispatch(flops, sizes.push(sizes.sent_gradient_row_bytes)),
         combine=gpu.best(gpu.gemm_s(flops) + sent_s + home_s, combined_s),
-        gradient_combine=gpu.best(sent_s + home_s + gpu.weights_s(sizes), under_weights_s),
+        gradient_combine=gpu.best(sent_s + home_s + gpu.dw1_s(sizes), under_dw1_s),
     )
     return found if sizes.sums_travel else replace(found, combine=None, gradient_combine=None)
 
@@ -307,7 +306,7 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
     * A dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
       rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two.
     * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest.
-    * A combine under weight gradients takes the longer of them and the rails. What it reads in the node, which takes as
+    * A combine under dW1 takes the longer of it and the rails. What it reads in the node, which takes as
       long either way, is left out.
     """
     rates, num_nodes = gpu.rates, sizes.num_nodes
@@ -334,7 +333,7 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
         dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
         gradient_dispatch=dispatch(flops, sizes.sent_gradient_row_bytes),
         combine=gpu.best(home_s + gpu.gemm_s(flops), combined_s),
-        gradient_combine=gpu.best(home_s + gpu.weights_s(sizes), lambda n: max(home_s, gpu.weights_s(sizes, n))),
+        gradient_combine=gpu.best(home_s + gpu.dw1_s(sizes), lambda n: max(home_s, gpu.dw1_s(sizes, n))),
     )
 
 

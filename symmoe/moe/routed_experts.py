@@ -21,7 +21,7 @@ from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem, gradients_option
-from symmoe.moe.ep_step import expert_parallel_mlp, most_bytes
+from symmoe.moe.ep_step import expert_parallel_mlp, keeps_d_out, most_bytes
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
@@ -81,7 +81,9 @@ class RoutedExperts(torch_operators.EagerStep):
         with FailPeersOnError(heap, control.PHASE_PLAN):
             experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
         options = self.plan_options(tokens.dtype)
-        plan = plan_call(topk_idx, heap, options, lambda: self._find_room(topk_idx, tokens.dtype.itemsize))
+        plan = plan_call(
+            topk_idx, heap, options, lambda: self._find_room(topk_idx.shape[0], tokens.dtype.itemsize, experts)
+        )
         if before_trips is not None:
             before_trips()
         y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
@@ -107,15 +109,14 @@ class RoutedExperts(torch_operators.EagerStep):
     def _history(self) -> RowHistory:
         return self.heap.row_histories[self.config.num_experts, self.config.top_k]
 
-    def _find_room(self, topk_idx: torch.Tensor, item_bytes: int) -> RowBudget | None:
-        config, heap, num_tokens = self.config, self.heap, topk_idx.shape[0]
+    def _find_room(self, num_tokens: int, item_bytes: int, experts: CallExperts) -> RowBudget | None:
+        config, heap = self.config, self.heap
         room = self._history.room(num_tokens, config.max_room, heap.room_factor)
         if room is None or room.rows < 0 or heap.captured_reports is not None:
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
-        if heap.memory.lacks(
-            most_bytes(received, room.rows, room.packed_rows, num_tokens, heap, config.hidden * item_bytes)
-        ):
+        sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
+        if heap.memory.lacks(most_bytes(sizes, num_tokens, heap, row_bytes, keeps_d_out(experts))):
             return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
         return room
 

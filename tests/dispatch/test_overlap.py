@@ -202,7 +202,7 @@ def brute_force(sizes: Sizes, rates: Rates) -> Times:
     others = gemm_s(part, 0, rates.flops) + at_home / rates.memory_bytes + (ranks - 1) * rates.launch_s
     times = [max(gemm_s(later, n, rates.flops), sending[n]) + others for n in counts]
     found["combine"] = serial + gemm_s(fc2_flops, 0, rates.flops), times
-    weights = {n: gemm_s(fc1_flops + fc2_flops, n, rates.wgrad_flops) for n in (0, *counts)}
+    weights = {n: gemm_s(fc1_flops, n, rates.wgrad_flops) for n in (0, *counts)}
     times = [max(weights[n], sending[n] + at_home / rates.program_sum_bytes / n) for n in counts]
     found["gradient_combine"] = serial + weights[0], times
     return found
@@ -227,12 +227,12 @@ def brute_force_between_nodes(sizes: Sizes, rates: Rates) -> Times:
 
     first_s = gemm_s((1 - own) * product, 0, rates.flops) + ends * rates.launch_s
     fc2 = [first_s + max(rail_s, gemm_s(own * product, n, rates.flops)) for n in counts]
-    wgrads = [max(rail_s, gemm_s(3 * product, n, rates.wgrad_flops)) for n in counts]
+    wgrads = [max(rail_s, gemm_s(2 * product, n, rates.wgrad_flops)) for n in counts]
     return {
         "dispatch": dispatch(2 * product),
         "gradient_dispatch": dispatch(product),
         "combine": (rail_s + gemm_s(product, 0, rates.flops), fc2),
-        "gradient_combine": (rail_s + gemm_s(3 * product, 0, rates.wgrad_flops), wgrads),
+        "gradient_combine": (rail_s + gemm_s(2 * product, 0, rates.wgrad_flops), wgrads),
     }
 
 

@@ -39,12 +39,12 @@ def lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(player, "Section", lambda launches, num_slots, events: Section(launches))
 
 
-def launch() -> Launch:
-    return Launch(None, (1,), ())
+def launch(*slots: int, stream: int | None = None) -> Launch:
+    return Launch(None, (1,), tuple(Memory(slot, 0, (2,), (1,), torch.float32) for slot in slots), stream)
 
 
-def new(slot: int) -> Call:
-    return Call(torch.empty, ((2,), {}), slot, NEW)
+def new(slot: int, num_bytes: int = 8) -> Call:
+    return Call(torch.empty_strided, (((num_bytes,), (1,)), {"dtype": torch.uint8, "device": "cpu"}), slot, NEW)
 
 
 def lease(slot: int) -> Call:
@@ -63,8 +63,8 @@ def note(slot: int) -> Call:
     return Call(print, ((ObjectSlot(slot),), {}), 9, NOTE)
 
 
-def played(*entries: Entry) -> tuple[object, ...]:
-    tape = player.in_sections(Tape(10, entries, ()))
+def played(*entries: Entry, returned: tuple[int, ...] = (0, 1)) -> tuple[object, ...]:
+    tape = player.in_sections(Tape(10, entries, tuple(map(ObjectSlot, returned))))
     assert tape is not None
     return tape.entries
 
@@ -89,6 +89,34 @@ def test_a_lease_gets_no_memory_that_is_in_use(lists, given):
     assert played(*entries) == (entries[0], [first], entries[2], entries[3], [second], entries[5])
     entries = first, given, lease(1), second
     assert played(*entries) == ([first], given, entries[2], [second])
+
+
+def test_small_memory_that_only_launches_use_is_one_allocation(lists):
+    entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
+    *made, section, used = played(*entries, returned=(0,))
+    assert (made[0], made[1], section, used) == (entries[0], entries[5], [entries[3], entries[4]], entries[6])
+    playing = player.Playing(10, {}, STREAM, lambda: twin)
+    made[2].play(playing)
+    memory = playing.things[1]
+    assert memory.nbytes == 512 + 256
+    assert playing.addresses[:3] == [0, memory.data_ptr(), memory.data_ptr() + 512]
+
+
+def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
+    large, uses = [new(slot, 40 << 20) for slot in range(4)], [launch(slot) for slot in range(4)]
+    found = played(large[0], uses[0], large[1], uses[1], returned=(1,))
+    assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
+    playing = player.Playing(10, {}, STREAM, lambda: twin)
+    playing.things[0] = "memory"
+    found[2].play(playing)
+    assert playing.things[0] is None
+    for others, returned in (
+        ((uses[0],), (1,)),
+        ((), (0, 1)),
+        ((launch(0, stream=7),), (1,)),
+        ((launch(1, stream=7),), (1,)),
+    ):
+        assert played(large[0], uses[0], large[1], uses[1], *others, returned=returned)[:2] == (large[0], large[1])
 
 
 def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):

@@ -29,7 +29,7 @@ class ActivationKernels(Protocol):
     def scaled_activation_grad(
         self, dout: Tensor, h: Tensor, scale: Tensor, dh: Tensor, dscale: Tensor, activation: Activation
     ) -> None:
-        """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
+        """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W], may be one; scale, dscale fp32[N]."""
 
     def grouped_gemm_act(
         self,
@@ -63,10 +63,10 @@ class ActivationKernels(Protocol):
         """Gradient through the second GEMM and the activation of hidden (h, row_scale): gradients dh, a of forward
         again, dscale, and the first GEMM's dbias.
 
-        dout of O features; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N]; dbias [G, W] or None;
-        workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups; dscale is 0 in the
-        tail. dscale None: its partial sums stay in the workspace. When calls that differ only in row_range have
-        computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh).
+        dout of O features; weight [G, O, I]; h, dh [N, W], which may be one; a [N, I]; row_scale, dscale fp32[N];
+        dbias [G, W] or None; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole
+        groups; dscale is 0 in the tail. dscale None: its partial sums stay in the workspace. When calls that differ
+        only in row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh).
 
         Returns:
             How many partial sums of dscale the workspace has for a row.

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import operator
 import struct
 import subprocess
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from symmoe.errors import SymmoeError
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
 from symmoe.tape.tape import (
+    CALL,
     MUST_ABORT,
     MUST_SIGNAL,
     NEW,
@@ -41,6 +43,7 @@ from symmoe.tape.tape import (
     Playing,
     ResultField,
     Tape,
+    extent_bytes,
     has_places,
 )
 
@@ -133,6 +136,7 @@ _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
 _STREAM, _ZERO, _FIRST = range(3)  # indices of values: of a launch's stream, of 0, of the first argument
 _REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
+_SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
 
 MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
 Describe = Callable[[torch.Tensor], TensorDescriptor]
@@ -349,23 +353,98 @@ def in_sections(tape: Tape) -> Tape | None:
     All memory is made before the first launch, in the same order; the call frees it at its end. So memory that a branch
     stream uses comes from the current stream's, which gets it back only once it has waited for the branch, and no other
     thread gets it before our launches have happened. Otherwise a branch could get memory whose last user, on the
-    current stream, it does not wait for.
+    current stream, it does not wait for. What only launches use, and what is small, is one allocation. Large memory
+    that only the current stream uses ends before such memory is made that comes after its last use.
     """
     if _player() is None:
         return None
-    made = [entry for entry in tape.entries if isinstance(entry, Call) and entry.kind == NEW]
-    events: dict[int, torch.cuda.Event] = {}
+    made: list[Entry] = []
     steps: list[Entry] = []
-    group = _Group()
-    for entry in tape.entries:
-        if isinstance(entry, Call) and entry.kind == NEW:
-            continue
+    group, events = _Group(), dict[int, torch.cuda.Event]()
+    for entry in _with_memory_planned(tape, made):
         if not group.takes(entry):
             steps += group.end(tape.num_slots, events)
             group = _Group()
             group.takes(entry)
     steps += group.end(tape.num_slots, events)
     return replace(tape, entries=(*made, *steps))
+
+
+def _with_memory_planned(tape: Tape, made: list[Entry]) -> list[Entry]:
+    """The entries without those that make memory before the first launch, which are added to `made`."""
+    users: dict[int, list[tuple[int, Entry]]] = {}
+    for n, entry in enumerate(tape.entries):
+        for slot in _slots(entry.args if isinstance(entry, Launch) else getattr(entry, "template", None)):
+            users.setdefault(slot, []).append((n, entry))
+    returned = set(_slots(tape.outputs))
+    entries: list[Entry] = []
+    small: list[Call] = []
+    large: dict[int, int] = {}  # bytes by slot, of memory that may end
+    for n, entry in enumerate(tape.entries):
+        if not (isinstance(entry, Call) and entry.kind == NEW and entry.slot is not None):
+            entries.append(entry)
+            continue
+        num_bytes, used = _bytes_of(entry), [user for _, user in users.get(entry.slot, ())]
+        launches_use = entry.slot not in returned and all(isinstance(user, Launch) for user in used)
+        if launches_use and num_bytes < _SMALL_BYTES:
+            small.append(entry)
+            continue
+        is_alone = all(getattr(user, "stream", None) is None for user in used)
+        ended = [slot for slot in large if users[slot][-1][0] < n] if is_alone else []
+        if sum(large[slot] for slot in ended) < _WORTH_BYTES:
+            made.append(entry)
+        else:
+            entries += [_End(tuple(ended)), entry]
+            large = {slot: size for slot, size in large.items() if slot not in ended}
+        if launches_use and is_alone and used:
+            large[entry.slot] = num_bytes
+    if small:
+        made.append(_Workspace(small))
+    return entries
+
+
+def _slots(template: Any) -> Iterator[int]:
+    """The slots in a template."""
+    if isinstance(template, dict):
+        template = tuple(template.values())
+    if isinstance(template, (tuple, list)):
+        yield from itertools.chain.from_iterable(map(_slots, template))
+    elif isinstance(slot := getattr(template, "slot", None), int):
+        yield slot
+
+
+def _bytes_of(entry: Call) -> int:
+    (shape, stride), options = entry.template
+    return extent_bytes(shape, stride, options["dtype"])
+
+
+class _Workspace(Entry):
+    """Memory in one allocation, which lives until the call ends."""
+
+    def __init__(self, entries: Sequence[Call]) -> None:
+        sizes = [-(-_bytes_of(entry) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
+        slots = [entry.slot for entry in entries if entry.slot is not None]
+        self._places = list(zip(slots, itertools.accumulate(sizes, initial=0), strict=False))
+        self._num_bytes, self._device = sum(sizes), entries[0].template[1]["device"]
+
+    def play(self, playing: Playing) -> None:
+        memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        address = memory.data_ptr()
+        for slot, offset in self._places:
+            playing.addresses[slot] = address + offset
+        playing.things[self._places[0][0]] = memory
+
+
+@dataclass(frozen=True, slots=True)
+class _End(Entry):
+    """Memory ends, of which all users have been launched on the current stream."""
+
+    slots: tuple[int, ...]
+    kind = CALL
+
+    def play(self, playing: Playing) -> None:
+        for slot in self.slots:
+            playing.things[slot] = None
 
 
 class _Group:
@@ -376,7 +455,7 @@ class _Group:
         self._notes: list[Entry] = []  # last, because leases may fail: a wait that is noted has to be launched
         self._launches: list[Launch | Event] = []
         self._mark: Mark | None = None  # the last one
-        self._after: list[Call] = []
+        self._after: list[Call | _End] = []
         self._is_full = False
 
     def takes(self, entry: Entry) -> bool:
@@ -392,6 +471,8 @@ class _Group:
             if has_operator:
                 return False
             self._mark = entry
+        elif isinstance(entry, _End):
+            self._after.append(entry)
         elif not isinstance(entry, Call):
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == NOTE:
