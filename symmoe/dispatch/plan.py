@@ -46,7 +46,7 @@ class Plan(PlanIntegers):
             room until it is settled.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
-        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
+        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0 if rows are packed.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.

@@ -87,7 +87,7 @@ def dispatch(
     index = None if gradients is None else _Index(*plan.received_index())
     with ExitStack() as stack:
         if index is None:
-            index = stack.enter_context(_new_index(plan, has_probs=probs is not None))
+            index = stack.enter_context(_new_index(plan, has_probs=probs is not None, layout=layout))
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
@@ -157,12 +157,13 @@ class _Index:
 
 
 @contextmanager
-def _new_index(plan: Plan, *, has_probs: bool) -> Iterator[_Index]:
+def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
     """A context that leases buffers for slots. If no exception is raised, the plan has the index after it."""
     heap, shape = plan.heap, (plan.packed_row_capacity, plan.top_k)
     packed_to_row = torch.empty(shape, dtype=torch.int32, device=heap.device)
-    # Zeros in the tail: a kernel that gathers by it stays inside the buffer.
-    row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=heap.device)
+    # Zeros in the tail: a kernel that gathers by it, from packed rows, stays inside the buffer.
+    make = torch.zeros if layout == "packed" else torch.empty
+    row_to_packed_row = make(plan.row_capacity, dtype=torch.int32, device=heap.device)
     row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=heap.device) if has_probs else None
     with (
         heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as slots,

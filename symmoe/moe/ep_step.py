@@ -289,14 +289,14 @@ class _Inputs:
 
 @dataclass(slots=True, eq=False)
 class _Forward:
-    """The two halves of a forward pass. operands: of the first half for the second, where neither is on a tape: halves
-    on tapes know of each other only what is in their inputs."""
+    """The two halves of a forward pass."""
 
     step: _EPStep
     x: torch.Tensor
     probs: torch.Tensor
     inputs: _Inputs
-    operands: tuple[ExpertRows, ExpertWeights] | None = None
+    frees: bool  # whether nobody reads the received rows after FC1
+    operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
 
     def first_half(self) -> tuple[Any, ...]:
         """Dispatch and FC1. The index of the plan; the lease of the received rows, their probs, the activation, and the
@@ -309,16 +309,18 @@ class _Forward:
             row_probs = given("row_probs", arrival.row_probs)
             rows, experts = step.operands(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
-        if step.kind is None:
-            self.operands = rows, experts
+        self.operands = rows, experts
         return *plan.received_index(), received, row_probs, a, *hidden
 
     def second_half(
-        self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: torch.Tensor
+        self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: Lease
     ) -> tuple[torch.Tensor]:
-        """FC2 and combine: y [T, H]. received: the tensor of the lease, which may have been released."""
+        """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
-        rows, experts = self.operands or step.operands(received, plan.received_index()[1], row_probs, self.inputs)
+        index = plan.received_index()[1]
+        rows, experts = self.operands or step.operands(received.tensor, index, row_probs, self.inputs)
+        if self.frees:
+            received.release()
         shape = plan.row_capacity, self.x.shape[1]
         with plan.heap.lease(shape, self.x.dtype, name="expert output", phase=COMBINE) as out:
 
@@ -326,6 +328,11 @@ class _Forward:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
 
             return (combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine),)
+
+    def both_halves(self) -> tuple[Any, ...]:
+        """What the first half gives, and y."""
+        found = _, _, received, row_probs, a, *fields = self.first_half()
+        return *found, *self.second_half(a, Hidden(*fields), row_probs, received)
 
 
 class _ExpertParallelMLP(Function):
@@ -344,12 +351,16 @@ class _ExpertParallelMLP(Function):
         keeps = any(ctx.needs_input_grad)
         keeps_h = keeps and step.trains and stash.keeps_h
         trains, held = (keeps_h and ctx.needs_input_grad[2], keeps_h), (linears[0].held_weight, linears[1].held_weight)
-        forward = _Forward(step, x, probs.contiguous(), _Inputs((b1, b2), tensors, trains, held))
+        frees = not (keeps and stash.keeps_rows)
+        forward = _Forward(step, x, probs.contiguous(), _Inputs((b1, b2), tensors, trains, held), frees)
         inputs = _given(forward.x, forward.probs, plan.storage, b1, b2, *tensors)
-        key = "first half", trains, step.kind
-        found = step.run(key, forward.first_half, inputs, plan=plan.generation)
-        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = found
-        plan.packed_to_row, plan.row_to_packed_row = index = packed_to_row, row_to_packed_row
+        # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
+        is_recomputed = is_in_backward()
+        key = "first half" if is_recomputed else "forward", trains, frees, step.kind
+        function = forward.first_half if is_recomputed else forward.both_halves
+        found = step.run(key, function, inputs, plan=plan.generation)
+        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = found[: 5 + NUM_HIDDEN]
+        plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
         hidden = Hidden(*fields)
 
         def keep() -> None:
@@ -370,18 +381,8 @@ class _ExpertParallelMLP(Function):
             ctx.save_for_backward(*kept, _first_rows(row_probs, max_rows), b1, b2, *tensors)
             ctx.step, ctx.linears = step, linears
 
-        # A checkpoint's forward inside backward ends where the last tensor is saved: now, not after combine.
-        is_recomputed = is_in_backward()
-        if is_recomputed:
-            keep()
-        rows = received.tensor
-        if not (keeps and stash.keeps_rows):
-            received.release()
-        second_half = partial(forward.second_half, a, hidden, row_probs, rows)
-        inputs = _given(a, row_probs, plan.storage, *index, b1, b2, *tensors)  # a is a tensor where they are looked at
-        y: torch.Tensor = step.run(("second half", step.kind), second_half, inputs, plan=plan.generation)[0]
-        if not is_recomputed:
-            keep()  # everything is launched: now the host may wait for the plan
+        keep()  # everything that is wanted is launched: now the host may wait for the plan
+        y: torch.Tensor = forward.second_half(a, hidden, row_probs, received)[0] if is_recomputed else found[-1]
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
         return y if step.out_shape is None else reshaped_result(y, step.out_shape)

@@ -225,9 +225,11 @@ class SymmetricHeap(HeapParts):
             self.one_call.__enter__()
         except ConcurrentUse:
             return function()  # which raises if it needs the turn, too
+        self.streams.is_eager = True
         try:
             return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
         finally:
+            self.streams.is_eager = False
             self.one_call.__exit__(None, None, None)
 
     def timed(self, trip: str) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.streams import Access, StreamOrder, capture_id
+from symmoe.symm_mem.streams import Access, StreamOrder
 from symmoe.tape.recorder import recorded
 
 ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
@@ -213,7 +213,7 @@ class Memory:
     def _take(self, num_bytes: int, name: str) -> Span | None:
         with self.lock:
             self._take_back_dropped()
-            arena, capture = self.arena, 0 if self._order is None else capture_id(self._device)
+            arena, capture = self.arena, 0 if self._order is None else self._order.capture
             if capture:  # the calls of a captured graph share spans among themselves
                 arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
                 found = arena.take_or_grow(num_bytes, self.arena)
@@ -259,7 +259,7 @@ class Memory:
     def _return(self, arena: Arena, span: tuple[int, int], *, was_dropped: bool = False) -> None:
         self._live.pop(span[0], None)
         order, is_of_graph = self._order, arena is not self.arena
-        if order is not None and (is_of_graph or not capture_id(self._device)):  # a capture begins after earlier work
+        if order is not None and (is_of_graph or not order.capture):  # a capture begins after earlier work
             (order.dropped if was_dropped else order.released)(span)
         if is_of_graph and arena not in self._graph_arenas.values():
             arena = self.arena  # the graph has been released meanwhile

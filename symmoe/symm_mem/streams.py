@@ -90,6 +90,7 @@ class StreamOrder:
     begins after all before it, and who replays it orders that and other calls."""
 
     raises_at_once = False  # whether the host knows at the end of a barrier how it went; else when it next looks
+    is_eager = False  # whether this thread has its turn, and the current stream is known not to be capturing
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -119,7 +120,7 @@ class StreamOrder:
     @property
     def capture(self) -> int:
         """The number of the graph that the current stream is capturing, for Memory.release_graph; 0: none."""
-        return capture_id(self._device)
+        return 0 if self.is_eager else capture_id(self._device)
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
@@ -136,8 +137,10 @@ class StreamOrder:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Starts a copy of a small device tensor to the CPU; the result waits for it (only for the current stream up to
-        here) and returns the numbers."""
+        """Starts a copy of a small contiguous device tensor to the CPU; the result waits for it (only for the current
+        stream up to here) and returns the numbers. Past torch, whose `copy_` takes the host several times as long."""
+        from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
+
         spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
         if spare:
             copy, event = spare.pop()
@@ -145,8 +148,11 @@ class StreamOrder:
             with torch.inference_mode(False):  # a later call may be outside of it
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
-        copy.copy_(tensor, non_blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        driver.ensure_context()
+        copied = driver.library().cuMemcpyDtoHAsync_v2
+        driver.check(copied(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), "cuMemcpyDtoHAsync")
+        event.record(stream)
 
         def wait() -> list[Any]:
             event.synchronize()
@@ -198,7 +204,7 @@ class StreamOrder:
         order.released = left
 
     def _order(self) -> _Order:
-        capture = capture_id(self._device)
+        capture = self.capture
         if not capture:
             return self._eager
         if capture != self._captured[0]:
@@ -224,7 +230,7 @@ class NoStreams:
     """What callers ask of StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = rail_stream = None
-    capture, raises_at_once = 0, True
+    capture, raises_at_once, is_eager = 0, True, True
     at_once = nullcontext
     branch = functools.partial(Branch, None)
 

@@ -14,6 +14,7 @@ _SIGNATURES = {
     "cuDevicePrimaryCtxRetain": [ctypes.c_void_p, ctypes.c_int],
     "cuGetErrorName": [ctypes.c_int, ctypes.c_void_p],
     "cuLaunchKernel": [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3],
+    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p],
     "cuModuleGetFunction": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p],
     "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_char_p],
     "cuStreamGetCaptureInfo": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
