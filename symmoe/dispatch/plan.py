@@ -382,7 +382,6 @@ def _fill(
     )
     ops.assign_rows(topk_idx, block_starts, integers)
     ops.assign_packed_rows(integers)
-    ops.split_by_source(integers.source_to_row_start, integers.source_to_rows, rank=heap.rank)
     return (integers.storage,)
 
 

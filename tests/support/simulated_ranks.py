@@ -244,7 +244,6 @@ class _Call:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.keep(f"rank {rank} status", status)
-            ops.split_by_source(plan.source_to_row_start, plan.source_to_rows, rank=rank)
             ops.assign_rows(self.topk_idx[rank], block_starts[rank], plan)
             ops.assign_packed_rows(plan)
             maps = {name: getattr(plan, name) for name in layout}

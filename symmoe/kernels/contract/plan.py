@@ -77,7 +77,7 @@ class PlanKernels(Protocol):
         """
 
     def split_by_source(self, source_to_row_start: Tensor, source_to_rows: Tensor, *, rank: int) -> None:
-        """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive.
+        """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive, as lay_out does.
 
         Rows arrive from `rank` itself first, then from rank - 1, rank - 2 and so on, the last rank following rank 0.
         The part of a source needs only rows that have arrived by then. Parts begin at multiples of PART_ROWS,

@@ -37,7 +37,7 @@ OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots wi
 
 LAID_OUT = (
     *("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit"),
-    *("source_to_packed_start", "source_to_row_start", "expert_load", "report"),
+    *("source_to_packed_start", "source_to_row_start", "source_to_rows", "expert_load", "report"),
 )
 
 
@@ -336,6 +336,41 @@ def clip_to_capacity(load, capacity):
     return tl.where(clips[:, None], kept, load)
 
 
+@triton.jit
+def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
+    """source_to_rows of contract/plan.py."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    expert = tl.arange(0, SIZES.expert_lanes)
+    mask = expert < EXPERTS_PER_RANK
+    starts = source_to_row_start + expert
+    first = tl.load(starts, mask=mask, other=0)
+    end = tl.load(starts + NUM_RANKS * EXPERTS_PER_RANK, mask=mask, other=0)
+    known = end
+    if SIZES.rank + 1 < NUM_RANKS:
+        later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
+        known = first + (later - first) // PART_ROWS * PART_ROWS
+    begin = first
+    for source in tl.static_range(NUM_RANKS):
+        start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
+        bound = first + tl.cdiv(start - first, PART_ROWS) * PART_ROWS
+        bound = tl.minimum(bound, known if source <= SIZES.rank else end)
+        tl.store(source_to_rows + 2 * source * EXPERTS_PER_RANK + expert, begin, mask=mask)
+        tl.store(source_to_rows + (2 * source + 1) * EXPERTS_PER_RANK + expert, bound, mask=mask)
+        begin = bound
+
+
+@fast_jit([])
+def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
+    split_rows(source_to_row_start, source_to_rows, SIZES)
+
+
+def split_by_source(source_to_row_start, source_to_rows, *, rank):
+    num_ranks, _, num_local = source_to_rows.shape
+    constants = _constants(4, rank=rank, num_ranks=num_ranks, num_experts=num_ranks * num_local)
+    launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
+
+
 @fast_jit([])
 def lay_out_kernel(
     bases,
@@ -351,6 +386,7 @@ def lay_out_kernel(
     packed_limit,
     source_to_packed_start,
     source_to_row_start,
+    source_to_rows,
     expert_load,
     report,
     SIZES: tl.constexpr,
@@ -433,6 +469,8 @@ def lay_out_kernel(
             counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
             tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
+    tl.debug_barrier()  # what other threads have stored is read back
+    split_rows(source_to_row_start, source_to_rows, SIZES)
 
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
@@ -441,41 +479,6 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     constants = _constants(4, **place, num_experts=num_experts, drop=drop, record_errors=record_errors)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
-
-
-@triton.jit
-def round_up(rows, STEP: tl.constexpr):
-    """The next multiple of STEP."""
-    return (rows + (STEP - 1)) // STEP * STEP
-
-
-@fast_jit([])
-def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    expert = tl.arange(0, SIZES.expert_lanes)
-    mask = expert < SIZES.experts_per_rank
-    first = tl.load(source_to_row_start + expert, mask=mask, other=0)
-    end = tl.load(source_to_row_start + NUM_RANKS * SIZES.experts_per_rank + expert, mask=mask, other=0)
-    known = end
-    if SIZES.rank + 1 < NUM_RANKS:
-        later = tl.load(source_to_row_start + (SIZES.rank + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
-        known = first + (later - first) // PART_ROWS * PART_ROWS
-    begin = first
-    for source in tl.static_range(NUM_RANKS):
-        if source + 1 == SIZES.rank + 1:
-            bound = known
-        else:
-            start = tl.load(source_to_row_start + (source + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
-            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < SIZES.rank else end)
-        tl.store(source_to_rows + 2 * source * SIZES.experts_per_rank + expert, begin, mask=mask)
-        tl.store(source_to_rows + (2 * source + 1) * SIZES.experts_per_rank + expert, bound, mask=mask)
-        begin = bound
-
-
-def split_by_source(source_to_row_start, source_to_rows, *, rank):
-    num_ranks, _, num_local = source_to_rows.shape
-    constants = _constants(4, rank=rank, num_ranks=num_ranks, num_experts=num_ranks * num_local)
-    launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
 
 
 @fast_jit([])

@@ -79,6 +79,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     plan.source_to_packed_start[-1] = regions[:, rank].sum()
     plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
     plan.source_to_row_start[-1] = starts[rank] + kept[rank]
+    split_by_source(plan.source_to_row_start, plan.source_to_rows, rank=rank)
     plan.expert_load.copy_(load.flatten())
 
     report = plan.report.zero_()
@@ -96,17 +97,13 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
 
 
 def split_by_source(source_to_row_start, source_to_rows, *, rank):
-    starts, end = source_to_row_start[:-1].long(), source_to_row_start[-1].long()
-    first, num_ranks = starts[0], starts.shape[0]
+    first, end = source_to_row_start[0].long(), source_to_row_start[-1].long()
     # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
-    begins = (first + -((first - starts) // PART_ROWS) * PART_ROWS).minimum(end)
-    known = end
-    if rank + 1 < num_ranks:
-        known = first + (starts[rank + 1] - first) // PART_ROWS * PART_ROWS
-    bounds = [*begins[: rank + 1].minimum(known), known, *begins[rank + 2 :], end]
-    for source in range(num_ranks):
-        source_to_rows[source, 0] = bounds[source]
-        source_to_rows[source, 1] = bounds[source + 1]
+    bounds = (first + -((first - source_to_row_start) // PART_ROWS) * PART_ROWS).minimum(end)
+    if rank + 1 < len(source_to_rows):
+        known = first + (source_to_row_start[rank + 1] - first) // PART_ROWS * PART_ROWS
+        bounds[: rank + 2] = bounds[: rank + 2].minimum(known)
+    source_to_rows[:, 0], source_to_rows[:, 1] = bounds[:-1], bounds[1:]
 
 
 def assign_rows(topk_idx, block_starts, plan):
