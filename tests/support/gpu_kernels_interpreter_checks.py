@@ -175,11 +175,10 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(peers.rank)
         topk_idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
         counts = torch.zeros((2, num_experts + num_ranks + 2), dtype=torch.int32)
-        starts = torch.zeros((2, num_experts), dtype=torch.int32)
         module.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         words = {control.HEAD_RAIL_DROPPED: peers.rank, control.HEAD_CAPACITY: 1000, control.HEAD_PACKED_CAPACITY: -1}
         header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
-        module.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
+        module.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
     for peers in ranks:
         counters = peers.region(peers.rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
         counters[control.BARRIER_EPOCH] = epoch

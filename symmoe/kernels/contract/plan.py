@@ -35,7 +35,6 @@ class PlanKernels(Protocol):
         block_counts: Tensor,
         topk_idx: Tensor,
         header: tuple[int, ...],
-        block_starts: Tensor,
         peers: Peers,
         *,
         num_experts: int,
@@ -45,9 +44,9 @@ class PlanKernels(Protocol):
         It uses the half of the table that belongs to the next barrier.
 
         Args:
-            block_counts, topk_idx: those of count_slots.
+            block_counts: that of count_slots; its columns of experts and ranks get the sums over earlier blocks.
+            topk_idx: that of count_slots.
             header: HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
-            block_starts: int32 [B, E], gets the slots of each expert in earlier blocks.
         """
 
     def lay_out(
@@ -88,14 +87,12 @@ class PlanKernels(Protocol):
             source_to_rows: int32 [R, 2, e]; first row of each part, and the row past its last.
         """
 
-    def assign_rows(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers) -> None:
-        """Gives every slot of this rank its row: a stable scan in order of token, then k.
+    def assign_rows(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool) -> None:
+        """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
+        order of token, then k.
 
         Args:
-            topk_idx, block_starts: those of count_slots and send_counts.
-            plan: that of lay_out; gets slot_to_row, slot_to_rank and block_tokens.
+            topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
+            plan: that of lay_out; gets the maps from slots and tokens, and block_tokens.
+            drop: that of lay_out.
         """
-
-    def assign_packed_rows(self, plan: PlanIntegers) -> None:
-        """Gives every pair of a token and a rank its packed row, and says which row is the primary one: in
-        token_to_packed_row and token_to_primary_row of the plan of assign_rows."""

@@ -28,11 +28,11 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     block_counts[:, -1] = first_bad.flatten(1).min(1).values
 
 
-def send_counts(block_counts, topk_idx, header, block_starts, peers, *, num_experts):
+def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     num_ranks = peers.num_ranks
-    totals = block_counts[:, :-2].sum(0, dtype=torch.int32)
-    torch.cumsum(block_counts[:, :num_experts], 0, dtype=torch.int32, out=block_starts)
-    block_starts -= block_counts[:, :num_experts]
+    counts = block_counts[:, :-2]
+    totals = counts.sum(0, dtype=torch.int32)
+    counts.copy_(counts.cumsum(0) - counts)
     head = list(header)
     if block_counts.shape[0]:
         head[control.HEAD_BAD_SLOTS] = int(block_counts[:, -2].sum())
@@ -106,8 +106,8 @@ def split_by_source(source_to_row_start, source_to_rows, *, rank):
     source_to_rows[:, 0], source_to_rows[:, 1] = bounds[:-1], bounds[1:]
 
 
-def assign_rows(topk_idx, block_starts, plan):
-    num_experts, experts_per_rank = plan.slot_start.numel(), plan.splits.numel()
+def assign_rows(topk_idx, block_starts, plan, *, drop):
+    num_experts, num_ranks, primary = plan.slot_start.numel(), plan.packed_start.numel(), plan.token_to_primary_row
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
@@ -117,13 +117,9 @@ def assign_rows(topk_idx, block_starts, plan):
     kept = valid & (index < plan.slot_limit.index_select(0, safe))
     rows = plan.slot_start.index_select(0, safe) + index
     plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
-    plan.slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(plan.slot_to_rank))
-    plan.block_tokens.copy_(_sum_by_block(_tokens_to_ranks(plan.slot_to_rank, plan.packed_start.numel())))
-
-
-def assign_packed_rows(plan):
-    num_ranks, primary = plan.packed_start.numel(), plan.token_to_primary_row
+    plan.slot_to_rank.copy_((safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank))
     present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
+    plan.block_tokens.copy_(_sum_by_block(present))
     index = present.int().cumsum(0) - present.int()
     plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
     primary.fill_(-1)
