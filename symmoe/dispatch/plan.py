@@ -378,7 +378,7 @@ def _fill(
         capacity=header[control.HEAD_CAPACITY],
         packed_capacity=header[control.HEAD_PACKED_CAPACITY],
         drop=drop,
-        record_errors=header[control.HEAD_CAPACITY] >= 0,  # what is launched before the host looks must move nothing
+        ranks=range(num_ranks) if counts is None or not heap.topology.is_in_order else heap.topology.ranks,
     )
     ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
     return (integers.storage,)

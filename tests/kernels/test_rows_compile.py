@@ -79,7 +79,7 @@ def test_signals(launches):
 @every_combination(shape=TRIPS.keys(), id_dtype=[torch.int32, INT64], drop=[False, True])
 def test_plan_kernels(launches, shape, id_dtype, drop):
     layer.launch_plan(shape, id_dtype, drop)
-    assert len(launches) == 5 + drop
+    assert len(launches) == 4 + drop
     for launch in launches:
         code = check(launches, launch.name, MOST_REGISTERS.get(launch.name, 128))
         assert code.ptx.count("fence.acq_rel.sys") == (launch.name == "lay_out_kernel")

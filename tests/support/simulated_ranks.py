@@ -240,7 +240,7 @@ class _Call:
                 capacity=case.room_of(rank)[0],
                 packed_capacity=case.room_of(rank)[1],
                 drop=case.drop,
-                record_errors=case.room_of(rank)[0] >= 0,
+                ranks=range(num_ranks),
             )
             if self.device.type == "cuda":
                 torch.cuda.synchronize()

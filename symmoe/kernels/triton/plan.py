@@ -57,6 +57,8 @@ class Sizes:
     header: tuple[int, ...] = ()
     drop: bool = False
     record_errors: bool = False
+    first_rank: int = 0
+    end_rank: int = 0
     block_experts: int = 0
     block_slots: int = 0
     other_slots: int = 0
@@ -336,36 +338,45 @@ def clip_to_capacity(load, capacity):
 @triton.jit
 def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
     """source_to_rows of contract/plan.py."""
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    FIRST_RANK: tl.constexpr = SIZES.first_rank
+    END_RANK: tl.constexpr = SIZES.end_rank
     expert = tl.arange(0, SIZES.expert_lanes)
     mask = expert < EXPERTS_PER_RANK
     starts = source_to_row_start + expert
+    parts = source_to_rows + expert
     first = tl.load(starts, mask=mask, other=0)
-    end = tl.load(starts + NUM_RANKS * EXPERTS_PER_RANK, mask=mask, other=0)
-    known = end
-    if SIZES.rank + 1 < NUM_RANKS:
+    end = tl.load(starts + SIZES.num_ranks * EXPERTS_PER_RANK, mask=mask, other=0)
+    high = end
+    if END_RANK < SIZES.num_ranks:
+        high = whole_tiles(first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=mask, other=0))
+    before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=mask, other=0)
+    low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
+    store_part(parts, first, low, mask, SIZES)
+    store_part(parts + 2 * (SIZES.num_ranks - 1) * EXPERTS_PER_RANK, high, end, mask, SIZES)
+    known = high
+    if SIZES.rank + 1 < END_RANK:
         later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
-        known = first + (later - first) // PART_ROWS * PART_ROWS
-    begin = first
-    for source in tl.static_range(NUM_RANKS):
+        known = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
+    begin = low
+    for source in tl.static_range(FIRST_RANK, END_RANK):
         start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
-        bound = first + tl.cdiv(start - first, PART_ROWS) * PART_ROWS
-        bound = tl.minimum(bound, known if source <= SIZES.rank else end)
-        tl.store(source_to_rows + 2 * source * EXPERTS_PER_RANK + expert, begin, mask=mask)
-        tl.store(source_to_rows + (2 * source + 1) * EXPERTS_PER_RANK + expert, bound, mask=mask)
+        bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
+        bound = tl.minimum(bound, known if source <= SIZES.rank else high)
+        store_part(parts + 2 * source * EXPERTS_PER_RANK, begin, bound, mask, SIZES)
         begin = bound
 
 
-@fast_jit([])
-def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
-    split_rows(source_to_row_start, source_to_rows, SIZES)
+@triton.jit
+def whole_tiles(first, row):
+    """The end of the last whole tile from `first` on, before `row`."""
+    return first + (row - first) // PART_ROWS * PART_ROWS
 
 
-def split_by_source(source_to_row_start, source_to_rows, *, rank):
-    num_ranks, _, num_local = source_to_rows.shape
-    constants = _constants(4, rank=rank, num_ranks=num_ranks, num_experts=num_ranks * num_local)
-    launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
+@triton.jit
+def store_part(places, begin, end, mask, SIZES: tl.constexpr):
+    tl.store(places, begin, mask=mask)
+    tl.store(places + SIZES.experts_per_rank, end, mask=mask)
 
 
 @fast_jit([])
@@ -470,10 +481,11 @@ def lay_out_kernel(
     split_rows(source_to_row_start, source_to_rows, SIZES)
 
 
-def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
+def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     num_experts = plan.splits.numel() * peers.num_ranks
-    constants = _constants(4, **place, num_experts=num_experts, drop=drop, record_errors=record_errors)
+    options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0}
+    constants = _constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
 
