@@ -26,7 +26,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
@@ -340,25 +339,14 @@ def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
 
 
 def split_by_arrival(heap: SymmetricHeap, plans: tuple[PlanIntegers, PlanIntegers]) -> torch.Tensor:
-    """Has both plans say which rows and packed rows come with each of their sources; NodesPlan.own_rows."""
-    plan, topology, ops = plans[0], heap.topology, kernels.for_device(heap.device)
-    first, end = topology.ranks[0], topology.ranks[-1] + 1
-    row_start, packed_start = plan.source_to_row_start, plan.source_to_packed_start.clone()
-    bounds = sorted({0, first, end, heap.num_ranks})
-    of_runs = plan.source_to_rows.new_empty((len(bounds) - 1, *plan.source_to_rows.shape[1:]))
-    starts = torch.stack([row_start[bound] for bound in bounds])
-    ops.split_by_source(starts, of_runs, rank=bounds.index(first))
-    own_rows = of_runs[bounds.index(first)]
-    rows = torch.zeros_like(plan.source_to_rows)
-    starts = row_start[first : end + 1].clamp(*own_rows)
-    ops.split_by_source(starts, rows[first:end], rank=topology.local_rank)
-    if first > 0:
-        rows[0], packed_start[1:first] = of_runs[0], plan.source_to_packed_start[first]
-    if end < heap.num_ranks:
-        rows[-1], packed_start[end : heap.num_ranks] = of_runs[-1], plan.source_to_packed_start[end]
+    """Has both plans say which packed rows come with each of their sources; NodesPlan.own_rows."""
+    plan, first, end = plans[0], heap.topology.ranks[0], heap.topology.ranks[-1] + 1
+    packed_start = plan.source_to_packed_start.clone()
+    packed_start[1:first] = plan.source_to_packed_start[first]
+    packed_start[end : heap.num_ranks] = plan.source_to_packed_start[end]
     for each in plans:
-        vars(each).update(source_to_rows=rows, source_to_packed_start=packed_start)
-    return own_rows
+        vars(each).update(source_to_packed_start=packed_start)
+    return torch.stack([plan.source_to_rows[first, 0], plan.source_to_rows[end - 1, 1]])
 
 
 def _region(plan: PlanIntegers, tokens: slice | None, starts_and_limits: torch.Tensor) -> Region:

@@ -353,9 +353,9 @@ def _fill(
     integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
     shape = num_blocks(num_tokens), num_experts + num_ranks + 2
     block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
-    block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
+    drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
-    ops.send_counts(block_counts, topk_idx, header, block_starts, heap.count_peers, num_experts=num_experts)
+    ops.send_counts(block_counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
     if counts is not None:
         counts.tell()
     first_step = heap.first_step
@@ -377,12 +377,10 @@ def _fill(
         integers,
         capacity=header[control.HEAD_CAPACITY],
         packed_capacity=header[control.HEAD_PACKED_CAPACITY],
-        drop=header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP,
-        record_errors=header[control.HEAD_CAPACITY] >= 0,  # what is launched before the host looks must move nothing
+        drop=drop,
+        ranks=range(num_ranks) if counts is None or not heap.topology.is_in_order else heap.topology.ranks,
     )
-    ops.assign_rows(topk_idx, block_starts, integers)
-    ops.assign_packed_rows(integers)
-    ops.split_by_source(integers.source_to_row_start, integers.source_to_rows, rank=heap.rank)
+    ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
     return (integers.storage,)
 
 

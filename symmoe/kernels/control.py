@@ -365,7 +365,7 @@ class PlanIntegers:
         source_to_packed_start: [R + 1], where the packed rows of each source rank start here; the last is their number.
         source_to_row_start: [R + 1, e], where the rows of each source rank and local expert start here; the last row is
             where the experts' rows end.
-        source_to_rows: [R, 2, e], see PlanKernels.split_by_source.
+        source_to_rows: [R, 2, e], the part of each source: first rows, and rows past the last, see PlanKernels.lay_out.
         expert_load: [E], slots of each expert in the whole group, before dropping.
         report: [SUMMARY_WORDS], sizes and errors for the host, as in SUM_*.
     """

@@ -15,8 +15,8 @@ from worker import open_heap
 
 from symmoe import GroupedMLP, make_plan
 from symmoe.dispatch import nodes
-from symmoe.kernels import twin
 from symmoe.kernels.gemm_parts import PART_ROWS
+from symmoe.kernels.twin.plan import split_rows
 from symmoe.moe import overlap as formulas
 from symmoe.moe.ep_step import expert_parallel_mlp, rounded_up
 from symmoe.moe.overlap import (
@@ -91,7 +91,7 @@ def test_parts_need_only_rows_that_have_arrived(data):
     rank = data.draw(st.integers(0, num_ranks - 1))
     experts = draw_rows(data, num_ranks)
     ranges = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
-    twin.split_by_source(starts_of(experts), ranges, rank=rank)
+    split_rows(starts_of(experts), ranges, rank, range(num_ranks))
     arrivals = [(rank - step) % num_ranks for step in range(num_ranks)]
     check_parts(experts, ranges, [(source, {source}) for source in arrivals])
 
@@ -104,30 +104,25 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     experts = draw_rows(data, num_ranks)
     topology = find_topology([source * num_nodes // num_ranks for source in range(num_ranks)], rank, None)
     packed_start = torch.cat([torch.zeros(1), torch.tensor(experts).sum(0).cumsum(0)]).int()
-    heap = SimpleNamespace(topology=topology, num_ranks=num_ranks, device=torch.device("cpu"))
-    own_plan, foreign_plan = (
-        SimpleNamespace(
-            source_to_row_start=starts_of(experts),
-            source_to_packed_start=packed_start,
-            source_to_rows=torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32),
-        )
-        for _ in range(2)
-    )
-    own_rows = nodes.split_by_arrival(heap, (own_plan, foreign_plan))
+    heap = SimpleNamespace(topology=topology, num_ranks=num_ranks)
+    rows = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
+    split_rows(starts_of(experts), rows, rank, topology.ranks)
+    plans = [SimpleNamespace(source_to_rows=rows, source_to_packed_start=packed_start) for _ in range(2)]
+    own_rows = nodes.split_by_arrival(heap, plans)
     ranks, arrivals = topology.ranks, nodes.arrivals_in_node(heap)
     assert arrivals[: len(ranks)] == [ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))]
     others = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
     ends = [(source, others[source]) for source in arrivals[len(ranks) :]]
     assert [end for end in others.values() if end] == [end for _, end in ends]
-    check_parts(experts, own_plan.source_to_rows, [*((source, {source}) for source in arrivals[: len(ranks)]), *ends])
+    check_parts(experts, rows, [*((source, {source}) for source in arrivals[: len(ranks)]), *ends])
     # With all ranks of the node as one part, and the packed rows of each.
-    ranges = torch.cat([own_plan.source_to_rows, own_rows[None]])
+    ranges = torch.cat([rows, own_rows[None]])
     check_parts(experts, ranges, [(num_ranks, set(ranks)), *ends])
     for source in arrivals:
         sources = sorted(others[source] if source not in ranks else {source})
         wanted = packed_start[sources[0]], packed_start[sources[-1] + 1]
-        assert tuple(own_plan.source_to_packed_start[source : source + 2]) == wanted
-    assert foreign_plan.source_to_rows is own_plan.source_to_rows
+        assert tuple(plans[0].source_to_packed_start[source : source + 2]) == wanted
+    assert plans[1].source_to_packed_start is plans[0].source_to_packed_start
 
 
 RATES = Rates(

@@ -144,16 +144,21 @@ def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATU
     return {**results, **{f"arena {i}": view for i, view in enumerate(peers.views)}}
 
 
-def parts(module, num_ranks: int, num_experts: int, rank: int) -> torch.Tensor:
-    """What split_by_source makes of experts with none, few and many rows of a source."""
-    generator = torch.Generator().manual_seed(100 * num_ranks + rank)
+def parts(module, ranks: range, rank: int, num_ranks: int, num_local: int) -> torch.Tensor:
+    """What lay_out says of experts with none, few and many rows of a source."""
+    generator, num_experts = torch.Generator().manual_seed(100 * num_ranks + rank), num_ranks * num_local
     most = torch.tensor([0, 3, 130, 700])[torch.randint(0, 4, (num_ranks, num_experts), generator=generator)]
     counts = (torch.rand((num_ranks, num_experts), generator=generator) * (most + 1)).int()
-    ends = counts.t().flatten().cumsum(0).view(num_experts, num_ranks).t()
-    starts = torch.cat([ends[:1] - counts[:1], ends]).int()
-    source_to_rows = torch.full((num_ranks, 2, num_experts), -7, dtype=torch.int32)
-    module.split_by_source(starts, source_to_rows, rank=rank)
-    return source_to_rows
+    peers = make_arenas(num_ranks, rank, 6)
+    table = peers.region(rank, peers.layout.count_table, (num_ranks, peers.layout.row_words), torch.int32).fill_(-1)
+    row = torch.cat([counts, counts.view(num_ranks, num_ranks, -1).sum(2)], 1)
+    table[:, control.HEADER_WORDS : control.HEADER_WORDS + row.shape[1]] = row
+    numel, places = plan_layout(0, 1, num_experts, num_ranks)
+    out = PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), places)
+    received, status = (torch.zeros(shape, dtype=torch.int64) for shape in ((num_ranks, 3), control.STATUS_WORDS))
+    module.lay_out(peers, received, status, out, capacity=-1, packed_capacity=-1, drop=False, ranks=ranks)
+    assert int(out.report[control.SUM_NUM_ROWS]) == counts.view(num_ranks, num_ranks, -1).sum((0, 2))[rank]
+    return out.source_to_rows
 
 
 def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
@@ -175,11 +180,10 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(peers.rank)
         topk_idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
         counts = torch.zeros((2, num_experts + num_ranks + 2), dtype=torch.int32)
-        starts = torch.zeros((2, num_experts), dtype=torch.int32)
         module.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         words = {control.HEAD_RAIL_DROPPED: peers.rank, control.HEAD_CAPACITY: 1000, control.HEAD_PACKED_CAPACITY: -1}
         header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
-        module.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
+        module.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
     for peers in ranks:
         counters = peers.region(peers.rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
         counters[control.BARRIER_EPOCH] = epoch
@@ -192,7 +196,8 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         numel, places = plan_layout(num_tokens, top_k, num_experts, num_ranks)
         out = PlanIntegers(torch.full((numel,), -7, dtype=torch.int32), places)
         received = torch.zeros((num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
-        options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "record_errors": False}
+        node = range(peers.rank // per_node * per_node, (peers.rank // per_node + 1) * per_node)
+        options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": node}
         status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
         module.lay_out(peers, received, status, out, **options)
         found |= {f"{name} of rank {peers.rank}": getattr(out, name) for name in places}
@@ -214,11 +219,12 @@ def main() -> int:
         wrong = differences(run_signals(sync, 6, **signals), run_signals(twin, 6, **signals))
         failures += bool(wrong)
         print(f"signal, {name}: {wrong or 'ok'}")
-    for num_ranks, num_experts in ((1, 3), (2, 5), (4, 33), (8, 16)):
-        ranks = range(num_ranks)
-        wrong = [r for r in ranks if not torch.equal(*(parts(m, num_ranks, num_experts, r) for m in (plan, twin)))]
+    for num_ranks, num_local, per_node in ((1, 3, 1), (2, 5, 2), (4, 33, 2), (6, 3, 2), (3, 5, 1), (8, 16, 8)):
+        nodes = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
+        cases = [(node, rank, num_ranks, num_local) for node in nodes for rank in node]
+        wrong = [case for case in cases if not torch.equal(parts(plan, *case), parts(twin, *case))]
         failures += bool(wrong)
-        print(f"parts of {num_ranks} ranks: {wrong or 'ok'}")
+        print(f"parts of {num_ranks} ranks, {per_node} on a node: {wrong or 'ok'}")
     for drop, least_rows, error in ((True, 21, control.PLAN_OK), (False, 0, control.PLAN_RAIL_OVERFLOW)):
         expected = plans_of_nodes(twin, drop)
         reports = [expected[f"report of rank {rank}"] for rank in range(4)]

@@ -201,20 +201,18 @@ def launch_signals():
 def launch_plan(shape, id_dtype=torch.int32, drop=False):
     """Every kernel of a plan."""
     num_tokens, _, num_experts, top_k, num_ranks = TRIPS[shape]
-    num_blocks, local = -(-num_tokens // control.TOKENS_PER_BLOCK), num_experts // num_ranks
+    num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
     peers, received = peers_of(num_ranks, num_ranks - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
     topk_idx = meta(num_tokens, top_k, dtype=id_dtype)
-    counts, starts = meta(num_blocks, num_experts + num_ranks + 2), meta(num_blocks, num_experts)
+    counts = meta(num_blocks, num_experts + num_ranks + 2)
     numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
     integers, status = PlanIntegers(meta(numel), layout), torch.zeros(control.STATUS_WORDS, dtype=INT64)
     plan.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
     header = tuple(range(control.HEADER_WORDS))
-    plan.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
-    options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "record_errors": True}
+    plan.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
+    options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
-    plan.assign_rows(topk_idx, starts, integers)
-    plan.assign_packed_rows(integers)
-    plan.split_by_source(meta(num_ranks + 1, local), meta(num_ranks, 2, local), rank=num_ranks - 1)
+    plan.assign_rows(topk_idx, counts, integers, drop=drop)
 
 
 def launch_rows(shape, dtype):

@@ -206,8 +206,9 @@ class _Call:
         for rank, num_tokens in enumerate(case.tokens):
             topk_idx = choose_experts(case, rank).to(self.device)
             num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-            counts, starts = self.int32(num_blocks, num_experts + num_ranks + 2), self.int32(num_blocks, num_experts)
+            counts = self.int32(num_blocks, num_experts + num_ranks + 2)
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
+            self.keep(f"rank {rank} counts", counts)
             header = [0] * control.HEADER_WORDS
             header[control.HEAD_NUM_TOKENS] = num_tokens
             header[control.HEAD_TOP_K] = top_k + (case.other_top_k == rank)
@@ -217,10 +218,10 @@ class _Call:
             header[control.HEAD_MAX_TOKENS] = -1
             header[control.HEAD_HIDDEN] = case.hidden
             header[control.HEAD_RAIL_CAPACITY] = 77
-            ops.send_counts(counts, topk_idx, tuple(header), starts, self.peers[rank], num_experts=num_experts)
-            self.keep(f"rank {rank} counts", counts, starts)
+            ops.send_counts(counts, topk_idx, tuple(header), self.peers[rank], num_experts=num_experts)
+            self.keep(f"rank {rank} starts", counts)
             self.topk_idx.append(topk_idx)
-            block_starts.append(starts)
+            block_starts.append(counts)
         self.keep_arenas("count tables")
 
         self.set_epoch(case.epoch + 1)
@@ -239,14 +240,12 @@ class _Call:
                 capacity=case.room_of(rank)[0],
                 packed_capacity=case.room_of(rank)[1],
                 drop=case.drop,
-                record_errors=case.room_of(rank)[0] >= 0,
+                ranks=range(num_ranks),
             )
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.keep(f"rank {rank} status", status)
-            ops.split_by_source(plan.source_to_row_start, plan.source_to_rows, rank=rank)
-            ops.assign_rows(self.topk_idx[rank], block_starts[rank], plan)
-            ops.assign_packed_rows(plan)
+            ops.assign_rows(self.topk_idx[rank], block_starts[rank], plan, drop=case.drop)
             maps = {name: getattr(plan, name) for name in layout}
             for name, tensor in maps.items():
                 self.keep(f"rank {rank} {name}", tensor)

@@ -6,6 +6,7 @@ primary row of a token on a rank is that of its smallest k there; its other rows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -35,7 +36,6 @@ class PlanKernels(Protocol):
         block_counts: Tensor,
         topk_idx: Tensor,
         header: tuple[int, ...],
-        block_starts: Tensor,
         peers: Peers,
         *,
         num_experts: int,
@@ -45,9 +45,9 @@ class PlanKernels(Protocol):
         It uses the half of the table that belongs to the next barrier.
 
         Args:
-            block_counts, topk_idx: those of count_slots.
+            block_counts: that of count_slots; its columns of experts and ranks get the sums over earlier blocks.
+            topk_idx: that of count_slots.
             header: HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
-            block_starts: int32 [B, E], gets the slots of each expert in earlier blocks.
         """
 
     def lay_out(
@@ -60,42 +60,36 @@ class PlanKernels(Protocol):
         capacity: int,
         packed_capacity: int,
         drop: bool,
-        record_errors: bool,
+        ranks: Sequence[int],
     ) -> None:
         """Lays out every rank's rows from the count table, the same way on every rank.
 
         After an error, which the report has, nothing is laid out: all counts are zero.
 
+        Each local expert's rows are cut into the parts that can be computed as rows arrive: from this rank first, then
+        from the one before it and so on, the last of `ranks` following the first. After those, rows arrive from all
+        earlier ranks at once, as the part of rank 0, and from all later ones, as that of the last rank. A part needs
+        only rows that have arrived by then. Parts begin at multiples of PART_ROWS, counted from the expert's first row,
+        or at its end; together they are all rows.
+
         Args:
             received: result of the plan's barrier; negative words mean that a rank faulted.
-            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if `record_errors`.
+            status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if there is a capacity:
+                what is launched before the host looks must move nothing.
             plan: gets what says where rows are, expert_load and the report.
             capacity: rows that each rank can take; -1: no limit.
             packed_capacity: packed rows that each rank can take; -1: no limit. If there is a limit, an overflow is only
                 reported, not recorded, since the call will be planned again; `drop` must be False.
             drop: whether to clip to the capacity instead of reporting an overflow.
+            ranks: consecutive ones, of this node, or all of the group.
         """
 
-    def split_by_source(self, source_to_row_start: Tensor, source_to_rows: Tensor, *, rank: int) -> None:
-        """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive.
-
-        Rows arrive from `rank` itself first, then from rank - 1, rank - 2 and so on, the last rank following rank 0.
-        The part of a source needs only rows that have arrived by then. Parts begin at multiples of PART_ROWS,
-        counted from the expert's first row, or at its end; together they are all rows.
+    def assign_rows(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers, *, drop: bool) -> None:
+        """Gives every slot of this rank its row, and every pair of a token and a rank its packed row: a stable scan in
+        order of token, then k.
 
         Args:
-            source_to_row_start: int32 [R + 1, e] of lay_out.
-            source_to_rows: int32 [R, 2, e]; first row of each part, and the row past its last.
+            topk_idx, block_starts: that of count_slots, and the block_counts that send_counts leaves.
+            plan: that of lay_out; gets the maps from slots and tokens, and block_tokens.
+            drop: that of lay_out.
         """
-
-    def assign_rows(self, topk_idx: Tensor, block_starts: Tensor, plan: PlanIntegers) -> None:
-        """Gives every slot of this rank its row: a stable scan in order of token, then k.
-
-        Args:
-            topk_idx, block_starts: those of count_slots and send_counts.
-            plan: that of lay_out; gets slot_to_row, slot_to_rank and block_tokens.
-        """
-
-    def assign_packed_rows(self, plan: PlanIntegers) -> None:
-        """Gives every pair of a token and a rank its packed row, and says which row is the primary one: in
-        token_to_packed_row and token_to_primary_row of the plan of assign_rows."""

@@ -37,7 +37,7 @@ OTHER_SLOTS = 32  # slots that assign_rows compares each of BLOCK_SLOTS slots wi
 
 LAID_OUT = (
     *("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit"),
-    *("source_to_packed_start", "source_to_row_start", "expert_load", "report"),
+    *("source_to_packed_start", "source_to_row_start", "source_to_rows", "expert_load", "report"),
 )
 
 
@@ -57,6 +57,8 @@ class Sizes:
     header: tuple[int, ...] = ()
     drop: bool = False
     record_errors: bool = False
+    first_rank: int = 0
+    end_rank: int = 0
     block_experts: int = 0
     block_slots: int = 0
     other_slots: int = 0
@@ -152,7 +154,6 @@ def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
 def send_counts_kernel(
     block_counts,
     topk_idx,
-    block_starts,
     bases,
     num_tokens: tl.int32,
     capacity: tl.int32,
@@ -174,10 +175,9 @@ def send_counts_kernel(
         for first in range(0, num_blocks, BLOCK_ROWS):
             block = first + tl.arange(0, BLOCK_ROWS)
             mask = (block < num_blocks)[:, None] & is_column[None, :]
-            count = tl.load(block_counts + block[:, None] * WIDTH + column[None, :], mask=mask, other=0)
-            start = total[None, :] + tl.cumsum(count, axis=0) - count
-            mask &= (column < SIZES.num_experts)[None, :]
-            tl.store(block_starts + block[:, None] * SIZES.num_experts + column[None, :], start, mask=mask)
+            place = block_counts + block[:, None] * WIDTH + column[None, :]
+            count = tl.load(place, mask=mask, other=0)
+            tl.store(place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=mask)
             total += tl.sum(count, axis=0)
         for peer in range(SIZES.num_ranks):
             row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
@@ -212,15 +212,14 @@ def send_counts_kernel(
             tl.store(row + lane, words)
 
 
-def send_counts(block_counts, topk_idx, header, block_starts, peers, *, num_experts):
+def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     other_words = tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header))
     blocks = {"block_columns": SEND_COLUMNS, "block_rows": SEND_BLOCKS}
     constants = _constants(4, **place, num_experts=num_experts, header=other_words, **blocks)
     grid = (ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)
     words = [header[word] for word in _VARYING_WORDS]
-    tensors = block_counts, topk_idx, block_starts, peers.bases
-    launch(send_counts_kernel, grid, constants, *tensors, *words, block_counts.shape[0])
+    launch(send_counts_kernel, grid, constants, block_counts, topk_idx, peers.bases, *words, block_counts.shape[0])
 
 
 @triton.jit
@@ -336,6 +335,50 @@ def clip_to_capacity(load, capacity):
     return tl.where(clips[:, None], kept, load)
 
 
+@triton.jit
+def split_rows(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
+    """source_to_rows of contract/plan.py."""
+    EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
+    FIRST_RANK: tl.constexpr = SIZES.first_rank
+    END_RANK: tl.constexpr = SIZES.end_rank
+    expert = tl.arange(0, SIZES.expert_lanes)
+    mask = expert < EXPERTS_PER_RANK
+    starts = source_to_row_start + expert
+    parts = source_to_rows + expert
+    first = tl.load(starts, mask=mask, other=0)
+    end = tl.load(starts + SIZES.num_ranks * EXPERTS_PER_RANK, mask=mask, other=0)
+    high = end
+    if END_RANK < SIZES.num_ranks:
+        high = whole_tiles(first, tl.load(starts + END_RANK * EXPERTS_PER_RANK, mask=mask, other=0))
+    before = tl.load(starts + FIRST_RANK * EXPERTS_PER_RANK, mask=mask, other=0)
+    low = tl.minimum(whole_tiles(first, before + (PART_ROWS - 1)), high)
+    store_part(parts, first, low, mask, SIZES)
+    store_part(parts + 2 * (SIZES.num_ranks - 1) * EXPERTS_PER_RANK, high, end, mask, SIZES)
+    known = high
+    if SIZES.rank + 1 < END_RANK:
+        later = tl.load(starts + (SIZES.rank + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
+        known = whole_tiles(low, tl.minimum(tl.maximum(later, low), high))
+    begin = low
+    for source in tl.static_range(FIRST_RANK, END_RANK):
+        start = tl.load(starts + (source + 1) * EXPERTS_PER_RANK, mask=mask, other=0)
+        bound = whole_tiles(low, tl.maximum(start, low) + (PART_ROWS - 1))
+        bound = tl.minimum(bound, known if source <= SIZES.rank else high)
+        store_part(parts + 2 * source * EXPERTS_PER_RANK, begin, bound, mask, SIZES)
+        begin = bound
+
+
+@triton.jit
+def whole_tiles(first, row):
+    """The end of the last whole tile from `first` on, before `row`."""
+    return first + (row - first) // PART_ROWS * PART_ROWS
+
+
+@triton.jit
+def store_part(places, begin, end, mask, SIZES: tl.constexpr):
+    tl.store(places, begin, mask=mask)
+    tl.store(places + SIZES.experts_per_rank, end, mask=mask)
+
+
 @fast_jit([])
 def lay_out_kernel(
     bases,
@@ -351,6 +394,7 @@ def lay_out_kernel(
     packed_limit,
     source_to_packed_start,
     source_to_row_start,
+    source_to_rows,
     expert_load,
     report,
     SIZES: tl.constexpr,
@@ -433,49 +477,17 @@ def lay_out_kernel(
             counters = (tl.load(bases + RANK) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
             tl.store(counters + CONTROL.FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, CONTROL.STATUS_PLAN, CONTROL.PHASE_PLAN, error_rank, limit, value, error, where)
+    tl.debug_barrier()  # what other threads have stored is read back
+    split_rows(source_to_row_start, source_to_rows, SIZES)
 
 
-def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
+def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     place = {"rank": peers.rank, "num_ranks": peers.num_ranks, "layout": peers.layout}
     num_experts = plan.splits.numel() * peers.num_ranks
-    constants = _constants(4, **place, num_experts=num_experts, drop=drop, record_errors=record_errors)
+    options = {"first_rank": ranks[0], "end_rank": ranks[-1] + 1, "drop": drop, "record_errors": capacity >= 0}
+    constants = _constants(4, **place, num_experts=num_experts, **options)
     numbers, results = (status.data_ptr(), capacity, packed_capacity), [getattr(plan, name) for name in LAID_OUT]
     launch(lay_out_kernel, (1,), constants, peers.bases, received, *numbers, *results)
-
-
-@triton.jit
-def round_up(rows, STEP: tl.constexpr):
-    """The next multiple of STEP."""
-    return (rows + (STEP - 1)) // STEP * STEP
-
-
-@fast_jit([])
-def split_by_source_kernel(source_to_row_start, source_to_rows, SIZES: tl.constexpr):
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    expert = tl.arange(0, SIZES.expert_lanes)
-    mask = expert < SIZES.experts_per_rank
-    first = tl.load(source_to_row_start + expert, mask=mask, other=0)
-    end = tl.load(source_to_row_start + NUM_RANKS * SIZES.experts_per_rank + expert, mask=mask, other=0)
-    known = end
-    if SIZES.rank + 1 < NUM_RANKS:
-        later = tl.load(source_to_row_start + (SIZES.rank + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
-        known = first + (later - first) // PART_ROWS * PART_ROWS
-    begin = first
-    for source in tl.static_range(NUM_RANKS):
-        if source + 1 == SIZES.rank + 1:
-            bound = known
-        else:
-            start = tl.load(source_to_row_start + (source + 1) * SIZES.experts_per_rank + expert, mask=mask, other=0)
-            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < SIZES.rank else end)
-        tl.store(source_to_rows + 2 * source * SIZES.experts_per_rank + expert, begin, mask=mask)
-        tl.store(source_to_rows + (2 * source + 1) * SIZES.experts_per_rank + expert, bound, mask=mask)
-        begin = bound
-
-
-def split_by_source(source_to_row_start, source_to_rows, *, rank):
-    num_ranks, _, num_local = source_to_rows.shape
-    constants = _constants(4, rank=rank, num_ranks=num_ranks, num_experts=num_ranks * num_local)
-    launch(split_by_source_kernel, (1,), constants, source_to_row_start, source_to_rows)
 
 
 @fast_jit([])
@@ -484,8 +496,11 @@ def assign_rows_kernel(
     block_starts,
     slot_start,
     slot_limit,
+    packed_start,
     slot_to_row,
     slot_to_rank,
+    token_to_primary_row,
+    token_to_packed_row,
     block_tokens,
     num_tokens: tl.int32,
     SIZES: tl.constexpr,
@@ -495,6 +510,7 @@ def assign_rows_kernel(
     OTHER_SLOTS: tl.constexpr = SIZES.other_slots
     BLOCK: tl.constexpr = TOKENS_PER_BLOCK * SIZES.top_k
     block = tl.program_id(0)
+    starts = block_starts + block * (NUM_EXPERTS + SIZES.num_ranks + 2)
     first_slot = block * BLOCK
     num_slots = tl.minimum(BLOCK, num_tokens * SIZES.top_k - first_slot)
     for part in range(0, BLOCK, BLOCK_SLOTS):
@@ -509,7 +525,7 @@ def assign_rows_kernel(
             same = (other[None, :] == expert[:, None]) & (other_index[None, :] < index[:, None])
             earlier += same.to(tl.int32)
         valid = expert >= 0
-        place = tl.load(block_starts + block * NUM_EXPERTS + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
+        place = tl.load(starts + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
         kept = valid & (place < tl.load(slot_limit + expert, mask=valid, other=0))
         row = tl.load(slot_start + expert, mask=valid, other=0) + place
         rank = tl.where(valid, expert, 0) // SIZES.experts_per_rank
@@ -517,50 +533,47 @@ def assign_rows_kernel(
         tl.store(slot_to_rank + slot, tl.where(kept, rank, -1), mask=is_slot)
 
     tl.debug_barrier()  # what other threads have stored is read back
-    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, SIZES.top_k, SIZES.rank_lanes)
-    rank_lane = tl.arange(0, SIZES.rank_lanes)
-    place = block_tokens + block * SIZES.num_ranks + rank_lane
-    tl.store(place, tl.sum(goes, axis=0), mask=rank_lane < SIZES.num_ranks)
+    token, rank, entry, is_entry = tokens_and_ranks(block, num_tokens, SIZES)
+    primary = tl.full(entry.shape, -1, tl.int32)
+    for k in range(SIZES.top_k):
+        slot = token * SIZES.top_k + k
+        chosen = tl.load(slot_to_rank + slot, mask=token < num_tokens, other=-1)
+        row = tl.load(slot_to_row + slot, mask=token < num_tokens, other=-1)
+        here = (chosen[:, None] == rank[None, :]) & (primary < 0)
+        primary = tl.where(here, row[:, None], primary)
+    tl.store(token_to_primary_row + entry, primary, mask=is_entry)
+    goes = (primary >= 0).to(tl.int32)
+    is_rank = rank < SIZES.num_ranks
+    tl.store(block_tokens + block * SIZES.num_ranks + rank, tl.sum(goes, axis=0), mask=is_rank)
+    if not SIZES.drop:
+        start = tl.load(starts + NUM_EXPERTS + rank, mask=is_rank, other=0)
+        start += tl.load(packed_start + rank, mask=is_rank, other=0)
+        store_packed_rows(token_to_packed_row + entry, start, goes, is_entry)
 
 
 @triton.jit
-def tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K: tl.constexpr, RANK_LANES: tl.constexpr):
-    """int32 [tokens, RANK_LANES]: 1 where a token has a kept slot on a rank."""
-    rank = tl.arange(0, RANK_LANES)
-    goes = (token[:, None] < 0) & (rank[None, :] < 0)
-    for k in range(TOP_K):
-        chosen = tl.load(slot_to_rank + token * TOP_K + k, mask=token < num_tokens, other=-1)
-        goes |= chosen[:, None] == rank[None, :]
-    return goes.to(tl.int32)
+def tokens_and_ranks(block, num_tokens, SIZES: tl.constexpr):
+    """Tokens of a block, lanes over ranks, and where both are in [T, R], with its mask."""
+    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
+    rank = tl.arange(0, SIZES.rank_lanes)
+    is_entry = (token < num_tokens)[:, None] & (rank < SIZES.num_ranks)[None, :]
+    return token, rank, token[:, None] * SIZES.num_ranks + rank[None, :], is_entry
 
 
-def assign_rows(topk_idx, block_starts, plan):
-    (num_tokens, top_k), (num_blocks, num_ranks) = topk_idx.shape, plan.block_tokens.shape
-    if num_blocks == 0:
-        return
-    slots = block_slots(top_k)
-    sizes = {"num_ranks": num_ranks, "num_experts": plan.slot_start.numel(), "top_k": top_k}
-    constants = _constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
-    results = plan.slot_start, plan.slot_limit, plan.slot_to_row, plan.slot_to_rank, plan.block_tokens
-    launch(assign_rows_kernel, (num_blocks,), constants, topk_idx, block_starts, *results, num_tokens)
+@triton.jit
+def store_packed_rows(places, start, goes, mask):
+    """The packed rows of a block's tokens on each rank, from `start` on, for those that go there."""
+    tl.store(places, tl.where(goes != 0, start[None, :] + tl.cumsum(goes, axis=0) - goes, -1), mask=mask)
 
 
 @fast_jit([])
 def assign_packed_rows_kernel(
-    slot_to_row,
-    slot_to_rank,
-    block_tokens,
-    packed_start,
-    token_to_packed_row,
-    token_to_primary_row,
-    num_tokens: tl.int32,
-    SIZES: tl.constexpr,
+    block_tokens, packed_start, token_to_primary_row, token_to_packed_row, num_tokens: tl.int32, SIZES: tl.constexpr
 ):
-    RANK_LANES: tl.constexpr = SIZES.rank_lanes
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
+    RANK_LANES: tl.constexpr = SIZES.rank_lanes
     block = tl.program_id(0)
-    rank = tl.arange(0, RANK_LANES)
+    _, rank, entry, is_entry = tokens_and_ranks(block, num_tokens, SIZES)
     is_rank = rank < SIZES.num_ranks
     earlier = tl.zeros((BLOCK_ROWS, RANK_LANES), tl.int32)
     for first in range(0, block, BLOCK_ROWS):
@@ -568,29 +581,22 @@ def assign_packed_rows_kernel(
         mask = (other < block)[:, None] & is_rank[None, :]
         earlier += tl.load(block_tokens + other[:, None] * SIZES.num_ranks + rank[None, :], mask=mask, other=0)
     start = tl.load(packed_start + rank, mask=is_rank, other=0) + tl.sum(earlier, axis=0)
-
-    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
-    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, SIZES.top_k, RANK_LANES)
-    packed = start[None, :] + tl.cumsum(goes, axis=0) - goes
-    primary = tl.full((TOKENS_PER_BLOCK, RANK_LANES), -1, tl.int32)
-    for k in range(SIZES.top_k):
-        slot = token * SIZES.top_k + k
-        chosen = tl.load(slot_to_rank + slot, mask=token < num_tokens, other=-1)
-        row = tl.load(slot_to_row + slot, mask=token < num_tokens, other=-1)
-        here = (chosen[:, None] == rank[None, :]) & (primary < 0)
-        primary = tl.where(here, row[:, None], primary)
-    entry = token[:, None] * SIZES.num_ranks + rank[None, :]
-    mask = (token < num_tokens)[:, None] & is_rank[None, :]
-    tl.store(token_to_packed_row + entry, tl.where(goes != 0, packed, -1), mask=mask)
-    tl.store(token_to_primary_row + entry, primary, mask=mask)
+    goes = (tl.load(token_to_primary_row + entry, mask=is_entry, other=-1) >= 0).to(tl.int32)
+    store_packed_rows(token_to_packed_row + entry, start, goes, is_entry)
 
 
-def assign_packed_rows(plan):
-    (num_tokens, top_k), (num_blocks, num_ranks) = plan.slot_to_row.shape, plan.block_tokens.shape
+def assign_rows(topk_idx, block_starts, plan, *, drop):
+    (num_tokens, top_k), (num_blocks, num_ranks) = topk_idx.shape, plan.block_tokens.shape
     if num_blocks == 0:
         return
-    block_rows = max(1, PACKED_ENTRIES // next_power_of_2(num_ranks))
-    constants = _constants(4, num_ranks=num_ranks, top_k=top_k, block_rows=block_rows)
-    maps = plan.slot_to_row, plan.slot_to_rank, plan.block_tokens, plan.packed_start
-    results = plan.token_to_packed_row, plan.token_to_primary_row
-    launch(assign_packed_rows_kernel, (num_blocks,), constants, *maps, *results, num_tokens)
+    slots = block_slots(top_k)
+    sizes = {"num_ranks": num_ranks, "num_experts": plan.slot_start.numel(), "top_k": top_k, "drop": drop}
+    constants = _constants(8, **sizes, block_slots=slots, other_slots=min(OTHER_SLOTS, slots))
+    slot_maps = plan.slot_start, plan.slot_limit, plan.packed_start, plan.slot_to_row, plan.slot_to_rank
+    token_maps = plan.token_to_primary_row, plan.token_to_packed_row
+    args = topk_idx, block_starts, *slot_maps, *token_maps, plan.block_tokens, num_tokens
+    launch(assign_rows_kernel, (num_blocks,), constants, *args)
+    if drop:  # how many tokens of earlier blocks are left, only these say
+        constants = _constants(4, num_ranks=num_ranks, block_rows=max(1, PACKED_ENTRIES // next_power_of_2(num_ranks)))
+        args = plan.block_tokens, plan.packed_start, *token_maps, num_tokens
+        launch(assign_packed_rows_kernel, (num_blocks,), constants, *args)

@@ -28,11 +28,11 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     block_counts[:, -1] = first_bad.flatten(1).min(1).values
 
 
-def send_counts(block_counts, topk_idx, header, block_starts, peers, *, num_experts):
+def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
     num_ranks = peers.num_ranks
-    totals = block_counts[:, :-2].sum(0, dtype=torch.int32)
-    torch.cumsum(block_counts[:, :num_experts], 0, dtype=torch.int32, out=block_starts)
-    block_starts -= block_counts[:, :num_experts]
+    counts = block_counts[:, :-2]
+    totals = counts.sum(0, dtype=torch.int32)
+    counts.copy_(counts.cumsum(0) - counts)
     head = list(header)
     if block_counts.shape[0]:
         head[control.HEAD_BAD_SLOTS] = int(block_counts[:, -2].sum())
@@ -46,7 +46,7 @@ def send_counts(block_counts, topk_idx, header, block_starts, peers, *, num_expe
         _count_table(peers, rank, half)[peers.rank, : row.numel()] = row
 
 
-def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, record_errors):
+def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.expert_load.numel()
     table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
     headers = table[:, : control.HEADER_WORDS]
@@ -79,6 +79,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     plan.source_to_packed_start[-1] = regions[:, rank].sum()
     plan.source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
     plan.source_to_row_start[-1] = starts[rank] + kept[rank]
+    split_rows(plan.source_to_row_start, plan.source_to_rows, rank, ranks)
     plan.expert_load.copy_(load.flatten())
 
     report = plan.report.zero_()
@@ -89,28 +90,14 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
     is_guess = error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0  # the call is planned again
-    if record_errors and failed and error[0] != control.PLAN_FAULT and not is_guess:
+    if capacity >= 0 and failed and error[0] != control.PLAN_FAULT and not is_guess:
         counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
         counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         _record_error(status, error)
 
 
-def split_by_source(source_to_row_start, source_to_rows, *, rank):
-    starts, end = source_to_row_start[:-1].long(), source_to_row_start[-1].long()
-    first, num_ranks = starts[0], starts.shape[0]
-    # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
-    begins = (first + -((first - starts) // PART_ROWS) * PART_ROWS).minimum(end)
-    known = end
-    if rank + 1 < num_ranks:
-        known = first + (starts[rank + 1] - first) // PART_ROWS * PART_ROWS
-    bounds = [*begins[: rank + 1].minimum(known), known, *begins[rank + 2 :], end]
-    for source in range(num_ranks):
-        source_to_rows[source, 0] = bounds[source]
-        source_to_rows[source, 1] = bounds[source + 1]
-
-
-def assign_rows(topk_idx, block_starts, plan):
-    num_experts, experts_per_rank = plan.slot_start.numel(), plan.splits.numel()
+def assign_rows(topk_idx, block_starts, plan, *, drop):
+    num_experts, num_ranks, primary = plan.slot_start.numel(), plan.packed_start.numel(), plan.token_to_primary_row
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
@@ -120,13 +107,9 @@ def assign_rows(topk_idx, block_starts, plan):
     kept = valid & (index < plan.slot_limit.index_select(0, safe))
     rows = plan.slot_start.index_select(0, safe) + index
     plan.slot_to_row.copy_(rows.where(kept, -1).view_as(plan.slot_to_row))
-    plan.slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(plan.slot_to_rank))
-    plan.block_tokens.copy_(_sum_by_block(_tokens_to_ranks(plan.slot_to_rank, plan.packed_start.numel())))
-
-
-def assign_packed_rows(plan):
-    num_ranks, primary = plan.packed_start.numel(), plan.token_to_primary_row
+    plan.slot_to_rank.copy_((safe // plan.splits.numel()).where(kept, -1).view_as(plan.slot_to_rank))
     present = _tokens_to_ranks(plan.slot_to_rank, num_ranks)
+    plan.block_tokens.copy_(_sum_by_block(present))
     index = present.int().cumsum(0) - present.int()
     plan.token_to_packed_row.copy_((plan.packed_start + index).where(present, -1))
     primary.fill_(-1)
@@ -134,6 +117,27 @@ def assign_packed_rows(plan):
         for rank in range(num_ranks):
             here = plan.slot_to_rank[:, k] == rank
             primary[:, rank] = plan.slot_to_row[:, k].where(here, primary[:, rank])
+
+
+def split_rows(source_to_row_start, source_to_rows, rank, ranks):
+    """source_to_rows of contract/plan.py."""
+    starts, first_rank, last_rank = source_to_row_start.long(), ranks[0], ranks[-1]
+    first, end = starts[0], starts[-1]
+    # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
+    high = end if last_rank + 2 == len(starts) else _whole_tiles(first, starts[last_rank + 1])
+    low = _whole_tiles(first, starts[first_rank] + PART_ROWS - 1).minimum(high)
+    source_to_rows[0], source_to_rows[-1] = torch.stack([first, low]), torch.stack([high, end])
+    of_node = starts[first_rank : last_rank + 2].clamp(low, high)
+    bounds = _whole_tiles(low, of_node + PART_ROWS - 1).minimum(high)
+    if rank < last_rank:
+        before = slice(rank + 2 - first_rank)
+        bounds[before] = bounds[before].minimum(_whole_tiles(low, of_node[rank + 1 - first_rank]))
+    source_to_rows[first_rank : last_rank + 1] = torch.stack([bounds[:-1], bounds[1:]], 1)
+
+
+def _whole_tiles(first: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The end of the last whole tile from `first` on, before `row`."""
+    return first + (row - first) // PART_ROWS * PART_ROWS
 
 
 def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
