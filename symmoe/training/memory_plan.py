@@ -6,12 +6,14 @@ T tokens per rank, E experts, K slots per token, R ranks; N rows and P packed ro
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import Plan, plan_call
@@ -22,6 +24,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
+from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
@@ -47,6 +50,9 @@ class MemoryPlan:
             it has quantised them, which live as long as h. What the router keeps (a few fp32 [T, E]) and what a shared
             expert keeps are not counted.
         activation_bytes: the same for all layers and micro-batches in flight.
+        peak_bytes: ordinary memory and leases at the worst moment of a step of one layer, beyond x, dy and the weights:
+            y and all gradients are among them. Losses, a shared expert, drops of a capacity factor, and what kernels
+            take while they run are not counted.
     """
 
     num_rows: int
@@ -57,6 +63,7 @@ class MemoryPlan:
     backward_bytes_per_call: int
     activation_bytes_per_call: int
     activation_bytes: int
+    peak_bytes: int
 
 
 def plan_memory(
@@ -113,48 +120,87 @@ def plan_memory(
         backward_bytes_per_call=max(_bytes_after(call.backward)),
         activation_bytes_per_call=call.activation_bytes,
         activation_bytes=call.activation_bytes * num_layers * num_in_flight,
+        peak_bytes=call.peak_bytes,
     )
 
 
 class _Call(NamedTuple):
-    """What one call of a layer allocates: leases as they begin and end, and bytes kept from forward to backward."""
+    """What one call of a layer allocates: leases as they begin and end, bytes kept from forward to backward, and bytes
+    of both kinds at the worst moment."""
 
     plan: Plan
     forward: list[Event]
     backward: list[Event]
     activation_bytes: int
+    peak_bytes: int
+
+
+class _Memory(TorchFunctionMode):
+    """Notes begins and ends of ordinary memory among the events of a heap. spent: memory that its gradient takes, as
+    where autograd says that a backward pass is the last."""
+
+    def __init__(self, heap: DryHeap) -> None:
+        super().__init__()
+        self._heap, self.spent = heap, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [storage_of(each) for each in args if isinstance(each, torch.Tensor)]
+        if function is torch.empty_like and self.spent in given:
+            return args[0]
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in given:
+            storage, events = result.untyped_storage(), self._heap.events
+            if storage.nbytes() < _ENDLESS_BYTES:  # or it is an arena, of which leases are parts
+                events.append((storage.nbytes(), key))
+                weakref.finalize(storage, events.append, (None, key))
+        return result
 
 
 def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype) -> _Call:
-    """Forward and backward of a layer's experts, on tensors without memory."""
+    """Forward and backward of a layer, on tensors without memory."""
 
-    def of_tokens(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(num_tokens, width, dtype=dtype, device=heap.device, requires_grad=dtype.is_floating_point)
+    def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, config.hidden, dtype=dtype, device=heap.device, requires_grad=True)
 
     with torch.inference_mode(False):  # this turns gradients on
         experts = experts_of(config, heap.num_ranks, dtype=dtype, device=heap.device)
-        routed = RoutedExperts(config, heap, experts, kind_of(experts))
+        routed_experts = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
         room = history.room(num_tokens, config.max_room)
-        topk_idx = of_tokens(config.top_k, torch.int32)
-        plan = plan_call(topk_idx, heap, routed.plan_options(dtype), lambda: room)
-        x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
-        y = expert_parallel_mlp(x, probs, experts, plan, out_shape=None, **routed.words)
-        num_forward, node = len(heap.events), cast(Any, y.grad_fn)
-        storages = {
-            storage_of(tensor): tensor.untyped_storage().nbytes()
-            for tensor in (*vars(plan).values(), *node.saved_tensors)
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not heap.owns(tensor)
-        }
-        # Not `y.backward`: autograd would start threads, after which a process should not fork.
-        node.apply(y.new_empty(y.shape))
-        del y, node
-    return _Call(plan, heap.events[:num_forward], heap.events[num_forward:], sum(storages.values()))
+        x, dy, weight = empty(num_tokens, dtype), empty(num_tokens, dtype), empty(config.num_experts, torch.float32)
+        with _Memory(heap) as memory:
+            routed = route_tokens(x, weight, None, None, top_k=config.top_k, rule=config.routing_rule)
+            plan = plan_call(routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room)
+            y = expert_parallel_mlp(x, routed.probs, experts, plan, out_shape=None, **routed_experts.words)
+            node, num_forward = cast(Any, y.grad_fn), len(heap.events)
+            tensors = (*vars(plan).values(), *node.saved_tensors)
+            kept = {storage_of(t): t.untyped_storage().nbytes() for t in tensors if _is_ordinary(t, heap)}
+            h, scores, y = node.saved_tensors[2], routed.scores, y.detach()
+            memory.spent = 0 if h is None else storage_of(h)
+            del routed, tensors, h
+            # Not `y.backward`: autograd would start threads, after which a process should not fork.
+            gradients = node.apply(dy)
+            del node
+            # The router's backward, which asks for autocast: tensors without memory have none.
+            gradients += tuple(map(torch.empty_like, (scores, x, weight)))
+            events = list(heap.events)
+    forward, backward = events[:num_forward], events[num_forward:]
+    return _Call(plan, _leases(forward), _leases(backward), sum(kept.values()), max(_bytes_after(events)))
+
+
+def _is_ordinary(thing: object, heap: DryHeap) -> bool:
+    """Whether it is a tensor, no parameter, and not on the heap."""
+    return isinstance(thing, torch.Tensor) and not isinstance(thing, nn.Parameter) and not heap.owns(thing)
+
+
+def _leases(events: list[Event]) -> list[Event]:
+    """The events of leases; those of ordinary memory have numbers."""
+    return [event for event in events if isinstance(event[1], tuple)]
 
 
 def _bytes_after(events: list[Event]) -> list[int]:
-    """What the leases that have begun among these events hold together after each of them."""
+    """What has begun among these events holds together after each of them."""
     live: dict[object, int] = {}
     held = []
     for num_bytes, lease in events:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kept_memory import bytes_kept
+from cluster import run_on
+from kept_memory import bytes_at_peak, bytes_kept
+from worker import Findings, open_heap
 
-from symmoe import MoEConfig, cli, plan_memory
+from symmoe import MoEConfig, MoELayer, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 from symmoe.precision import PRECISIONS
@@ -26,6 +28,20 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     leased, ordinary = bytes_kept(config, T)
     assert plan.lease_bytes_per_call == leased
     assert plan.activation_bytes_per_call == ordinary
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_the_peak_of_a_step(rank: int, num_ranks: int) -> list[str]:
+    findings, sizes = Findings(), {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
+    x, dy = torch.randn(2, 256, 256).bfloat16()
+    for options in ({}, {"layout": "expert-major"}, {"stash": "rows"}, {"stash": "none"}, {"capacity": 640}):
+        config = MoEConfig(**sizes, **options)
+        with open_heap("cpu", num_bytes=16 << 20, tapes="off") as heap:
+            found = bytes_at_peak(MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy)
+        planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
+        findings.check(abs(planned / found - 1) < 0.05, f"{options}: planned {planned}, found {found}")
+    return findings.texts
 
 
 def test_rows_and_totals():
@@ -85,6 +101,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert "static, 1.5" in out
     assert cli._size(plan.heap_bytes) in out
     assert cli._size(plan.activation_bytes) in out
+    assert cli._size(plan.peak_bytes) in out
     assert "131072" in out  # the worst case's rows
 
 
