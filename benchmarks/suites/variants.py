@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -44,13 +43,6 @@ class PublicParts(Choice):
         return forward
 
 
-class ConstantWeights(Choice):
-    """Weights are quantised once, before the timed calls."""
-
-    def block(self, experts: GroupedMLP) -> AbstractContextManager[object]:
-        return constant_weights(experts)
-
-
 VARIANTS = {
     **LAYER,
     "order=slot": Choice(options={"order": "slot"}),
@@ -71,7 +63,7 @@ PRECISION = {
     "float8-block": Choice(**_FP8),
     "float8-block, wire": Choice(**_WIRE),
     "float8-block, wire, graph": Choice(captured=True, apart=True, **_WIRE),
-    "float8-block, wire, constant weights": ConstantWeights(apart=True, **_WIRE),
+    "float8-block, wire, constant weights": Choice(apart=True, block=constant_weights, **_WIRE),
     AUTO: Choice(**_WIRE),  # what choose_precision makes of it
 }
 

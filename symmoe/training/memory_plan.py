@@ -174,29 +174,23 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
             plan = plan_call(routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room)
             y = expert_parallel_mlp(x, routed.probs, experts, plan, out_shape=None, **routed_experts.words)
             node, num_forward = cast(Any, y.grad_fn), len(heap.events)
-            tensors = (*vars(plan).values(), *node.saved_tensors)
-            kept = {storage_of(t): t.untyped_storage().nbytes() for t in tensors if _is_ordinary(t, heap)}
+            kept = {
+                storage_of(t): t.untyped_storage().nbytes()
+                for t in (*vars(plan).values(), *node.saved_tensors)
+                if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter) and not heap.owns(t)
+            }
             h, scores, y = node.saved_tensors[2], routed.scores, y.detach()
             memory.spent = 0 if h is None else storage_of(h)
-            del routed, tensors, h
+            del routed, h
             # Not `y.backward`: autograd would start threads, after which a process should not fork.
             gradients = node.apply(dy)
             del node
             # The router's backward, which asks for autocast: tensors without memory have none.
             gradients += tuple(map(torch.empty_like, (scores, x, weight)))
             events = list(heap.events)
-    forward, backward = events[:num_forward], events[num_forward:]
-    return _Call(plan, _leases(forward), _leases(backward), sum(kept.values()), max(_bytes_after(events)))
-
-
-def _is_ordinary(thing: object, heap: DryHeap) -> bool:
-    """Whether it is a tensor, no parameter, and not on the heap."""
-    return isinstance(thing, torch.Tensor) and not isinstance(thing, nn.Parameter) and not heap.owns(thing)
-
-
-def _leases(events: list[Event]) -> list[Event]:
-    """The events of leases; those of ordinary memory have numbers."""
-    return [event for event in events if isinstance(event[1], tuple)]
+    parts = events[:num_forward], events[num_forward:]
+    forward, backward = ([event for event in part if isinstance(event[1], tuple)] for part in parts)  # only leases
+    return _Call(plan, forward, backward, sum(kept.values()), max(_bytes_after(events)))
 
 
 def _bytes_after(events: list[Event]) -> list[int]:

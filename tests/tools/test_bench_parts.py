@@ -140,12 +140,11 @@ def test_marks_that_are_used_again_are_read_in_time():
 def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, heap: SymmetricHeap):
     log: list[Any] = []
 
-    class Noted(Choice):
-        @contextmanager
-        def block(self, experts: GroupedMLP) -> Iterator[None]:
-            log.append(f"{self.max_error} begins")
-            yield
-            log.append(f"{self.max_error} ends")
+    @contextmanager
+    def block(experts: GroupedMLP) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
 
     def measure(run: Run, variants: list[Variant]) -> Any:
         log.append([variant.name for variant in variants])
@@ -153,9 +152,9 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
 
     monkeypatch.setattr(Run, "measure", measure)
     problem = Problem(Case(Shape("tiny", 8, 8, 4, 2), 3, "uniform"), Ranks(CPU))
-    choices = {"a": Choice(), "b": Noted(apart=True, max_error=1), "c": Noted(apart=True, max_error=2)}
+    choices = {"a": Choice(), **dict.fromkeys("bc", Choice(apart=True, block=block))}
     records = bench_layer(problem, Run(Ranks(CPU), heap, 1), choices)
-    assert log == [["a", CEILING, STOCK], "1 begins", ["b"], "1 ends", "2 begins", ["c"], "2 ends"]
+    assert log == [["a", CEILING, STOCK], "begin", ["b"], "end", "begin", ["c"], "end"]
     assert [record["variant"] for record in records[::2]] == ["a", CEILING, STOCK, "b", "c"]
     assert records[-1]["stock_ms"] == 1  # that of all
 

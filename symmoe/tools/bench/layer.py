@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -46,15 +44,12 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)  # of expert_parallel_mlp, and fields of MoEConfig too
     precision: Recipe | None = None  # of the experts
     apart: bool = False  # measured after the others, by itself: it keeps as much memory as the weights take
+    block: Callable[[GroupedMLP], AbstractContextManager[object]] = nullcontext  # in which it is measured
     max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
         """The configuration of the layer that does the same."""
         return config_of(shape, capacity=capacity, precision=self.precision, **self.options)
-
-    def block(self, experts: GroupedMLP) -> AbstractContextManager[object]:
-        """The context in which it is measured."""
-        return nullcontext()
 
     def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
         """The step forward."""
@@ -86,7 +81,7 @@ def bench_layer(
     reference, on_gpu, records = Reference(problem), problem.device.type == "cuda", list[Record]()
     possible = {name: choice for name, choice in choices.items() if on_gpu or not choice.captured}  # no graphs on CPUs
     together = [name for name, choice in possible.items() if not choice.apart]
-    times, errors, figures_of = dict[str, npt.NDArray[np.float64]](), dict[str, float](), dict[str, Sequence[Record]]()
+    times, errors, figures_of = dict[str, Any](), dict[str, float](), dict[str, Sequence[Record]]()
     for names in (together, *([name] for name, choice in possible.items() if choice.apart)):
         yardsticks = [experts_only(problem, reference), stock_step(problem, reference).eager()] if not times else []
         with ExitStack() as blocks:
@@ -137,10 +132,8 @@ def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, 
         return plan_memory(config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
 
     # A graph's leases on one stream do not take over what was freed on another.
-    graphs = {
-        apart: [step_bytes(c) for c in choices.values() if c.captured and c.apart is apart] for apart in (False, True)
-    }
-    captured = 2 * (sum(graphs[False]) + max(graphs[True], default=0))
+    apart, others = ([step_bytes(c) for c in choices.values() if c.captured and c.apart is a] for a in (True, False))
+    captured = 2 * (sum(others) + max(apart, default=0))
     returned = (num_ranks - 1) * case.num_tokens  # sums that combine gets
     parts = (_ROW_BUFFERS * rows + returned) * case.shape.hidden * DTYPE.itemsize
     return captured + max(*map(step_bytes, choices.values()), parts) + _SPARE_BYTES
