@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -107,32 +107,21 @@ def plan_memory(
     if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
-    call = _dry_call(config, heap, num_tokens, dtype)
+    plan, passes, activation_bytes, peak_bytes = _dry_call(config, heap, num_tokens, dtype)
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
-    kept = _bytes_after(call.forward)[-1]
-    num_rows, num_packed_rows = call.plan.needed_rows
+    forward, backward = map(_bytes_after, passes.values())
+    num_rows, num_packed_rows = plan.needed_rows
     return MemoryPlan(
         num_rows=num_rows,
         num_packed_rows=num_packed_rows,
-        heap_bytes=max(_heap_bytes(call, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
-        lease_bytes_per_call=kept,
-        forward_bytes_per_call=max(_bytes_after(call.forward)) - kept,
-        backward_bytes_per_call=max(_bytes_after(call.backward)),
-        activation_bytes_per_call=call.activation_bytes,
-        activation_bytes=call.activation_bytes * num_layers * num_in_flight,
-        peak_bytes=call.peak_bytes,
+        heap_bytes=max(_heap_bytes(passes, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
+        lease_bytes_per_call=forward[-1],
+        forward_bytes_per_call=max(forward) - forward[-1],
+        backward_bytes_per_call=max(backward),
+        activation_bytes_per_call=activation_bytes,
+        activation_bytes=activation_bytes * num_layers * num_in_flight,
+        peak_bytes=peak_bytes,
     )
-
-
-class _Call(NamedTuple):
-    """What one call of a layer allocates: leases as they begin and end, bytes kept from forward to backward, and bytes
-    of both kinds at the worst moment."""
-
-    plan: Plan
-    forward: list[Event]
-    backward: list[Event]
-    activation_bytes: int
-    peak_bytes: int
 
 
 class _Memory(TorchFunctionMode):
@@ -156,8 +145,11 @@ class _Memory(TorchFunctionMode):
         return result
 
 
-def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype) -> _Call:
-    """Forward and backward of a layer, on tensors without memory."""
+def _dry_call(
+    config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype
+) -> tuple[Plan, dict[str, list[Event]], int, int]:
+    """Forward and backward of a layer, on tensors without memory. The plan; how leases begin and end, forward and
+    backward; bytes kept from forward to backward; and bytes of memory and leases at the worst moment."""
 
     def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, config.hidden, dtype=dtype, device=heap.device, requires_grad=True)
@@ -188,9 +180,9 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
             # The router's backward, which asks for autocast: tensors without memory have none.
             gradients += tuple(map(torch.empty_like, (scores, x, weight)))
             events = list(heap.events)
-    parts = events[:num_forward], events[num_forward:]
-    forward, backward = ([event for event in part if isinstance(event[1], tuple)] for part in parts)  # only leases
-    return _Call(plan, forward, backward, sum(kept.values()), max(_bytes_after(events)))
+    parts = {"forward": events[:num_forward], "backward": events[num_forward:]}
+    passes = {name: [event for event in part if isinstance(event[1], tuple)] for name, part in parts.items()}
+    return plan, passes, sum(kept.values()), max(_bytes_after(events))
 
 
 def _bytes_after(events: list[Event]) -> list[int]:
@@ -212,7 +204,9 @@ def _one_forward_one_backward(num_layers: int, num_in_flight: int) -> Iterator[t
             yield from (("backward", turn + 1 - num_in_flight, layer) for layer in reversed(range(num_layers)))
 
 
-def _heap_bytes(call: _Call, schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool) -> int:
+def _heap_bytes(
+    passes: dict[str, list[Event]], schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool
+) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes
     whole = Arena(control_bytes, _ENDLESS_BYTES)
@@ -220,7 +214,7 @@ def _heap_bytes(call: _Call, schedule: list[tuple[str, int, int]], num_ranks: in
     end = control_bytes + ALIGNMENT_BYTES
     live: dict[object, tuple[int, int]] = {}
     for direction, micro_batch, layer in schedule:
-        for num_bytes, lease in call.forward if direction == "forward" else call.backward:
+        for num_bytes, lease in passes[direction]:
             key = lease, micro_batch, layer
             if num_bytes is None:
                 arena.give_back(*live.pop(key))
