@@ -49,6 +49,7 @@ ROWS_SHOWN = (
     ("  during a backward besides", "backward_bytes_per_call"),
     ("activations of a call", "activation_bytes_per_call"),
     ("activations, all in flight", "activation_bytes"),
+    ("a step of one layer, at its peak", "peak_bytes"),
 )
 
 TRAFFIC_SHOWN = (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -44,17 +43,6 @@ class PublicParts(Choice):
         return forward
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConstantWeights(Choice):
-    """Weights are quantised once, before the timed calls, until `blocks` ends."""
-
-    blocks: ExitStack = field(default_factory=ExitStack)
-
-    def forward(self, problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
-        self.blocks.enter_context(constant_weights(experts))
-        return super().forward(problem, run, experts)
-
-
 VARIANTS = {
     **LAYER,
     "order=slot": Choice(options={"order": "slot"}),
@@ -71,11 +59,11 @@ _FP8 = {"precision": Float8Block(), "max_error": E4M3_ERROR}
 _WIRE = _FP8 | {"options": {"quantized_wire": "both"}}
 PRECISION = {
     "static": Choice(),
-    "graph": Choice(captured=True),
+    "graph": Choice(captured=True, apart=True),
     "float8-block": Choice(**_FP8),
     "float8-block, wire": Choice(**_WIRE),
-    "float8-block, wire, graph": Choice(captured=True, **_WIRE),
-    "float8-block, wire, constant weights": ConstantWeights(**_WIRE),
+    "float8-block, wire, graph": Choice(captured=True, apart=True, **_WIRE),
+    "float8-block, wire, constant weights": Choice(apart=True, block=constant_weights, **_WIRE),
     AUTO: Choice(**_WIRE),  # what choose_precision makes of it
 }
 
@@ -86,20 +74,8 @@ def bench_variants(problem: Problem, run: Run) -> list[Record]:
 
 
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
-    """FP8 steps and bf16 steps. A graph holds gradients of all experts and their weights in FP8: each is measured after
-    the eager steps, with yardsticks of its own, so that large layers fit."""
-    constant = "float8-block, wire, constant weights"
-    with ExitStack() as blocks:
-        own = {AUTO: picked(PRECISION[AUTO], problem), constant: ConstantWeights(**_WIRE, blocks=blocks)}
-        choices = PRECISION | own
-        records = bench_layer(
-            problem, run, {n: c for n, c in choices.items() if not c.captured}, "precision", of_choice
-        )
-    for name, choice in choices.items() if problem.device.type == "cuda" else ():
-        if choice.captured:
-            of_graph = bench_layer(problem, run, {name: choice}, "precision", of_choice)
-            records += [record for record in of_graph if record["variant"] == name]
-    return records
+    """FP8 steps and bf16 steps."""
+    return bench_layer(problem, run, PRECISION | {AUTO: picked(PRECISION[AUTO], problem)}, "precision", of_choice)
 
 
 def picked(choice: Choice, problem: Problem) -> Choice:

@@ -6,12 +6,14 @@ T tokens per rank, E experts, K slots per token, R ranks; N rows and P packed ro
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import Plan, plan_call
@@ -22,6 +24,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
+from symmoe.moe.routing import route_tokens
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
@@ -47,6 +50,9 @@ class MemoryPlan:
             it has quantised them, which live as long as h. What the router keeps (a few fp32 [T, E]) and what a shared
             expert keeps are not counted.
         activation_bytes: the same for all layers and micro-batches in flight.
+        peak_bytes: ordinary memory and leases at the worst moment of a step of one layer, beyond x, dy and the weights:
+            y and all gradients are among them. Losses, a shared expert, drops of a capacity factor, and what kernels
+            take while they run are not counted.
     """
 
     num_rows: int
@@ -57,6 +63,7 @@ class MemoryPlan:
     backward_bytes_per_call: int
     activation_bytes_per_call: int
     activation_bytes: int
+    peak_bytes: int
 
 
 def plan_memory(
@@ -100,61 +107,86 @@ def plan_memory(
     if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
-    call = _dry_call(config, heap, num_tokens, dtype)
+    plan, passes, activation_bytes, peak_bytes = _dry_call(config, heap, num_tokens, dtype)
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
-    kept = _bytes_after(call.forward)[-1]
-    num_rows, num_packed_rows = call.plan.needed_rows
+    forward, backward = map(_bytes_after, passes.values())
+    num_rows, num_packed_rows = plan.needed_rows
     return MemoryPlan(
         num_rows=num_rows,
         num_packed_rows=num_packed_rows,
-        heap_bytes=max(_heap_bytes(call, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
-        lease_bytes_per_call=kept,
-        forward_bytes_per_call=max(_bytes_after(call.forward)) - kept,
-        backward_bytes_per_call=max(_bytes_after(call.backward)),
-        activation_bytes_per_call=call.activation_bytes,
-        activation_bytes=call.activation_bytes * num_layers * num_in_flight,
+        heap_bytes=max(_heap_bytes(passes, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
+        lease_bytes_per_call=forward[-1],
+        forward_bytes_per_call=max(forward) - forward[-1],
+        backward_bytes_per_call=max(backward),
+        activation_bytes_per_call=activation_bytes,
+        activation_bytes=activation_bytes * num_layers * num_in_flight,
+        peak_bytes=peak_bytes,
     )
 
 
-class _Call(NamedTuple):
-    """What one call of a layer allocates: leases as they begin and end, and bytes kept from forward to backward."""
+class _Memory(TorchFunctionMode):
+    """Notes begins and ends of ordinary memory among the events of a heap. spent: memory that its gradient takes, as
+    where autograd says that a backward pass is the last."""
 
-    plan: Plan
-    forward: list[Event]
-    backward: list[Event]
-    activation_bytes: int
+    def __init__(self, heap: DryHeap) -> None:
+        super().__init__()
+        self._heap, self.spent = heap, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [storage_of(each) for each in args if isinstance(each, torch.Tensor)]
+        if function is torch.empty_like and self.spent in given:
+            return args[0]
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in given:
+            storage, events = result.untyped_storage(), self._heap.events
+            if storage.nbytes() < _ENDLESS_BYTES:  # or it is an arena, of which leases are parts
+                events.append((storage.nbytes(), key))
+                weakref.finalize(storage, events.append, (None, key))
+        return result
 
 
-def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype) -> _Call:
-    """Forward and backward of a layer's experts, on tensors without memory."""
+def _dry_call(
+    config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype
+) -> tuple[Plan, dict[str, list[Event]], int, int]:
+    """Forward and backward of a layer, on tensors without memory. The plan; how leases begin and end, forward and
+    backward; bytes kept from forward to backward; and bytes of memory and leases at the worst moment."""
 
-    def of_tokens(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(num_tokens, width, dtype=dtype, device=heap.device, requires_grad=dtype.is_floating_point)
+    def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, config.hidden, dtype=dtype, device=heap.device, requires_grad=True)
 
     with torch.inference_mode(False):  # this turns gradients on
         experts = experts_of(config, heap.num_ranks, dtype=dtype, device=heap.device)
-        routed = RoutedExperts(config, heap, experts, kind_of(experts))
+        routed_experts = RoutedExperts(config, heap, experts, kind_of(experts))
         history = RowHistory()
         history.note(num_tokens, heap.num_rows, heap.num_packed_rows)
         room = history.room(num_tokens, config.max_room)
-        topk_idx = of_tokens(config.top_k, torch.int32)
-        plan = plan_call(topk_idx, heap, routed.plan_options(dtype), lambda: room)
-        x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
-        y = expert_parallel_mlp(x, probs, experts, plan, out_shape=None, **routed.words)
-        num_forward, node = len(heap.events), cast(Any, y.grad_fn)
-        storages = {
-            storage_of(tensor): tensor.untyped_storage().nbytes()
-            for tensor in (*vars(plan).values(), *node.saved_tensors)
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not heap.owns(tensor)
-        }
-        # Not `y.backward`: autograd would start threads, after which a process should not fork.
-        node.apply(y.new_empty(y.shape))
-        del y, node
-    return _Call(plan, heap.events[:num_forward], heap.events[num_forward:], sum(storages.values()))
+        x, dy, weight = empty(num_tokens, dtype), empty(num_tokens, dtype), empty(config.num_experts, torch.float32)
+        with _Memory(heap) as memory:
+            routed = route_tokens(x, weight, None, None, top_k=config.top_k, rule=config.routing_rule)
+            plan = plan_call(routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room)
+            y = expert_parallel_mlp(x, routed.probs, experts, plan, out_shape=None, **routed_experts.words)
+            node, num_forward = cast(Any, y.grad_fn), len(heap.events)
+            kept = {
+                storage_of(t): t.untyped_storage().nbytes()
+                for t in (*vars(plan).values(), *node.saved_tensors)
+                if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter) and not heap.owns(t)
+            }
+            h, scores, y = node.saved_tensors[2], routed.scores, y.detach()
+            memory.spent = 0 if h is None else storage_of(h)
+            del routed, h
+            # Not `y.backward`: autograd would start threads, after which a process should not fork.
+            gradients = node.apply(dy)
+            del node
+            # The router's backward, which asks for autocast: tensors without memory have none.
+            gradients += tuple(map(torch.empty_like, (scores, x, weight)))
+            events = list(heap.events)
+    parts = {"forward": events[:num_forward], "backward": events[num_forward:]}
+    passes = {name: [event for event in part if isinstance(event[1], tuple)] for name, part in parts.items()}
+    return plan, passes, sum(kept.values()), max(_bytes_after(events))
 
 
 def _bytes_after(events: list[Event]) -> list[int]:
-    """What the leases that have begun among these events hold together after each of them."""
+    """What has begun among these events holds together after each of them."""
     live: dict[object, int] = {}
     held = []
     for num_bytes, lease in events:
@@ -172,7 +204,9 @@ def _one_forward_one_backward(num_layers: int, num_in_flight: int) -> Iterator[t
             yield from (("backward", turn + 1 - num_in_flight, layer) for layer in reversed(range(num_layers)))
 
 
-def _heap_bytes(call: _Call, schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool) -> int:
+def _heap_bytes(
+    passes: dict[str, list[Event]], schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool
+) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes
     whole = Arena(control_bytes, _ENDLESS_BYTES)
@@ -180,7 +214,7 @@ def _heap_bytes(call: _Call, schedule: list[tuple[str, int, int]], num_ranks: in
     end = control_bytes + ALIGNMENT_BYTES
     live: dict[object, tuple[int, int]] = {}
     for direction, micro_batch, layer in schedule:
-        for num_bytes, lease in call.forward if direction == "forward" else call.backward:
+        for num_bytes, lease in passes[direction]:
             key = lease, micro_batch, layer
             if num_bytes is None:
                 arena.give_back(*live.pop(key))

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from layers import WAYS
-from suites.figures import StepTrace, trace_step
+from suites.figures import MemoryMeter, StepTrace, trace_step
 from worker import Findings, open_heap
 
-from symmoe import SymmetricHeap
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, plan_memory
 from symmoe.combine import trip
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import ep_step
+from symmoe.tools.bench.layer import Step
 
 pytestmark = pytest.mark.gpu
+
+# -- what a step takes ------------------------------------------------------------------------------------------------
+
+
+def check_peak(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
+    findings, config = Findings(), MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
+    with open_heap("cuda", num_bytes=1 << 30) as heap:
+        torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
+        layer = MoELayer(config, heap, dtype=torch.bfloat16)
+        x, dy = torch.randn(2, 4096, 2048, dtype=torch.bfloat16, device="cuda")
+        step = Step("layer", lambda: layer(x)[0], (x.requires_grad_(), *layer.parameters()), dy, lambda *_: 0.0)
+        for _ in range(4):
+            step.results()
+        meter = MemoryMeter(heap.device, heap)
+        _ = step.results()
+        found = sum(meter.peak().values())
+    planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
+    findings.check(abs(planned / found - 1) < 0.1, f"planned {planned}, found {found}")
+    return findings.texts
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
+def test_the_peak_is_as_planned(cluster, options: dict[str, Any]):
+    assert cluster(1, "cuda").findings(check_peak, options) == []
+
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
 

@@ -1,12 +1,15 @@
-"""What a layer's call keeps until backward."""
+"""What a layer's call keeps until backward, and what a step takes at its peak."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap
+from symmoe.kernels import hooked
 from symmoe.moe.ep_step import _ExpertParallelMLP
 
 
@@ -34,3 +37,26 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         # A plan counts the room that the call got; what its routing did not need of it has gone back to the heap.
         assert (leased <= heap.leased_bytes) == (config.capacity is not None or leased == 0)
         return leased, sum(size for is_leased, size in found.values() if not is_leased)
+
+
+def bytes_at_peak(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> int:
+    """Ordinary memory and leases at the worst moment of a step on CPUs, as torch's profiler sees it, beyond what was
+    there before. What a kernel's twin takes while it runs is not the step's."""
+
+    def kernel_seen(name: str, kernel: Any, /, *args: Any, **options: Any) -> Any:
+        with record_function(f"leased {layer.heap.leased_bytes}"):
+            return kernel(*args, **options)
+
+    torch.autograd.grad(layer(x)[0], (x, *layer.parameters()), dy)  # measures how much room the next call gets
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, hooked(x.device, kernel_seen):
+        y = layer(x)[0]
+        gradients = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+    assert len(gradients) == 4
+    ordinary = leased = peak = kernel_end = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name().startswith("leased "):
+            leased, kernel_end = int(event.name().split()[1]), event.start_ns() + event.duration_ns()
+        elif event.name() == "[memory]" and event.start_ns() > kernel_end:
+            ordinary += event.nbytes()
+        peak = max(peak, ordinary + leased)
+    return peak

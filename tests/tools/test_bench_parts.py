@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import compare
 import numpy as np
@@ -12,14 +15,15 @@ import pytest
 import torch
 from suites.rows import Places, packed_rows_of
 
-from symmoe import cli
+from symmoe import GroupedMLP, SymmetricHeap, cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records
 from symmoe.tools.bench.cases import HOT_EXPERT, Case, Shape, choose_experts
-from symmoe.tools.bench.layer import experts_only
+from symmoe.tools.bench.layer import CEILING, Choice, bench_layer, experts_only
 from symmoe.tools.bench.problem import Problem, Routing
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, relative_error, row_error
+from symmoe.tools.bench.stock_torch import STOCK
 from symmoe.tools.bench.timing import WARM_UP, HostClock, Run, Variant
 from symmoe.tools.facts import output_of
 
@@ -131,6 +135,28 @@ def test_marks_that_are_used_again_are_read_in_time():
     captured = Variant("captured", ("forward",), call, lambda: 0.0, reuses_marks=True)
     times, _ = Run(Ranks(CPU), None, 7).measure([captured], clock=ListedClock(), block=3)
     assert times["captured"].squeeze(1).tolist() == [WARM_UP + i for i in range(7)]
+
+
+def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, heap: SymmetricHeap):
+    log: list[Any] = []
+
+    @contextmanager
+    def block(experts: GroupedMLP) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    def measure(run: Run, variants: list[Variant]) -> Any:
+        log.append([variant.name for variant in variants])
+        return {variant.name: np.ones((1, 2)) for variant in variants}, dict.fromkeys(log[-1], 0.0)
+
+    monkeypatch.setattr(Run, "measure", measure)
+    problem = Problem(Case(Shape("tiny", 8, 8, 4, 2), 3, "uniform"), Ranks(CPU))
+    choices = {"a": Choice(), **dict.fromkeys("bc", Choice(apart=True, block=block))}
+    records = bench_layer(problem, Run(Ranks(CPU), heap, 1), choices)
+    assert log == [["a", CEILING, STOCK], "begin", ["b"], "end", "begin", ["c"], "end"]
+    assert [record["variant"] for record in records[::2]] == ["a", CEILING, STOCK, "b", "c"]
+    assert records[-1]["stock_ms"] == 1  # that of all
 
 
 def _slowest(rank: int, num_ranks: int) -> list[float]:

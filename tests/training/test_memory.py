@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from kept_memory import bytes_kept
+from cluster import run_on
+from kept_memory import bytes_at_peak, bytes_kept
+from worker import Findings, open_heap
 
-from symmoe import MoEConfig, cli, plan_memory
+from symmoe import MoEConfig, MoELayer, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 from symmoe.precision import PRECISIONS
@@ -26,6 +29,20 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     leased, ordinary = bytes_kept(config, T)
     assert plan.lease_bytes_per_call == leased
     assert plan.activation_bytes_per_call == ordinary
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_the_peak_of_a_step(rank: int, num_ranks: int) -> list[str]:
+    findings, sizes = Findings(), {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
+    x, dy = torch.randn(2, 256, 256).bfloat16()
+    for options in ({}, {"layout": "expert-major"}, {"stash": "rows"}, {"stash": "none"}, {"capacity": 640}):
+        config = MoEConfig(**sizes, **options)
+        with open_heap("cpu", num_bytes=16 << 20, tapes="off") as heap:
+            found = bytes_at_peak(MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy)
+        planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
+        findings.check(abs(planned / found - 1) < 0.05, f"{options}: planned {planned}, found {found}")
+    return findings.texts
 
 
 def test_rows_and_totals():
@@ -85,6 +102,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert "static, 1.5" in out
     assert cli._size(plan.heap_bytes) in out
     assert cli._size(plan.activation_bytes) in out
+    assert cli._size(plan.peak_bytes) in out
     assert "131072" in out  # the worst case's rows
 
 
@@ -99,14 +117,13 @@ def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureF
         shown.append(capsys.readouterr().out)
     full = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, capacity=65536)
     config = replace(full, precision=PRECISIONS[name], quantized_wire=wire)
-    for out, other, this, that in ((*shown, full, config), (*shown[::-1], config, full)):
-        plan, wrong = (plan_memory(c, num_ranks=2, num_tokens=8192) for c in (this, that))
-        for field in ("activation_bytes", "lease_bytes_per_call"):
-            text = cli._size(getattr(plan, field))
-            assert text in out
-            if field == "activation_bytes" or wire != "none":
-                assert getattr(plan, field) != getattr(wrong, field)
+    plans = [plan_memory(each, num_ranks=2, num_tokens=8192) for each in (full, config)]
+    for out, other, plan in ((*shown, plans[0]), (*shown[::-1], plans[1])):
+        assert {cli._size(plan.activation_bytes), cli._size(plan.lease_bytes_per_call)} <= set(
+            re.findall("[0-9.]+ MiB", out)
+        )
         assert cli._size(plan.activation_bytes) not in other
+    assert (plans[0].lease_bytes_per_call != plans[1].lease_bytes_per_call) or wire == "none"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ FLOPs are 6 T H I K forward and twice that backward, of the mean rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,6 +43,8 @@ class Choice:
     captured: bool = False  # forward and backward in a CUDA graph that is replayed
     options: Mapping[str, Any] = field(default_factory=dict)  # of expert_parallel_mlp, and fields of MoEConfig too
     precision: Recipe | None = None  # of the experts
+    apart: bool = False  # measured after the others, by itself: it keeps as much memory as the weights take
+    block: Callable[[GroupedMLP], AbstractContextManager[object]] = nullcontext  # in which it is measured
     max_error: float = MAX_ERROR  # of its results, relative
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
@@ -75,28 +78,24 @@ def bench_layer(
     more: Figures = lambda *_: ({}, {}),
 ) -> list[Record]:
     """Eager and replayed steps of these choices, only the GEMMs, and the stock layer. Collective."""
-    reference, on_gpu, ours = Reference(problem), problem.device.type == "cuda", {}
-    for name, choice in choices.items():
-        if on_gpu or not choice.captured:  # there are no graphs on CPUs
-            experts = make_experts(problem, choice.precision)
-            step = Step(
-                name,
-                choice.forward(problem, run, experts),
-                (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight),
-                problem.tokens.dy,
-                reference.step_error,
-                choice.max_error,
-            )
-            ours[name] = step.captured() if choice.captured else step.eager()
-    stock = stock_step(problem, reference)
-    times, errors = run.measure([*ours.values(), experts_only(problem, reference), stock.eager()])
-    figures_of = {name: more(problem, run, choices[name], variant) for name, variant in ours.items()}
-    records = []
+    reference, on_gpu, records = Reference(problem), problem.device.type == "cuda", list[Record]()
+    possible = {name: choice for name, choice in choices.items() if on_gpu or not choice.captured}  # no graphs on CPUs
+    together = [name for name, choice in possible.items() if not choice.apart]
+    times, errors, figures_of = dict[str, Any](), dict[str, float](), dict[str, Sequence[Record]]()
+    for names in (together, *([name] for name, choice in possible.items() if choice.apart)):
+        yardsticks = [experts_only(problem, reference), stock_step(problem, reference).eager()] if not times else []
+        with ExitStack() as blocks:
+            ours = {name: _variant(name, possible[name], problem, run, reference, blocks) for name in names}
+            measured = run.measure([*ours.values(), *yardsticks])
+            figures_of |= {name: more(problem, run, possible[name], variant) for name, variant in ours.items()}
+            times, errors = times | measured[0], errors | measured[1]
+        ours.clear()  # ends the graphs before their memory is freed
+        run.heap.release_graphs()
     for name, taken in times.items():
         for column, direction in enumerate(DIRECTIONS):
             flops = (1 + column) * problem.case.forward_flops
             figures: Record = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
-            if name in ours:
+            if name in figures_of:
                 precision = choices[name].precision
                 figures |= {
                     "precision": "bf16" if precision is None else str(precision),
@@ -107,13 +106,21 @@ def bench_layer(
                     **figures_of[name][column],
                 }
             records.append(case_record(problem, suite, name, direction, taken[:, column], **figures))
-    ours.clear()  # ends the graphs before their memory is freed
-    run.heap.release_graphs()
     return records
 
 
+def _variant(name: str, choice: Choice, problem: Problem, run: Run, reference: Reference, blocks: ExitStack) -> Variant:
+    experts = make_experts(problem, choice.precision)
+    blocks.enter_context(choice.block(experts))
+    forward = choice.forward(problem, run, experts)
+    inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
+    step = Step(name, forward, inputs, problem.tokens.dy, reference.step_error, choice.max_error)
+    return step.captured() if choice.captured else step.eager()
+
+
 def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, Choice] = LAYER) -> int:
-    """Bytes that steps of these choices lease at one time on the busiest rank, all captured ones and one eager one.
+    """Bytes that steps of these choices lease at one time on the busiest rank: captured ones, all or the largest of
+    those that are measured apart, and one eager one.
 
     Args:
         num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.
@@ -125,7 +132,8 @@ def heap_bytes(case: Case, num_ranks: int, num_rows: int, choices: Mapping[str, 
         return plan_memory(config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
 
     # A graph's leases on one stream do not take over what was freed on another.
-    captured = 2 * sum(step_bytes(choice) for choice in choices.values() if choice.captured)
+    apart, others = ([step_bytes(c) for c in choices.values() if c.captured and c.apart is a] for a in (True, False))
+    captured = 2 * (sum(others) + max(apart, default=0))
     returned = (num_ranks - 1) * case.num_tokens  # sums that combine gets
     parts = (_ROW_BUFFERS * rows + returned) * case.shape.hidden * DTYPE.itemsize
     return captured + max(*map(step_bytes, choices.values()), parts) + _SPARE_BYTES
