@@ -9,7 +9,8 @@ from __future__ import annotations
 
 # Phase: names of operators and kernels, of operators only, of kernels only. In the order of tables.
 _TABLE = {
-    "route": ("router_gemm choose_experts choose_experts_grad", "router_gemm_grads", "router_dgrad router_wgrad"),
+    "route": ("router_gemm choose_experts choose_experts_grad", "router_gemm_grads",
+              "bf16_parts router_dgrad router_wgrad"),
     "plan": ("count_slots send_counts lay_out assign_rows", "", "assign_packed_rows"),
     "wait": ("barrier wait_for_signal", "", ""),
     "push": ("push_rows place_rows push_slots send_signal", "", "hopper_push"),

@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 from symmoe import MoEConfig, kernels
 from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels.triton import router_products
 from symmoe.moe.router import Router
 from symmoe.moe.routing import route_tokens
 
@@ -107,6 +108,13 @@ def test_nan_stays_in_its_token():
         assert not bad[1][70].isfinite().any()
         assert torch.equal(bad[0][others], logits[others])
         assert torch.equal(bad[1][others], dx[others])
+
+
+def test_parts_are_the_matrix():
+    matrix = numbers(300, 77) * 2.0 ** torch.randint(-90, 100, (300, 77), device=DEVICE)
+    parts = router_products.bf16_parts(matrix)
+    assert torch.equal(parts.double().sum(0), matrix.double())
+    assert (parts[1].abs() <= 2.0**-8 * parts[0].abs()).all()
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

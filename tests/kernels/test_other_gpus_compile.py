@@ -114,7 +114,8 @@ MAX_SPILLED = {
     "grouped_gemm_dact_kernel": 64,
     "lay_out_kernel": since(("3.6", 16), ("3.7", 8)),  # of 64 ranks; on 8.x
     "router_gemm_kernel": 64,
-    "router_wgrad_kernel": 192,
+    "router_dgrad_kernel": 64,
+    "router_wgrad_kernel": 1088,
     # On Ada; on Blackwell less than 64.
     "grouped_gemm_fp8_kernel": 1664,
     "grouped_gemm_wgrad_fp8_kernel": 256,

@@ -20,10 +20,12 @@ from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 
 BLOCK_K = 64
-SQUARE = 64  # tokens, columns, most experts of a tile: an SM has several, and splits one while it multiplies another
-TILE = 128  # columns of a tile of d_weight
-SPLIT_PROGRAMS = 132  # for weight gradients, if there are enough tokens: one, or two for as many experts as columns
+TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
+TILE = 128  # columns of a gradient; experts, at most
+SPLIT_PROGRAMS = 132  # programs for weight gradients, if there are enough tokens
 SPLIT_TOKENS = 512  # least tokens of a part
+PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
+PART_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,22 @@ def _sizes(*sizes: int, num_warps: int, num_stages: int) -> Constants:
 
 
 @triton.jit
-def bf16_parts(numbers):
-    """Three bf16 numbers whose sum an fp32 number is, exactly where the last is no denormal; after Inf and NaN, 0."""
-    high = numbers.to(tl.bfloat16)
-    kept = high.to(tl.float32)
-    rest = tl.where(tl.abs(kept) < float("inf"), numbers - kept, 0.0)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+def next_part(rest):
+    """fp32 numbers as bf16, and the exact rest. The rest of Inf and NaN is 0."""
+    part = rest.to(tl.bfloat16)
+    kept = part.to(tl.float32)
+    return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
+
+
+@fast_jit()
+def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < num_elements
+    rest = tl.load(matrix + place, mask=mask, other=0.0)
+    for _ in tl.static_range(PARTS):
+        part, rest = next_part(rest)
+        tl.store(parts + place, part, mask=mask)
+        parts += num_elements
 
 
 @triton.jit
@@ -60,7 +71,7 @@ def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
 
 
 @fast_jit()
-def router_gemm_kernel(x, weight, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
+def router_gemm_kernel(x, parts, logits, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     WIDTH: tl.constexpr = SIZES.width
     BLOCK_M: tl.constexpr = SIZES.block_m
@@ -71,7 +82,9 @@ def router_gemm_kernel(x, weight, logits, num_tokens: tl.int32, SIZES: tl.conste
     for k in tl.range(0, WIDTH, SIZES.block_k):
         column = k + tl.arange(0, SIZES.block_k)
         rows = matrix_tile(x, token, column, num_tokens, WIDTH)
-        high, middle, low = bf16_parts(matrix_tile(weight, expert, column, NUM_EXPERTS, WIDTH))
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
+        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        low = matrix_tile(parts + 2 * NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
         terms = tl.dot(rows, low.T)
         terms = tl.dot(rows, middle.T, terms)
         terms = tl.dot(rows, high.T, terms)
@@ -81,18 +94,20 @@ def router_gemm_kernel(x, weight, logits, num_tokens: tl.int32, SIZES: tl.conste
 
 
 @fast_jit()
-def router_dgrad_kernel(d_logits, weight, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
+def router_dgrad_kernel(d_parts, parts, dx, num_tokens: tl.int32, SIZES: tl.constexpr):
     NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
-    # Programs of the same tokens run side by side, and read those of d_logits from L2.
+    # Programs of the same tokens run side by side, and read their parts from L2.
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, NUM_EXPERTS, SIZES.block_k):
         expert = k + tl.arange(0, SIZES.block_k)
-        d_high, d_middle, _ = bf16_parts(matrix_tile(d_logits, token, expert, num_tokens, NUM_EXPERTS))
-        high, middle, _ = bf16_parts(matrix_tile(weight, expert, column, NUM_EXPERTS, SIZES.width))
+        d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
+        d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, SIZES.width)
+        middle = matrix_tile(parts + NUM_EXPERTS * SIZES.width, expert, column, NUM_EXPERTS, SIZES.width)
         # The result is rounded to bf16: products of 2^-16 and less would not show.
         terms = tl.dot(d_middle, high)
         terms = tl.dot(d_high, middle, terms)
@@ -103,36 +118,38 @@ def router_dgrad_kernel(d_logits, weight, dx, num_tokens: tl.int32, SIZES: tl.co
 
 
 @fast_jit()
-def router_wgrad_kernel(d_logits, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr):
+def router_wgrad_kernel(d_parts, x, sums, num_tokens: tl.int32, split_tokens: tl.int32, SIZES: tl.constexpr):
     BLOCK_M: tl.constexpr = SIZES.block_m
     BLOCK_N: tl.constexpr = SIZES.block_n
     expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(2) * split_tokens
     end = tl.minimum(first + split_tokens, num_tokens)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    part_numel = num_tokens.to(tl.int64) * SIZES.num_experts
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(first, end, SIZES.block_k):
         token = k + tl.arange(0, SIZES.block_k)
-        high, middle, low = bf16_parts(matrix_tile(d_logits, token, expert, end, SIZES.num_experts))
+        high = matrix_tile(d_parts, token, expert, end, SIZES.num_experts)
+        middle = matrix_tile(d_parts + part_numel, token, expert, end, SIZES.num_experts)
+        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, SIZES.num_experts)
         rows = matrix_tile(x, token, column, end, SIZES.width)
-        # Parts as left operands would come from registers, transposed: by copies of 4 bytes.
-        terms = tl.dot(rows.T, low)
-        terms = tl.dot(rows.T, middle, terms)
-        terms = tl.dot(rows.T, high, terms)
+        terms = tl.dot(low.T, rows)
+        terms = tl.dot(middle.T, rows, terms)
+        terms = tl.dot(high.T, rows, terms)
         total += terms
     mask = (expert < SIZES.num_experts)[:, None] & (column < SIZES.width)[None, :]
     out = sums + tl.program_id(2) * (SIZES.num_experts * SIZES.width)
-    tl.store(out + expert[:, None] * SIZES.width + column[None, :], total.T, mask=mask)
+    tl.store(out + expert[:, None] * SIZES.width + column[None, :], total, mask=mask)
 
 
 def router_gemm(x, weight, logits):
     (num_tokens, width), num_experts = x.shape, weight.shape[0]
     if num_tokens == 0:
         return
-    block = _block(num_experts)
-    grid = ceil_div(num_tokens, SQUARE), ceil_div(num_experts, block)
-    constants = _sizes(num_experts, width, SQUARE, block, BLOCK_K, num_warps=4, num_stages=3)
-    launch(router_gemm_kernel, grid, constants, x, weight, logits, num_tokens)
+    block_n = _block(num_experts)
+    grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
+    constants = _sizes(num_experts, width, TOKENS, block_n, BLOCK_K, num_warps=4, num_stages=3)
+    launch(router_gemm_kernel, grid, constants, x, bf16_parts(weight), logits, num_tokens)
 
 
 def router_gemm_grads(d_logits, x, weight, dx, d_weight):
@@ -142,20 +159,36 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         if d_weight is not None:
             d_weight.zero_()
         return
-    block = _block(num_experts)
+    num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
+    d_parts = bf16_parts(d_logits)
     if dx is not None:
-        grid = ceil_div(width, SQUARE), ceil_div(num_tokens, SQUARE)
-        constants = _sizes(num_experts, width, SQUARE, SQUARE, block, num_warps=4, num_stages=2)
-        launch(router_dgrad_kernel, grid, constants, d_logits, weight, dx, num_tokens)
+        sizes = num_experts, width, TOKENS, TILE, min(BLOCK_K, block)
+        grid, constants = (num_column_tiles, ceil_div(num_tokens, TOKENS)), _sizes(*sizes, num_warps=4, num_stages=2)
+        launch(router_dgrad_kernel, grid, constants, d_parts, bf16_parts(weight), dx, num_tokens)
     if d_weight is not None:
-        num_column_tiles = ceil_div(width, TILE)
-        num_splits, split_tokens = _splits(num_tokens, num_column_tiles * ceil_div(num_experts, TILE))
+        block = max(64, block)
+        num_expert_tiles = ceil_div(num_experts, block)
+        num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
         sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
-        constants = _sizes(num_experts, width, block, TILE, BLOCK_K, num_warps=8, num_stages=3)
-        grid = num_column_tiles, ceil_div(num_experts, block), num_splits
-        launch(router_wgrad_kernel, grid, constants, d_logits, x, sums, num_tokens, split_tokens)
+        options = {"num_warps": 4 if block == 64 else 8, "num_stages": 3}
+        constants = _sizes(num_experts, width, block, TILE, BLOCK_K, **options)
+        grid = num_column_tiles, num_expert_tiles, num_splits
+        launch(router_wgrad_kernel, grid, constants, d_parts, x, sums, num_tokens, split_tokens)
         if num_splits > 1:
             torch.sum(sums, 0, out=d_weight)
+
+
+def bf16_parts(matrix: torch.Tensor) -> torch.Tensor:
+    """bf16 [3, like matrix], whose sum is the contiguous fp32 matrix: exact where the last part is no denormal."""
+    parts = torch.empty((PARTS.value, *matrix.shape), dtype=torch.bfloat16, device=matrix.device)
+    grid, constants = (ceil_div(matrix.numel(), PART_ELEMENTS),), _part_constants()
+    launch(bf16_parts_kernel, grid, constants, matrix, parts, matrix.numel())
+    return parts
+
+
+@functools.cache
+def _part_constants() -> Constants:
+    return Constants({"BLOCK": PART_ELEMENTS, "num_warps": 4})
 
 
 @functools.cache
@@ -168,4 +201,4 @@ def _splits(num_tokens: int, num_tiles: int) -> tuple[int, int]:
 
 def _block(num_experts: int) -> int:
     """Experts of a tile."""
-    return min(SQUARE, max(16, next_power_of_2(num_experts)))
+    return min(TILE, max(16, next_power_of_2(num_experts)))
