@@ -171,12 +171,12 @@ def _dry_call(
                 for t in (*vars(plan).values(), *node.saved_tensors)
                 if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter) and not heap.owns(t)
             }
-            h, scores, y = node.saved_tensors[2], routed.scores, y.detach()
+            h, scores, _kept_y = node.saved_tensors[2], routed.scores, y.detach()
             memory.spent = 0 if h is None else storage_of(h)
             del routed, h
             # Not `y.backward`: autograd would start threads, after which a process should not fork.
             gradients = node.apply(dy)
-            del node
+            del node, y  # y is what owns the node
             # The router's backward, which asks for autocast: tensors without memory have none.
             gradients += tuple(map(torch.empty_like, (scores, x, weight)))
             events = list(heap.events)
