@@ -16,16 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_323),
-    "tests": (42_000, 52_735),
+    "symmoe": (36_000, 39_477),
+    "tests": (42_000, 52_857),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
-    "symm_mem + nodes": (3_900, 4_737),
+    "symm_mem + nodes": (3_900, 4_745),
     "checks + precision": (1_200, 1_247),
-    "dispatch + combine": (1_500, 1_533),
-    "grouped + moe + training": (6_900, 7_996),
+    "dispatch + combine": (1_500, 1_520),
+    "grouped + moe + training": (6_900, 8_060),
     "checkpoint + integrations": (3_500, 4_187),
-    "tools + timeline": (2_700, 3_646),
+    "tools + timeline": (2_700, 3_654),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
