@@ -625,7 +625,7 @@ def test_heap_of_the_planned_size_is_enough(rank: int, num_ranks: int, name: str
                 model(**batch_of()).mean().backward()
             used.append(heap.high_water_bytes / num_bytes)
     assert all(0.1 < share < 1 for share in used), used
-    assert max(used) > 0.4
+    assert max(used) > 0.35, used
 
 
 @pytest.mark.parametrize("name", ["plain", "capacity, by prob", "recomputed layers"])

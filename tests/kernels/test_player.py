@@ -103,20 +103,17 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
 
 
 def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
-    large, uses = [new(slot, 40 << 20) for slot in range(4)], [launch(slot) for slot in range(4)]
-    found = played(large[0], uses[0], large[1], uses[1], returned=(1,))
+    large, uses = [new(slot, 40 << 20) for slot in range(2)], [launch(slot) for slot in range(2)]
+    entries = large[0], uses[0], large[1], uses[1]
+    found = played(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
     playing = player.Playing(10, {}, STREAM, lambda: twin)
     playing.things[0] = "memory"
     found[2].play(playing)
     assert playing.things[0] is None
-    for others, returned in (
-        ((uses[0],), (1,)),
-        ((), (0, 1)),
-        ((launch(0, stream=7),), (1,)),
-        ((launch(1, stream=7),), (1,)),
-    ):
-        assert played(large[0], uses[0], large[1], uses[1], *others, returned=returned)[:2] == (large[0], large[1])
+    assert played(*entries)[:2] == (large[0], large[1])
+    for later in (uses[0], launch(0, stream=7), launch(1, stream=7)):
+        assert played(*entries, later, returned=(1,))[:2] == (large[0], large[1])
 
 
 def test_an_interruption_between_sections_gives_the_heap_up_where_peers_wait(lists):

@@ -301,14 +301,14 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
 
 # A layer's phases forward and backward, by hand from docs/design.md.
 START, ARRIVE = "route plan wait plan  wait push wait index", "wait send_sums wait sum_at_home"
+DGRADS = "FC2_dgrad wgrad FC1_dgrad"
 SUMS = "send_sums wait sum_at_home send_sums wait sum_at_home  route"
 ORDERS = {
-    "packed": (f"{START}  FC1 FC2  {ARRIVE}", f"wait push wait  FC2_dgrad FC1_dgrad wgrad  {SUMS}"),
-    "expert-major": (f"{START} fan-out  FC1 FC2  {ARRIVE}", f"wait push wait fan-out FC2_dgrad FC1_dgrad wgrad {SUMS}"),
+    "packed": (f"{START}  FC1 FC2  {ARRIVE}", f"wait push wait  {DGRADS} wgrad  {SUMS}"),
+    "expert-major": (f"{START} fan-out  FC1 FC2  {ARRIVE}", f"wait push wait fan-out {DGRADS} wgrad {SUMS}"),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
         f"route plan wait plan  wait push index FC1  push wait index FC1  FC2  {ARRIVE}",
-        "wait push FC2_dgrad  push wait FC2_dgrad  FC1_dgrad"
-        "  send_sums wgrad wait sum_at_home send_sums wait sum_at_home  route",
+        f"wait push FC2_dgrad  push wait {DGRADS}  send_sums wgrad wait sum_at_home send_sums wait sum_at_home  route",
     ),
 }
 NUM_LAYERS = 2
