@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -225,11 +226,11 @@ class SymmetricHeap(HeapParts):
             self.one_call.__enter__()
         except ConcurrentUse:
             return function()  # which raises if it needs the turn, too
-        self.streams.is_eager = True
+        self.streams.eager_thread = get_ident()
         try:
             return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
         finally:
-            self.streams.is_eager = False
+            self.streams.eager_thread = 0
             self.one_call.__exit__(None, None, None)
 
     def timed(self, trip: str) -> AbstractContextManager[None]:

@@ -90,7 +90,7 @@ class StreamOrder:
     begins after all before it, and who replays it orders that and other calls."""
 
     raises_at_once = False  # whether the host knows at the end of a barrier how it went; else when it next looks
-    is_eager = False  # whether this thread has its turn, and the current stream is known not to be capturing
+    eager_thread = 0  # the one that has its turn on a stream that is known not to be capturing; 0: none
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,7 +120,7 @@ class StreamOrder:
     @property
     def capture(self) -> int:
         """The number of the graph that the current stream is capturing, for Memory.release_graph; 0: none."""
-        return 0 if self.is_eager else capture_id(self._device)
+        return 0 if self.eager_thread == threading.get_ident() else capture_id(self._device)
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
@@ -137,8 +137,8 @@ class StreamOrder:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
 
     def read_back(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
-        """Starts a copy of a small contiguous device tensor to the CPU; the result waits for it (only for the current
-        stream up to here) and returns the numbers. Past torch, whose `copy_` takes the host several times as long."""
+        """Starts a copy of a small contiguous device tensor, which a kernel of ours has written, to the CPU; the result
+        waits for it (only for the current stream so far) and gives the numbers. Past torch, whose `copy_` is slow."""
         from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
 
         spare = self._spare_copies.setdefault((tensor.shape, tensor.dtype), [])
@@ -149,7 +149,6 @@ class StreamOrder:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
         stream = torch.cuda.current_stream(self._device)
-        driver.ensure_context()
         copied = driver.library().cuMemcpyDtoHAsync_v2
         driver.check(copied(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream.cuda_stream), "cuMemcpyDtoHAsync")
         event.record(stream)
@@ -230,7 +229,7 @@ class NoStreams:
     """What callers ask of StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = rail_stream = None
-    capture, raises_at_once, is_eager = 0, True, True
+    capture, raises_at_once, eager_thread = 0, True, 0
     at_once = nullcontext
     branch = functools.partial(Branch, None)
 
