@@ -6,10 +6,10 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.recipes import Recipe, precision_word
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
-from symmoe.tape.recorder import recorded_on_cpus
+from symmoe.tape.recorder import recorded, recorded_on_cpus
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
@@ -44,12 +44,13 @@ class Plan(PlanIntegers):
             tokens if these are fewer.
         num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
             room until it is settled.
-        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
+        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan. 0: it is not known yet.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0 if rows are packed.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
+        to_fill: what launches the plan's kernels, which has not happened yet; else None.
     """
 
     heap: SymmetricHeap
@@ -59,15 +60,48 @@ class Plan(PlanIntegers):
     row_capacity: int
     packed_row_capacity: int
     expected_rows: int
-    num_rows: int | None
-    generation: int
+    num_rows: int | None = None
+    generation: int = 0
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
     max_rows: int | None = None
     max_packed_rows: int | None = None
     has_room: bool = True
     nodes: NodesPlan[Plan] | None = None
+    to_fill: ToFill | None = None
     _read_report: Callable[[], list[int]] | None = None
+
+    def fill(self, counts: RailCounts | None = None) -> None:
+        """Launches the plan's kernels, unless that has happened. Collective; waits for the device if sizes of buffers
+        depend on the plan. counts: if the group spans nodes."""
+        if (to_fill := self.to_fill) is None:
+            return
+        with self.heap.one_call:
+            self.is_next()
+            launch = partial(to_fill.launch, self.heap, counts)
+            is_special = counts is not None or self.heap.first_step is not None
+            self.filled(*launch() if is_special else self.heap.run(to_fill.key, launch, (to_fill.topk_idx,)))
+        if to_fill.is_read and self.row_capacity < 0:
+            self.settle()
+
+    def is_next(self) -> None:
+        """The next barrier of the heap is the plan's. In the heap's turn."""
+        self.generation = self.heap.epoch + 1
+
+    def filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
+        """Notes what ToFill.launch has returned. In the same turn."""
+        heap, reports = self.heap, self.to_fill.reports if self.to_fill else None
+        self.storage, self.to_fill, self._read_report = storage, None, read_report
+        if reports is not None:
+            reports.append(self.report)
+        heap.waits.flight.note(self.generation, num_tokens=self.num_tokens, top_k=self.top_k)
+        if heap.streams.raises_at_once:
+            heap.check()  # before another thread gets its turn and raises the error instead
+
+    def next_phase(self) -> int:
+        """The first barrier of this plan's call, or, once that is launched, of its dispatch."""
+        is_launched = self.to_fill is None or 0 < self.generation <= self.heap.epoch
+        return control.PHASE_DISPATCH_READY if is_launched else control.PHASE_PLAN
 
     def settle(self) -> None:
         """Finds out what the routing of a plan with room needs, and whether there is room for it.
@@ -91,8 +125,8 @@ class Plan(PlanIntegers):
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])
         self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
-            self.row_capacity = self.expected_rows = self.max_rows
-            self.packed_row_capacity = self.max_packed_rows
+            self.row_capacity, self.packed_row_capacity = self.max_rows, self.max_packed_rows
+            self.expected_rows = self.expected_rows or self.max_rows
         self.heap.waits.flight.note(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
 
     def shrink(self) -> None:
@@ -155,6 +189,60 @@ class Plan(PlanIntegers):
         if self.packed_to_row is None or self.row_to_packed_row is None:
             raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
         return self.packed_to_row, self.row_to_packed_row
+
+
+class ToFill(NamedTuple):
+    """What the kernels of a plan take.
+
+    Attributes:
+        topk_idx, config: as in make_plan and PlanOptions; contiguous.
+        header: words for the peers, see control.HEAD_*.
+        is_read: whether the host reads the report.
+        reports: None, or what gets the report instead.
+    """
+
+    topk_idx: torch.Tensor
+    header: tuple[int, ...]
+    config: int
+    is_read: bool
+    reports: list[torch.Tensor] | None
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """On what it depends what is launched."""
+        return "plan", self.header, self.config, self.is_read
+
+    def launch(
+        self, heap: SymmetricHeap, counts: RailCounts | None = None
+    ) -> tuple[torch.Tensor, Callable[[], list[int]] | None]:
+        """A new storage of the plan, filled, and, if it is read, what waits for the report. Collective."""
+        topk_idx, header, config, is_read, _ = self
+        sizes = num_tokens, _, num_experts, num_ranks = (
+            *topk_idx.shape,
+            header[control.HEAD_NUM_EXPERTS],
+            heap.num_ranks,
+        )
+        ops = kernels.for_device(heap.device)
+        integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
+        shape = num_blocks(num_tokens), num_experts + num_ranks + 2
+        block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
+        drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
+        ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
+        ops.send_counts(block_counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
+        received = _plan_barrier(heap, config, counts)
+        ops.lay_out(
+            heap.count_peers,
+            received,
+            heap.status,
+            integers,
+            capacity=header[control.HEAD_CAPACITY],
+            packed_capacity=header[control.HEAD_PACKED_CAPACITY],
+            drop=drop,
+            ranks=range(num_ranks) if counts is None or not heap.topology.is_in_order else heap.topology.ranks,
+        )
+        ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
+        first = integers.layout["report"][0]
+        return integers.storage, _start_reading(heap, integers.storage, first) if is_read else None
 
 
 class PlanOptions(NamedTuple):
@@ -233,6 +321,17 @@ def plan_call(
         find_room: with exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what
             its routing needs. Asked for once this rank has noticed the errors of earlier calls, as its peers have.
     """
+    plan = begin_plan(topk_idx, heap, options, find_room)
+    with FailPeersOnError(heap, control.PHASE_PLAN):
+        plan.fill()
+    return plan
+
+
+def begin_plan(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: Callable[[], RowBudget | None]
+) -> Plan:
+    """Same as plan_call, except that on one node nothing is launched: see Plan.fill. The values of topk_idx [T, K] may
+    come later, up to then."""
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = options
@@ -268,13 +367,8 @@ def plan_call(
         if heap.nodes is not None:
             plan = _plan_between_nodes(topk_idx, heap, words, options)
         else:
-            plan = _place_slots(topk_idx, heap, words, options.config)
-        if capacity is None and reports is not None:
-            reports.append(plan.report)
-        elif capacity is None and heap.nodes is None:
-            plan._read_report = heap.streams.read_back(plan.report)
-            if room is None or room.rows < 0:
-                plan.settle()
+            reports = reports if capacity is None else None
+            plan = _new_plan(topk_idx, heap, words, options.config, capacity is None and reports is None, reports)
         if room is not None:
             plan.expected_rows = room.expected_rows
         return plan
@@ -292,7 +386,9 @@ def _plan_between_nodes(
     rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit)
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
     counts = RailCounts(heap, rails, rails.num_dropped if drops else rails.too_many)
-    plan = _place_slots(rails.topk_idx, heap, words, options.config, counts)
+    reports = heap.captured_reports if options.capacity is None else None
+    plan = _new_plan(rails.topk_idx, heap, words, options.config, False, reports)
+    plan.fill(counts)
     sent: Sequence[int]
     received: Sequence[int]
     if rail_capacity is not None:
@@ -311,51 +407,29 @@ def _plan_between_nodes(
     return plan
 
 
-def _place_slots(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], config: int, counts: RailCounts | None = None
-) -> Plan:
-    """The plan; `words` of the header are the other arguments of make_plan. Does not wait. config: as in PlanOptions;
-    counts: if the group spans nodes."""
+def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], *options: Any) -> Plan:
+    """A plan that is to be filled; `words` of the header are the other arguments of make_plan. options: see ToFill."""
     num_tokens, top_k = topk_idx.shape
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    sizes = num_tokens, top_k, num_experts, heap.num_ranks
-    with heap.one_call:
-        fill = partial(_fill, topk_idx, heap, header, config, counts)
-        is_special = heap.nodes is not None or heap.first_step is not None
-        (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
-        generation = heap.epoch
-        heap.waits.flight.note(generation, num_tokens=num_tokens, top_k=top_k)
-        if heap.streams.raises_at_once:
-            heap.check()  # before another thread gets its turn and raises the error instead
     return Plan(
-        storage=storage,
-        layout=plan_layout(*sizes)[1],
+        storage=topk_idx,  # stands for the storage that is to come
+        layout=plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)[1],
         heap=heap,
-        num_rows=None,
         row_capacity=limit,
         packed_row_capacity=packed_limit if most_tokens < 0 else max(1, min(limit, heap.num_ranks * most_tokens)),
-        expected_rows=max(1, min(limit, most_tokens * top_k)),
+        expected_rows=0 if limit < 0 else max(1, min(limit, most_tokens * top_k)),
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        generation=generation,
+        to_fill=ToFill(topk_idx, header, *options),
     )
 
 
-def _fill(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...], config: int, counts: RailCounts | None
-) -> tuple[torch.Tensor]:
-    """A new storage of a plan, filled. Collective."""
-    sizes = num_tokens, _, num_experts, num_ranks = *topk_idx.shape, header[control.HEAD_NUM_EXPERTS], heap.num_ranks
-    ops = kernels.for_device(heap.device)
-    integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
-    shape = num_blocks(num_tokens), num_experts + num_ranks + 2
-    block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
-    drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
-    ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
-    ops.send_counts(block_counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
+def _plan_barrier(heap: SymmetricHeap, config: int, counts: RailCounts | None) -> torch.Tensor:
+    """The barrier after which the counts of all ranks are there. What they have published, a line for each rank of the
+    group; a negative number if the call has failed."""
     if counts is not None:
         counts.tell()
     first_step = heap.first_step
@@ -367,21 +441,16 @@ def _fill(
         first_step.compare(heap.streams.read_back(received)())
     if counts is not None:
         counts.share(config)
-        # A line for each rank of the group, of which other nodes' ranks may have failed, too.
+        # Of other nodes' ranks, too, any may have failed.
         received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True))
-        received = received.repeat(num_ranks, 1)
-    ops.lay_out(
-        heap.count_peers,
-        received,
-        heap.status,
-        integers,
-        capacity=header[control.HEAD_CAPACITY],
-        packed_capacity=header[control.HEAD_PACKED_CAPACITY],
-        drop=drop,
-        ranks=range(num_ranks) if counts is None or not heap.topology.is_in_order else heap.topology.ranks,
-    )
-    ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
-    return (integers.storage,)
+        received = received.repeat(heap.num_ranks, 1)
+    return received
+
+
+@recorded
+def _start_reading(heap: SymmetricHeap, storage: torch.Tensor, first: int) -> Callable[[], list[int]]:
+    """What waits for a plan's report, which begins there in the storage."""
+    return heap.streams.read_back(storage[first : first + control.SUMMARY_WORDS])
 
 
 @recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
@@ -404,7 +473,8 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
-    for name in ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity"):
+    sizes = ("num_experts", "capacity", "max_tokens", "hidden", "rail_capacity")
+    for name in () if options.config else sizes:  # MoEConfig has looked at those of a layer
         value = getattr(options, name)
         if value is None and name != "num_experts":
             continue

@@ -13,7 +13,7 @@ GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,9 @@ from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
+from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
+from symmoe.moe.routing import Routed, Tokens, checked, compute_route, compute_route_gradients, route_gradients
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
@@ -47,6 +49,7 @@ from symmoe.torch_internals import keeps_graph, reshaped_result
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
+_NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 
 
 class Stash(NamedTuple):
@@ -88,14 +91,29 @@ def expert_parallel_mlp(
             quantised, and the experts' precision is not one of E4M3 numbers; or the GPU is too old for the precision;
             or a weight has changed inside constant_weights; on every rank in the same way.
     """
+    return run_experts(x, probs, experts, plan, out_shape=out_shape, **words)[0]
+
+
+def run_experts(
+    x: torch.Tensor,
+    probs: torch.Tensor | Tokens,
+    experts: GroupedMLP | CallExperts,
+    plan: Plan,
+    *,
+    out_shape: torch.Size | None = None,
+    **words: str,
+) -> tuple[torch.Tensor, Routed | None]:
+    """expert_parallel_mlp. With tokens for probs, which have the values of x, also their route_tokens, as one function
+    of autograd: plan is that of tokens.topk_idx, yet to be filled; on CPUs logits must be finite, on all ranks."""
     if unknown := words.keys() - _WORDS:
         raise TypeError(f"expert_parallel_mlp takes {', '.join(_WORDS)}, not {', '.join(unknown)}")
-    words, problem = _WORDS | words, words_problem(**words)
-    plan.heap.check()
-    with FailPeersOnError(plan.heap, DISPATCH):
-        plan.heap.fail_for(transform_problem() or problem, DISPATCH)
+    words, problem, heap, phase = _WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
+    if plan.to_fill is None:
+        heap.check()
+    with FailPeersOnError(heap, plan.next_phase):
+        heap.fail_for(transform_problem() or problem, phase)
         for name, fc in () if isinstance(experts, CallExperts) else (("fc1", experts.fc1), ("fc2", experts.fc2)):
-            plan.heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), DISPATCH)
+            heap.fail_for(wrapped_problem(f"experts.{name}", fc, "held_problem"), phase)
         experts = evaluated(experts, x.dtype)
         form, linears = experts.form, experts.linears
         problem = linears[0].held_problem() or linears[1].held_problem()
@@ -103,54 +121,32 @@ def expert_parallel_mlp(
             problem = problem or e4m3_problem(form.precision, x.device)
         if words["quantized_wire"] != "none":
             problem = problem or wire_problem(form.precision)
-        plan.heap.fail_for(problem, DISPATCH)
-        if words["layout"] == "auto":
-            words["layout"] = received_layout("auto", form.ffn, form.precision)
+        heap.fail_for(problem, phase)
         wire = FULL
         if words["quantized_wire"] != "none" and form.precision is not None:
             travels, quantized = words["quantized_wire"], WireFormat(form.precision, form.hidden)
             wire = Wire(*(quantized if travels in (way, "both") else None for way in ("forward", "backward")))
-        overlapped = _overlap(words, x, form, plan, wire)
         step = _EPStep(
             form=form,
             plan=plan,
             order=words["order"],
             stash=STASHES[words["stash"]],
-            layout=words["layout"],
-            overlap=overlapped,
+            layout=received_layout(words["layout"], form.ffn, form.precision),
+            schedule=words["schedule"],
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
             keeps_d_out=keeps_d_out(experts),
-            num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
-            kind=_kind(words, experts, plan, overlapped),
+            is_taped=_is_taped(experts, plan),
+            have_biases=(experts.biases[0] is not None, experts.biases[1] is not None),
         )
-        y: torch.Tensor = _ExpertParallelMLP.apply(step, linears, x, probs, *experts.biases, *experts.tensors)
-    return y
-
-
-def _overlap(words: dict[str, str], x: torch.Tensor, experts: ExpertForm, plan: Plan, wire: Wire) -> Overlap:
-    """Which trips of a call are overlapped. It depends only on what all ranks agree on."""
-    heap, nodes, schedule = plan.heap, plan.nodes, words["schedule"]
-    # Without own_rows there are no parts in the order of ranks.
-    if heap.num_ranks == 1 or schedule == "serial" or (nodes is not None and nodes.own_rows is None):
-        return SERIAL
-    sizes = Sizes(
-        num_rows=rounded_up(plan.expected_rows),
-        hidden=experts.hidden,
-        ffn=experts.ffn,
-        top_k=plan.top_k,
-        num_experts=plan.num_experts,
-        num_ranks=heap.num_ranks,
-        num_nodes=1 if nodes is None else heap.topology.num_nodes,
-        item_bytes=x.element_size(),
-        is_gated=experts.activation.is_gated,
-        sums_travel=not plan.reads_rows_in_place(words["order"]),
-        is_expert_major=words["layout"] == "expert-major",
-        sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
-        sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
-    )
-    return overlap_of(schedule, sizes, x.device, experts.precision)
+        tensors = *experts.biases, *experts.tensors
+        if isinstance(probs, torch.Tensor):
+            return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
+        # The router gets its own x: autograd adds the gradients up as it does those of two functions.
+        found = _ExpertParallelMLP.apply(step, linears, probs, x, None, probs.x, probs.weight, *tensors)
+        y, *of_route = found
+        return y, Routed._make([*of_route, probs.topk_idx])
 
 
 def rounded_up(number: int) -> int:
@@ -162,21 +158,71 @@ def rounded_up(number: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _EPStep:
     """One step: everything that forward and backward share, except the tensors that are differentiated. Frozen, since
-    functions on tapes read it. `kind` is a number, equal for steps that launch the same kernels with the same
-    arguments, given tensors of the same shapes; None for those that are not put on a tape."""
+    functions on tapes read it. What depends on the sizes of the plan is set by :meth:`sized`. `kind` is a number, equal
+    for steps that launch the same kernels with the same arguments, given tensors of the same shapes; None for those
+    that are not put on a tape."""
 
     form: ExpertForm
     plan: Plan
     order: str
     stash: Stash
     layout: str
-    overlap: Overlap
+    schedule: str
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
     keeps_d_out: bool
-    num_rows: int  # of h
-    kind: int | None
+    is_taped: bool
+    have_biases: tuple[bool, bool]
+    overlap: Overlap = SERIAL
+    num_rows: int = 0  # of h
+    kind: int | None = None
+
+    def begun(self, x: torch.Tensor, tokens: Tokens | None) -> tuple[_EPStep, Routed | None]:
+        """The step of x [T, H] in full. Where its forward pass cannot make the plan, that is made here, and before it
+        the choice of the tokens, if these are given."""
+        plan, step, routed = self.plan, self, None
+        if plan.row_capacity >= 0:
+            step = self.sized(x)
+        if plan.to_fill is not None and (step.kind is None or plan.heap.first_step is not None):
+            if tokens is not None:
+                routed = checked(tokens.route(plan.heap), plan.heap)
+            plan.fill()
+            step = self.sized(x)
+        return step, routed
+
+    def sized(self, x: torch.Tensor) -> _EPStep:
+        """The step with a plan whose sizes are known."""
+        plan, overlap, kind = self.plan, self._overlap(x), None
+        num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
+        if self.is_taped and plan.num_rows is None:
+            sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
+            key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes
+            kind = plan.heap.tapes.number(key)
+        return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
+
+    def _overlap(self, x: torch.Tensor) -> Overlap:
+        """Which trips are overlapped. It depends only on what all ranks agree on."""
+        plan, heap, nodes, form = self.plan, self.plan.heap, self.plan.nodes, self.form
+        # Without own_rows there are no parts in the order of ranks.
+        if heap.num_ranks == 1 or self.schedule == "serial" or (nodes is not None and nodes.own_rows is None):
+            return SERIAL
+        sizes = Sizes(
+            num_rows=rounded_up(plan.expected_rows),
+            hidden=form.hidden,
+            ffn=form.ffn,
+            top_k=plan.top_k,
+            num_experts=plan.num_experts,
+            num_ranks=heap.num_ranks,
+            num_nodes=1 if nodes is None else heap.topology.num_nodes,
+            item_bytes=x.element_size(),
+            is_gated=form.activation.is_gated,
+            sums_travel=not plan.reads_rows_in_place(self.order),
+            is_expert_major=self.layout == "expert-major",
+            sent_row_bytes=None if self.wire.rows is None else self.wire.rows.row_bytes,
+            sent_gradient_row_bytes=None if self.wire.gradients is None else self.wire.gradients.row_bytes,
+        )
+        return overlap_of(self.schedule, sizes, x.device, form.precision)
 
     @property
     def run(self) -> Callable[..., Sequence[Any]]:
@@ -205,21 +251,16 @@ class _EPStep:
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
-def _kind(words: dict[str, str], experts: CallExperts, plan: Plan, overlapped: Overlap) -> int | None:
-    """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses and no quantised weight
-    is among their operands."""
-    if (
-        plan.heap.device.type == "meta"
-        or plan.heap.nodes is not None
-        or plan.num_rows is not None
-        or experts.form.precision is not None
-        or experts.form.split(experts.tensors)[2]  # adapters
-        or not all(experts.form.are_packed)
-    ):
-        return None
-    have_bias = [bias is not None for bias in experts.biases]
-    sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
-    return plan.heap.tapes.number((overlapped, *words.values(), *sizes, experts.form, *have_bias))
+def _is_taped(experts: CallExperts, plan: Plan) -> bool:
+    """Whether steps are put on a tape, as far as that does not depend on sizes: if no table of addresses and no
+    quantised weight is among their operands."""
+    return (
+        plan.heap.device.type != "meta"
+        and plan.heap.nodes is None
+        and experts.form.precision is None
+        and not experts.form.split(experts.tensors)[2]  # adapters
+        and all(experts.form.are_packed)
+    )
 
 
 def _at_once(key: object, function: Callable[[], Sequence[Any]], *_: object, **__: object) -> Sequence[Any]:
@@ -293,24 +334,37 @@ class _Forward:
 
     step: _EPStep
     x: torch.Tensor
-    probs: torch.Tensor
+    probs: torch.Tensor | None
     inputs: _Inputs
     frees: bool  # whether nobody reads the received rows after FC1
+    tokens: Tokens | None  # whose choice of experts gives probs; None: probs are there
     operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
 
+    def planned(self) -> tuple[Any, ...]:
+        """What comes before dispatch, unless it is there: what ToFill.launch returns, logits, probs and scores."""
+        plan = self.step.plan
+        routed: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.tokens is not None:
+            routed = checked(compute_route(self.tokens), plan.heap)[:3]
+            self.probs = routed[1]
+        if plan.to_fill is None:
+            return None, None, *routed
+        plan.storage, read_report = plan.to_fill.launch(plan.heap)
+        return plan.storage, read_report, *routed
+
     def first_half(self) -> tuple[Any, ...]:
-        """Dispatch and FC1. The index of the plan; the lease of the received rows, their probs, the activation, and the
-        fields of Hidden."""
-        step, plan = self.step, self.step.plan
-        sent = _on_wire(self.x, step.wire.rows)
+        """Plan, dispatch and FC1. What :meth:`planned` returns; the index of the plan; the lease of the received rows,
+        their probs, the activation, and the fields of Hidden."""
+        planned, step, plan = self.planned(), self.step, self.step.plan
+        sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
         received = step.receive(sent, name=RECEIVED)
         division = step.overlap.dispatch
-        with dispatch(sent, plan, received.tensor, self.probs, layout=step.layout, division=division) as arrival:
+        with dispatch(sent, plan, received.tensor, probs, layout=step.layout, division=division) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
             rows, experts = step.operands(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
         self.operands = rows, experts
-        return *plan.received_index(), received, row_probs, a, *hidden
+        return *planned, *plan.received_index(), received, row_probs, a, *hidden
 
     def second_half(
         self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: Lease
@@ -331,43 +385,72 @@ class _Forward:
 
     def both_halves(self) -> tuple[Any, ...]:
         """What the first half gives, and y."""
-        found = _, _, received, row_probs, a, *fields = self.first_half()
+        found = self.first_half()
+        received, row_probs, a, *fields = found[-3 - NUM_HIDDEN :]
         return *found, *self.second_half(a, Hidden(*fields), row_probs, received)
 
 
 class _ExpertParallelMLP(Function):
+    """y; with a route also logits, probs and scores. Without a gradient of y, backward is that of the route."""
+
     @staticmethod
     def forward(
         ctx: Context,
         step: _EPStep,
         linears: tuple[GroupedLinear, GroupedLinear],
+        tokens: Tokens | None,
         x: torch.Tensor,
-        probs: torch.Tensor,
+        probs: torch.Tensor | None,
+        _: torch.Tensor | None,
+        weight: torch.Tensor | None,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
-    ) -> torch.Tensor:
-        plan, stash, x = step.plan, step.stash, kernel_rows(x)
-        keeps = any(ctx.needs_input_grad)
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        plan, x = step.plan, kernel_rows(x)
+        if tokens is not None:
+            tokens = tokens._replace(x=x, weight=given("weight", weight).contiguous())
+        step, routed = step.begun(x, tokens)
+        stash, keeps = step.stash, any(ctx.needs_input_grad)
         keeps_h = keeps and step.trains and stash.keeps_h
-        trains, held = (keeps_h and ctx.needs_input_grad[2], keeps_h), (linears[0].held_weight, linears[1].held_weight)
+        trains, held = (keeps_h and ctx.needs_input_grad[3], keeps_h), (linears[0].held_weight, linears[1].held_weight)
         frees = not (keeps and stash.keeps_rows)
-        forward = _Forward(step, x, probs.contiguous(), _Inputs((b1, b2), tensors, trains, held), frees)
-        inputs = _given(forward.x, forward.probs, plan.storage, b1, b2, *tensors)
+        probs = probs if routed is None else routed.probs
+        chooses, probs = None if routed is not None else tokens, None if probs is None else probs.contiguous()
+        forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees, chooses)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
-        key = "first half" if is_recomputed else "forward", trains, frees, step.kind
+        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees, step.kind
         function = forward.first_half if is_recomputed else forward.both_halves
-        found = step.run(key, function, inputs, plan=plan.generation)
-        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = found[: 5 + NUM_HIDDEN]
+        inputs = _given(x, probs, plan.storage, b1, b2, *tensors)
+        if chooses is not None:
+            key, inputs = (*key, chooses.key), [*inputs, *_given(chooses.weight, chooses.bias)]
+        with plan.heap.one_call:
+            if (to_fill := plan.to_fill) is not None:
+                plan.is_next()
+                key = *key, to_fill.key
+            found = step.run(key, function, inputs, plan=plan.generation)
+            if to_fill is not None:
+                plan.filled(*found[:2])
+        logits, probs, scores = found[2:5] if routed is None else routed[:3]
+        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = found[5 : 10 + NUM_HIDDEN]
         plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
         hidden = Hidden(*fields)
 
         def keep() -> None:
             """Saves what backward needs, in the sizes of the routing: a checkpoint compares them."""
             plan.settle()
-            if not (keeps and plan.has_room):
+            if not keeps:
                 return
+            kept: tuple[torch.Tensor | None, ...] = ()
+            if tokens is not None:
+                kept = x, tokens.weight, tokens.topk_idx, scores
+            if plan.has_room:
+                kept += rows_kept()
+            ctx.save_for_backward(*kept)
+            ctx.step, ctx.linears, ctx.rule = step, linears, None if tokens is None else tokens.rule
+
+        def rows_kept() -> tuple[torch.Tensor | None, ...]:
             max_rows, max_packed_rows = plan.needed_rows
             # The tensor holds its lease: it ends when autograd frees the saved tensor, or checkpointing drops it.
             kept: tuple[torch.Tensor | None, ...] = (x, None)
@@ -378,28 +461,50 @@ class _ExpertParallelMLP(Function):
                     received.shrink(used * received.shape[1] * received.dtype.itemsize)
             num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
             kept += hidden.of_rows(num_rows) if stash.keeps_h else (None,) * len(hidden)
-            ctx.save_for_backward(*kept, _first_rows(row_probs, max_rows), b1, b2, *tensors)
-            ctx.step, ctx.linears = step, linears
+            return *kept, _first_rows(row_probs, max_rows), b1, b2, *tensors
 
         keep()  # everything that is wanted is launched: now the host may wait for the plan
         y: torch.Tensor = forward.second_half(a, hidden, row_probs, received)[0] if is_recomputed else found[-1]
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
-        return y if step.out_shape is None else reshaped_result(y, step.out_shape)
+        y = y if step.out_shape is None else reshaped_result(y, step.out_shape)
+        if tokens is None:
+            return y
+        ctx.set_materialize_grads(False)
+        return y, logits, probs, scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Context, dy: torch.Tensor | None, *d_routed: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if dy is None:
+            return _route_backward(ctx, d_routed)
         heap = ctx.step.plan.heap
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
-            return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])))
+            return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])), d_routed)
 
 
-def _backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    linears = ctx.linears
-    _, _, needs_x, needs_probs, *_ = ctx.needs_input_grad
-    x, received, *rest = ctx.saved_tensors
+def _route_backward(ctx: Context, d_routed: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Where nobody differentiates y."""
+    needs_x, needs_weight, *others = ctx.needs_input_grad[5:]
+    heap, needs = ctx.step.plan.heap, (needs_x, needs_weight)
+    dx = d_weight = None
+    if any(one is not None for one in d_routed):
+        dx, d_weight = route_gradients(d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, needs, heap)
+    return *[None] * 5, dx, d_weight, *[None] * len(others)
+
+
+def _backward(
+    ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    linears, saved = ctx.linears, ctx.saved_tensors
+    needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
+    route_kept = ()
+    if ctx.rule is not None:
+        route_kept, saved, needs_probs = saved[:_NUM_ROUTE_KEPT], saved[_NUM_ROUTE_KEPT:], any(needs_route)
+    x, received, *rest = saved
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     plan = step.plan
@@ -408,7 +513,7 @@ def _backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     row_probs = _whole(row_probs, plan.row_capacity)
     if step.stash.keeps_h:
         hidden = hidden._replace(h=_whole(hidden.h, step.num_rows))
-    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[6:])[:2]
+    both, needed = step.form.split(tensors)[:2], step.form.split(ctx.needs_input_grad[9:])[:2]
     # Here, not in what a tape repeats: where gradients go may change from call to call.
     fc1, fc2 = (
         fc.gradient_target(tuple(compress(weights, needs)), overwrite_main_grad=False)
@@ -417,23 +522,44 @@ def _backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     held = linears[0].held_weight, linears[1].held_weight
     inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
     spends_h = not (step.stash.keeps_h and keeps_graph())
-    function = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs), spends_h)
+    backward = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs), spends_h)
     read = _given(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
-    options = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
+    options: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
+    function: Callable[[], Sequence[Any]] = backward
+    if route_kept and needs_probs:
+        function = partial(_with_route, backward, d_routed, route_kept, ctx.rule, needs_route)
+        read += [tensor for tensor in _given(*d_routed, *route_kept) if tensor is not x]
+        options = *options, ctx.rule, *needs_route, *[one is None for one in d_routed]
     if "delayed" in options:
-        found: Sequence[Any] = function()
+        found = function()
     else:
         key = "backward", options, step.kind
         found = step.run(key, function, (*read, *fc1.tensors, *fc2.tensors), plan=plan.generation)
     if spends_h and step.stash.keeps_h:
         wrote_into(hidden.h)  # who else has kept it gets an error
-    dx, d_probs, db1, db2, *rest = found
+    d_x, d_weight, dx, d_probs, db1, db2, *rest = (None, None, *found) if function is backward else found
     dw1, dw2, d_adapters = step.form.split(rest)
     if fc1.option != "new":
         dw1 = tuple(fc1.placeholders(both[0]))
     if fc2.option != "new":
         dw2 = tuple(fc2.placeholders(both[1]))
-    return None, None, dx, d_probs, db1, db2, *dw1, *dw2, *d_adapters
+    return None, None, None, dx, d_probs, d_x, d_weight, db1, db2, *dw1, *dw2, *d_adapters
+
+
+def _with_route(
+    backward: _Backward,
+    d_routed: tuple[torch.Tensor | None, ...],
+    kept: tuple[torch.Tensor, ...],
+    rule: RoutingRule,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """The router's gradients of x and weight, and what `backward` returns, with none of probs. d_routed: gradients of
+    logits, probs and scores that come from elsewhere; the rest: see route_gradients."""
+    dx, d_probs, *rest = backward()
+    d_logits, other_d_probs, d_scores = d_routed
+    if other_d_probs is not None:
+        d_probs = other_d_probs if d_probs is None else d_probs + other_d_probs
+    return *compute_route_gradients((d_logits, d_probs, d_scores), kept, rule, needs), dx, None, *rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,15 +23,8 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_probl
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced
-from symmoe.moe.router import (
-    Choice,
-    Router,
-    RouterOutput,
-    arguments_problem,
-    choice_of,
-    nonfinite_problem,
-    router_problem,
-)
+from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, router_problem
+from symmoe.moe.routing import Routed, fail_for_nonfinite
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 
@@ -215,13 +208,27 @@ class MoELayer(ExpertParallelModule):
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
-            routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
-            if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
-                self.heap.fail_for(nonfinite_problem(routed), control.PHASE_PLAN)
-            start = None if shared is None else shared.start
-            y, expert_load, num_dropped = self._routed_experts(
-                tokens, routed.probs, routed.topk_idx, self.experts, out_shape=x.shape, before_trips=start
-            )
+            own = None  # what the step routes by itself
+            if token_mask is None and topk_idx is None and probs is None and shared is None and dtype == x.dtype:
+                if self.router is not None and self.heap.nodes is None and not is_traced(self.experts):
+                    own = self.router.tokens(x.reshape(-1, self.config.hidden))
+            if own is not None:
+                chosen_idx = given("topk_idx", own.topk_idx)
+                y, plan, found = self._routed_experts.run(tokens, own, chosen_idx, self.experts, out_shape=x.shape)
+                expert_load, num_dropped = plan.expert_load, plan.num_dropped
+                logits, its_probs, scores, _ = cast(Routed, found)
+                routed: Choice = RouterOutput(chosen_idx, its_probs, chosen_idx, None, scores, logits)
+            else:
+                routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
+                if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
+                    what, numbers = "probs", routed.probs
+                    if isinstance(routed, RouterOutput):
+                        what, numbers = "the router's logits", routed.logits
+                    fail_for_nonfinite(self.heap, what, numbers)
+                start = None if shared is None else shared.start
+                y, expert_load, num_dropped = self._routed_experts(
+                    tokens, routed.probs, routed.topk_idx, self.experts, out_shape=x.shape, before_trips=start
+                )
         step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, expert_load, step_load)  # for the optimizer step

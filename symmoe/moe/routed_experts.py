@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from symmoe.dispatch.plan import PlanOptions, plan_call
+from symmoe.dispatch.plan import Plan, PlanOptions, begin_plan, plan_call
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
@@ -21,7 +22,8 @@ from symmoe.kernels import control
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import device_problem, gradients_option
-from symmoe.moe.ep_step import expert_parallel_mlp, keeps_d_out, most_bytes
+from symmoe.moe.ep_step import keeps_d_out, most_bytes, run_experts
+from symmoe.moe.routing import Routed, Tokens
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.torch_internals import num_dispatch_modes
@@ -72,27 +74,43 @@ class RoutedExperts(torch_operators.EagerStep):
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips. Not called where the step is one operator.
         """
-        heap = self.heap
         if isinstance(experts, GroupedMLP) and is_traced(experts):
             y, expert_load, num_dropped = torch_operators.run_as_operator(self, tokens, probs, topk_idx, experts)
             return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
+        y, plan, _ = self.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)
+        return y, plan.expert_load, plan.num_dropped
+
+    def run(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor | Tokens,
+        topk_idx: torch.Tensor,
+        experts: GroupedMLP | CallExperts,
+        *,
+        out_shape: torch.Size | None = None,
+        before_trips: Callable[[], object] | None = None,
+    ) -> tuple[torch.Tensor, Plan, Routed | None]:
+        """A call that nobody traces: y, its plan, and, with tokens for probs, their route_tokens, which is a part of
+        the step then; topk_idx is theirs."""
+        heap, options = self.heap, self.plan_options(x.dtype)
         if not isinstance(experts, CallExperts):
             heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
         with FailPeersOnError(heap, control.PHASE_PLAN):
-            experts = evaluated(experts, tokens.dtype)  # once, also for a call that is planned again
-        options = self.plan_options(tokens.dtype)
-        plan = plan_call(
-            topk_idx, heap, options, lambda: self._find_room(topk_idx.shape[0], tokens.dtype.itemsize, experts)
-        )
+            experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
+        find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
+        plan = begin_plan(topk_idx, heap, options, find_room)
         if before_trips is not None:
+            with FailPeersOnError(heap, control.PHASE_PLAN):
+                plan.fill()
             before_trips()
-        y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
+        y, routed = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if not plan.has_room:  # on all ranks; nothing has moved
             plan = plan_call(topk_idx, heap, options, lambda: None)
-            y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
+            probs = probs if routed is None else routed.probs
+            y, _ = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows)
-        return y, plan.expert_load, plan.num_dropped
+        return y, plan, routed
 
     @functools.cached_property
     def words(self) -> dict[str, str]:

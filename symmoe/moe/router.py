@@ -18,8 +18,9 @@ from symmoe.checks.arguments import memory_problem, tensor_problem, wrapped_prob
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.routing import route_tokens
+from symmoe.moe.routing import Tokens, route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.torch_internals import has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,15 @@ class Router(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
 
+    def tokens(self, x: torch.Tensor) -> Tokens | None:
+        """Tokens [T, H] without a mask, with how this router routes them, for who does it in its place. None: its call
+        does more, that of a subclass or with hooks, or is followed by drops over a capacity."""
+        config = self.config
+        if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
+            return None
+        topk_idx = torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
+        return Tokens(x.contiguous(), self.weight, self.expert_bias, None, config.top_k, self._rule, topk_idx)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""
 
@@ -195,17 +205,6 @@ def arguments_problem(
     if topk_idx is None:
         return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
     return tensor_problem("probs", probs, shape=choice, dtypes=control.DTYPES, device=x.device)
-
-
-def nonfinite_problem(routed: Choice) -> ArgumentError | None:
-    """The error for the first token whose logits, or given probs, are not finite, or None. Synchronises the host."""
-    what, numbers = (
-        ("the router's logits", routed.logits) if isinstance(routed, RouterOutput) else ("probs", routed.probs)
-    )
-    bad = (~numbers.isfinite()).any(1).nonzero()
-    if not len(bad):
-        return None
-    return ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)")
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +13,11 @@ from torch.utils.flop_counter import register_flop_formula
 from symmoe import kernels
 from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import CHOICES
+from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
+from symmoe.tape.recorder import recorded
 
 SCORES = CHOICES["score"]
 
@@ -28,8 +31,9 @@ class Routed(NamedTuple):
     topk_idx: torch.Tensor  # int32 [T, K]
 
 
-class _Tokens(NamedTuple):
-    """The arguments of :func:`route_tokens`, without the heap."""
+class Tokens(NamedTuple):
+    """The arguments of :func:`route_tokens`, without the heap. topk_idx: int32 [T, K], which gets the choice; None: it
+    goes to a new tensor."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -37,13 +41,26 @@ class _Tokens(NamedTuple):
     given_idx: torch.Tensor | None
     top_k: int
     rule: RoutingRule
+    topk_idx: torch.Tensor | None = None
 
     @property
-    def call(self) -> tuple[tuple[Hashable, ...], Callable[[], Routed], list[torch.Tensor]]:
-        """The arguments of SymmetricHeap.run."""
-        key = "route", self.top_k, self.rule, self.bias is None, self.given_idx is None
-        inputs = self.x, self.weight, self.bias, self.given_idx
-        return key, partial(_compute, self), [tensor for tensor in inputs if tensor is not None]
+    def key(self) -> tuple[Hashable, ...]:
+        """On what it depends what is launched, besides :attr:`inputs`."""
+        return "route", self.top_k, self.rule, self.bias is None, self.given_idx is None, self.topk_idx is None
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors."""
+        tensors = self.x, self.weight, self.bias, self.given_idx, self.topk_idx
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def route(self, heap: SymmetricHeap | None) -> Routed:
+        """What route_tokens returns, without a gradient."""
+        return (
+            compute_route(self)
+            if heap is None
+            else Routed(*heap.run(self.key, partial(compute_route, self), self.inputs))
+        )
 
 
 def route_tokens(
@@ -71,41 +88,59 @@ def route_tokens(
     return Routed(*_Route.apply(heap, x, weight, bias, given_idx, top_k, rule))
 
 
+def checked(routed: Routed, heap: SymmetricHeap) -> Routed:
+    """The same. On CPUs it fails the call if logits are not finite; elsewhere the host would have to wait."""
+    if heap.device.type == "cpu":
+        fail_for_nonfinite(heap, "the router's logits", routed.logits)
+    return routed
+
+
+@recorded
+def fail_for_nonfinite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
+    """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host."""
+    bad = (~numbers.isfinite()).any(1).nonzero()
+    if len(bad):
+        text = f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"
+        heap.fail(ArgumentError(text), control.PHASE_PLAN)
+
+
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
-def _compute(tokens: _Tokens) -> Routed:
-    x, weight, bias, given_idx, top_k, rule = tokens
+def compute_route(tokens: Tokens) -> Routed:
+    """What :meth:`Tokens.route` returns, for a function that a tape repeats."""
+    x, weight, bias, given_idx, top_k, rule, chosen_idx = tokens
     ops = kernels.for_device(x.device)
-    logits, probs, scores, topk_idx = _empty(x, weight, top_k)
+    logits, probs, scores, topk_idx = _empty(x, weight, top_k, chosen_idx)
     if _has_kernels(x, weight):
         ops.router_gemm(x, weight, logits)
     else:
-        torch.mm(x.float(), weight.t(), out=logits)
+        torch.mm(x.float(), weight.t(), out=logits)  # which autocast leaves alone
     ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule)
     return Routed(logits, probs, scores, topk_idx)
 
 
-def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int) -> Routed:
+def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None) -> Routed:
     num_tokens, num_experts = x.shape[0], weight.shape[0]
 
     def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((num_tokens, width), dtype=dtype, device=x.device)
 
-    return Routed(empty(num_experts), empty(top_k), empty(num_experts), empty(top_k, torch.int32))
+    topk_idx = empty(top_k, torch.int32) if topk_idx is None else topk_idx
+    return Routed(empty(num_experts), empty(top_k), empty(num_experts), topk_idx)
 
 
-def _gradients(
+def route_gradients(
     given: tuple[torch.Tensor | None, ...],
     kept: tuple[torch.Tensor, ...],
     rule: RoutingRule,
-    needs: tuple[bool, bool],
+    needs: Sequence[bool],
     heap: SymmetricHeap | None,
 ) -> Sequence[torch.Tensor | None]:
     """The gradients of x and weight, where they are needed. given: those of logits, probs and scores; kept: x, weight,
     topk_idx, scores."""
-    function = partial(_compute_gradients, given, kept, rule, needs)
+    function = partial(compute_route_gradients, given, kept, rule, needs)
     if heap is None:
         return function()
     inputs = [tensor for tensor in (*given, *kept) if tensor is not None]
@@ -113,9 +148,10 @@ def _gradients(
     return heap.run(options, function, inputs)
 
 
-def _compute_gradients(
-    given: tuple[torch.Tensor | None, ...], kept: tuple[torch.Tensor, ...], rule: RoutingRule, needs: tuple[bool, bool]
+def compute_route_gradients(
+    given: tuple[torch.Tensor | None, ...], kept: tuple[torch.Tensor, ...], rule: RoutingRule, needs: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What :func:`route_gradients` returns, for a function that a tape repeats."""
     (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores) = given, kept
     ops, direct = kernels.for_device(x.device), d_logits
     with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
@@ -139,8 +175,8 @@ def _compute_gradients(
 class _Route(Function):
     @staticmethod
     def forward(ctx: Context, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        tokens = _Tokens(*arguments)
-        routed = Routed(*(_compute(tokens) if heap is None else heap.run(*tokens.call)))
+        tokens = Tokens(*arguments)
+        routed = tokens.route(heap)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.topk_idx)
         ctx.save_for_backward(tokens.x, tokens.weight, routed.topk_idx, routed.scores)
@@ -154,7 +190,7 @@ class _Route(Function):
         if all(one is None for one in given):
             return (None,) * 7
         needs_x, needs_weight = ctx.needs_input_grad[1:3]
-        dx, d_weight = _gradients(given, ctx.saved_tensors, ctx.rule, (needs_x, needs_weight), ctx.heap)
+        dx, d_weight = route_gradients(given, ctx.saved_tensors, ctx.rule, (needs_x, needs_weight), ctx.heap)
         return None, dx, d_weight, *[None] * 4
 
 
@@ -186,10 +222,7 @@ def _route(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     top_k, rule, heap = _unpacked(numbers)
-    tokens = _Tokens(x, weight, bias, given_idx, top_k, rule)
-    with torch.autocast(x.device.type, enabled=False):
-        logits, probs, scores, topk_idx = _compute(tokens) if heap is None else heap.run(*tokens.call)
-    return logits, probs, scores, topk_idx
+    return tuple(Tokens(x, weight, bias, given_idx, top_k, rule).route(heap))  # type: ignore[return-value]  # of four
 
 
 @_route.register_fake
@@ -207,7 +240,7 @@ def _route_gradients(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, rule, heap = _unpacked(numbers)
-    dx, d_weight = _gradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True), heap)
+    dx, d_weight = route_gradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True), heap)
     assert dx is not None
     assert d_weight is not None
     return dx, d_weight

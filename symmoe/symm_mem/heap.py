@@ -448,8 +448,8 @@ class FailPeersOnError:
 
     __slots__ = ("_heap", "_phase")
 
-    def __init__(self, heap: SymmetricHeap, phase: int) -> None:
-        self._heap, self._phase = heap, phase
+    def __init__(self, heap: SymmetricHeap, phase: int | Callable[[], int]) -> None:
+        self._heap, self._phase = heap, phase  # a function: it depends on how far the call has come
 
     def __enter__(self) -> None:
         pass
@@ -457,7 +457,7 @@ class FailPeersOnError:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not _is_known(error):
             error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may be nested
-            self._heap.faults.tell(error, self._phase)
+            self._heap.faults.tell(error, self._phase() if callable(self._phase) else self._phase)
 
 
 def _is_known(error: Exception) -> bool:

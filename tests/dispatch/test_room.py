@@ -75,11 +75,11 @@ def test_a_small_call_gets_little_room_after_a_large_one():
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-patched = partial(mock.patch.object, routed_experts, "expert_parallel_mlp")
+patched = partial(mock.patch.object, routed_experts, "run_experts")
 
 
 def count_repeats(monkey: mock.Mock) -> int:
-    """Calls of expert_parallel_mlp whose plan turned out to have no room."""
+    """Calls of run_experts whose plan turned out to have no room."""
     return sum(not call.args[3].has_room for call in monkey.call_args_list)
 
 
@@ -118,7 +118,7 @@ def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
 
 def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool) -> tuple[int, list[str]]:
     findings = Findings()
-    real = routed_experts.expert_parallel_mlp
+    real = routed_experts.run_experts
     with open_heap("cpu", num_bytes=16 << 20) as heap, patched(autospec=True) as spy:
         spy.side_effect = real
         layer, waits = make_layers(heap, **options)
@@ -206,7 +206,7 @@ def test_after_errors(cluster):
 def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[str]]:
     """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
     findings = Findings()
-    real = routed_experts.expert_parallel_mlp
+    real = routed_experts.run_experts
     with open_heap("cpu", num_bytes=16 << 20) as heap, patched(autospec=True) as spy:
         spy.side_effect = real
         layer, waits = make_layers(heap)

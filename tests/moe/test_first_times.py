@@ -109,7 +109,7 @@ def record_on_one_rank(rank: int, num_ranks: int) -> tuple[int, bool]:
     with heap:
         heap.timeout_s, heap.waits.compiles = 1.0, True  # as on GPUs
         layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * num_ranks, top_k=2), heap)
-        for num_tokens in [*tokens, *tokens]:
+        for num_tokens in tokens * 4:
             layer(torch.randn(num_tokens, H))[0].sum().backward()
         return heap.tapes.num_played, "torch._dynamo" in sys.modules
 

@@ -77,7 +77,7 @@ def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, aroun
     results = cluster(num_ranks).run(check_bits, options, around)
     assert [text for *_, texts in results for text in texts] == []
     for num_played, repeats, _ in results:
-        assert num_played > 30  # of 20 calls with four parts and more each
+        assert num_played > 8  # of 20 calls with two parts each, some of which do not fit
         if num_ranks > 1 and "capacity" not in options:
             assert repeats > 0
 
@@ -87,7 +87,7 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
     findings, flying = Findings(), []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
         layer, plain = make_layer(heap), make_layer(heap)
-        for x, dy in make_calls(rank, 14, torch.float32):
+        for x, dy in make_calls(rank, 22, torch.float32):
             x = x.requires_grad_()
             y, _ = layer(x)
             flying.append((x, dy, y, y.detach().clone()))
@@ -98,7 +98,7 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
                     _, _, _, *wanted = step(plain, x.detach(), dy, "")
                 findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients")
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
-        findings.check(heap.tapes.num_played > 20, "nothing was played")
+        findings.check(heap.tapes.num_played > 8, "nothing was played")
     return findings.texts
 
 
@@ -137,7 +137,7 @@ def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
             close = [torch.allclose(w.main_grad, w.wanted, atol=1e-4) for w in weights]
             findings.check(all(close), f"other gradients: {close}")
             if number >= 10 and number != 15:  # the first call after an error measures again
-                findings.check(heap.tapes.num_played > played + 2, "it was not played")
+                findings.check(heap.tapes.num_played > played, "it was not played")
         findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
     return findings.texts
 
@@ -249,7 +249,7 @@ def test_an_audit_finds_a_difference(cluster, tapes):
     for num_played, num_audited, texts in cluster(2).run(check_audit, tapes):
         assert texts == []
         assert (num_played > 0) == (tapes == "on")
-        assert num_audited >= (5 if tapes == "on" else 60)
+        assert num_audited >= (2 if tapes == "on" else 40)
 
 
 def test_calls_are_compared_at_last():
@@ -506,7 +506,7 @@ def test_steps_of_layers_of_one_size_share_tapes(alone):
     x, dy = next(make_calls(0, 1, torch.float32))
     step(make_layer(heap), x, dy, "")
     assert len(heap.tapes._kinds) == kinds
-    assert heap.tapes.num_played > 10
+    assert heap.tapes.num_played > 5
 
 
 def test_waits_of_which_only_some_are_bounded_are_not_played(alone):

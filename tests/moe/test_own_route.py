@@ -1,0 +1,73 @@
+"""A layer whose router nobody else looks at chooses experts inside the step: same bits as with a call of the router."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from cluster import on_ranks, run_on
+from layers import config_for, make_layer, tokens_of
+from torch.utils.checkpoint import checkpoint
+from worker import open_heap
+
+from symmoe import MoELayer, SymmetricHeap
+from symmoe.errors import SymmoeError
+from symmoe.moe import ep_step
+
+OPTIONS = {
+    "defaults": {},
+    "static": {"capacity": 64, "overflow": "drop"},
+    "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1},
+    "sigmoid with a bias": {"score": "sigmoid", "expert_bias": True, "stash": "none"},
+}
+
+
+def results(layer: MoELayer, x: torch.Tensor, around: str, which: str) -> list[torch.Tensor | None]:
+    """Results and gradients of a call; the loss is of y, of the losses, or of both."""
+    y, metrics = checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
+    y = x + y  # gradients of three parts of x are added up
+    parts = {"y": (y * y).sum(), "losses": metrics.aux_loss}
+    loss = sum(part for name, part in parts.items() if name in which and part.requires_grad)
+    inputs = (x, *layer.parameters()) if x.requires_grad else tuple(layer.parameters())
+    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [y.detach(), metrics.aux_loss.detach(), metrics.topk_idx, metrics.expert_load, *found]
+
+
+@pytest.mark.parametrize("around", ["", "checkpoint"])
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(cpu=(2,), cuda=(2,))
+@run_on()
+def test_bits_are_those_of_a_called_router(rank: int, num_ranks: int, device: str, name: str, around: str) -> list[str]:
+    texts = []
+    with open_heap(device) as heap:
+        own, called = (make_layer(heap, config_for(num_ranks, device, **OPTIONS[name]))[0] for _ in range(2))
+        called.router.register_forward_hook(lambda *_: None)
+        for number in range(6):
+            x = tokens_of(rank, 9, own.config.hidden, salt=number).to(heap.device).requires_grad_(number != 3)
+            which = "losses" if number == 4 and name == "losses" else "y, losses"
+            with mock.patch.object(ep_step, "compute_route", wraps=ep_step.compute_route) as chosen:
+                found = results(own, x, around, which)
+                num_own = chosen.call_count
+                wanted = results(called, x, around, which)
+            for a, b in zip(found, wanted, strict=True):
+                if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
+                    texts.append(f"rank {rank}, call {number}: other bits")
+            if number == 1 and not 0 < num_own == chosen.call_count:  # the first with room, before tapes
+                texts.append(f"rank {rank}: {num_own} calls chose in the step, then {chosen.call_count}")
+    return texts
+
+
+@run_on(2)
+def test_an_exception_before_the_plan_fails_the_call_on_all_ranks(rank: int, num_ranks: int) -> list[str]:
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+        x = tokens_of(rank, 9, layer.config.hidden)
+        wanted, _ = layer(x)
+        layer(x)
+        broken = mock.patch.object(ep_step, "compute_route", side_effect=RuntimeError("out of memory"))
+        with mock.patch.object(heap, "_plays", False), broken if rank == 1 else nullcontext():
+            with pytest.raises(RuntimeError if rank == 1 else SymmoeError, match="out of memory"):
+                layer(x)
+        return [] if torch.equal(layer(x)[0], wanted) else [f"rank {rank}: other bits after the error"]
