@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from symmoe.tape.tape import (
     ResultField,
     Tape,
     extent_bytes,
-    fill_in,
+    filler,
 )
 from symmoe.torch_internals import (
     READS_BACK,
@@ -369,9 +368,11 @@ class _Kind:
     is_new: bool = True  # there was no call yet: the first one compiles, imports and fills caches
     tape: Tape | None = None  # the last recording
     played: Tape | None = None  # what later calls play, once two recordings agree
+    outputs: Callable[[Playing], Any] = filler(())  # of what is played
     num_failures: int = 0  # recordings of no use
     problem: str = ""  # why the last one was
     num_calls: int = 0
+    last_call: int = 0  # its number among those of all kinds
     next_audit: int = _FIRST_AUDIT  # the number of the next call that is compared
 
 
@@ -402,14 +403,14 @@ class Tapes:
         *,
         audits: bool = False,
     ) -> None:
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._kinds: dict[Hashable, _Kind] = {}
         self._device, self._give_up, self._fail = device, give_up, fail
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits = audits
         self._numbers: dict[Hashable, int] = {}
         self._counter = itertools.count()
         self._is_ready = False
-        self.num_played = self.num_audited = 0
+        self.num_played = self.num_audited = self._num_calls = 0
 
     def run(
         self, key: tuple[Hashable, ...], function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
@@ -432,16 +433,15 @@ class Tapes:
         kind.num_calls += 1
         if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
             self.num_played += 1
-            playing = self._playing(kind.played.num_slots, inputs, numbers)
-            num_done = 0
+            stream = current_stream(self._device.index) if self._device.type == "cuda" else 0
+            playing, n = Playing(kind.played, inputs, numbers, stream, self._kernels), 0
             try:
-                for entry in kind.played.entries:
+                for n, entry in enumerate(kind.played.entries):
                     entry.play(playing)
-                    num_done += 1
             except BaseException as error:
-                self._pay(kind.played.entries[num_done:], playing, error)
+                self._pay(kind.played.entries[n:], playing, error)
                 raise
-            outputs: Sequence[Any] = fill_in(kind.played.outputs, playing)
+            outputs: Sequence[Any] = kind.outputs(playing)
             return outputs
         if kind.is_new or kind.num_failures == _MOST_FAILURES:
             outputs = function()
@@ -484,18 +484,11 @@ class Tapes:
         whole_key = key, (autocast, *looks)
         kind = self._kinds.get(whole_key)
         if kind is None:
+            if len(self._kinds) == _MOST_KINDS:
+                del self._kinds[min(self._kinds, key=lambda each: self._kinds[each].last_call)]
             kind = self._kinds[whole_key] = _Kind()
-            if len(self._kinds) > _MOST_KINDS:
-                self._kinds.popitem(last=False)
-        self._kinds.move_to_end(whole_key)
+        self._num_calls = kind.last_call = self._num_calls + 1
         return whole_key, kind
-
-    def _playing(self, num_slots: int, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]) -> Playing:
-        stream = current_stream(self._device.index) if self._device.type == "cuda" else 0
-        playing = Playing(num_slots, numbers, stream, self._kernels)
-        for slot, tensor in enumerate(inputs):
-            playing.put(slot, tensor)
-        return playing
 
     def _pay(self, entries: Sequence[Entry], playing: Playing, error: BaseException) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
@@ -540,6 +533,8 @@ class Tapes:
                 kind.played = self._compiled(tape)
                 if kind.played is None:
                     problem, kind.num_failures = "nothing plays it here", _MOST_FAILURES - 1
+                else:
+                    kind.outputs = filler(kind.played.outputs)
         kind.problem = problem
         kind.num_failures += bool(problem)
         kind.tape = tape

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat, zip_longest
 from typing import Any
 
@@ -22,24 +24,26 @@ class Playing:
     """One call that is being played.
 
     Attributes:
-        things, addresses: by slot, a tensor, a lease or another object, and the address of its memory.
+        things: by slot, a tensor, a lease or another object.
+        values: what its launches read: a copy of Tape.values, which sections fill in.
         numbers: integers of this call, by name.
         stream: the current stream.
         kernels: function that returns the kernels which calls name.
     """
 
-    __slots__ = ("addresses", "kernels", "mark", "numbers", "stream", "things")
+    __slots__ = ("kernels", "mark", "numbers", "stream", "things", "values")
 
-    def __init__(self, num_slots: int, numbers: Mapping[str, int], stream: int, kernels: Callable[[], object]) -> None:
-        self.things: list[Any] = [None] * num_slots
-        self.addresses = [0] * num_slots
+    def __init__(
+        self,
+        tape: Tape,
+        inputs: Sequence[torch.Tensor],
+        numbers: Mapping[str, int],
+        stream: int,
+        kernels: Callable[[], object],
+    ) -> None:
+        self.things: list[Any] = [*inputs, *repeat(None, tape.num_slots - len(inputs))]
+        self.values = tape.values[:]
         self.numbers, self.stream, self.kernels, self.mark = numbers, stream, kernels, CLEAN
-
-    def put(self, slot: int, thing: Any) -> None:
-        """Fills a slot."""
-        self.things[slot] = thing
-        is_tensor = isinstance(thing, torch.Tensor)
-        self.addresses[slot] = thing.data_ptr() if is_tensor else getattr(thing, "address", 0)  # a lease's
 
 
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -130,18 +134,19 @@ class ResultField:
 _PLACES = (Memory, ObjectSlot, LeaseOffset, CallInteger, ResultField)
 
 
-def fill_in(template: Any, playing: Playing) -> Any:
-    """The template with what this call has in the places."""
+def filler(template: Any) -> Callable[[Playing], Any]:
+    """Function that returns the template with what a call has in the places."""
     kind = type(template)
     if kind in _PLACES:
-        return template.get(playing)
-    if kind is tuple or kind is list:
-        return kind(map(fill_in, template, repeat(playing)))
+        get: Callable[[Playing], Any] = template.get
+        return get
+    if not has_places(template):
+        return lambda playing: template
+    parts = [filler(part) for part in (template.values() if kind is dict else template)]
     if kind is dict:
-        return dict(zip(template, map(fill_in, template.values(), repeat(playing)), strict=True))
-    if hasattr(kind, "_make"):  # a record of tensors
-        return kind._make(map(fill_in, template, repeat(playing)))
-    return template
+        return lambda playing: dict(zip(template, [part(playing) for part in parts], strict=True))
+    make = getattr(kind, "_make", kind)  # the former of a record of tensors
+    return lambda playing: make([part(playing) for part in parts])
 
 
 def has_places(template: Any) -> bool:
@@ -243,21 +248,13 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    _places: tuple[list[int], list[str]] = field(init=False)  # of the arguments that are filled in
+    _fill: Callable[[Playing], Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        args, kwargs = self.template
-        self._places = (
-            [n for n, arg in enumerate(args) if has_places(arg)],
-            [name for name, arg in kwargs.items() if has_places(arg)],
-        )
+        self._fill = filler(self.template)
 
     def play(self, playing: Playing) -> None:
-        args, kwargs = [*self.template[0]], {**self.template[1]}
-        for n in self._places[0]:
-            args[n] = fill_in(args[n], playing)
-        for name in self._places[1]:
-            kwargs[name] = fill_in(kwargs[name], playing)
+        args, kwargs = self._fill(playing)
         function = self.function
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)
@@ -267,7 +264,7 @@ class Call(Entry):
             with torch.autocast(self.leaves_autocast, enabled=False):
                 result = function(*args, **kwargs)
         if self.slot is not None:
-            playing.put(self.slot, result)
+            playing.things[self.slot] = result
 
     def same(self, other: Any) -> bool:
         ours, theirs = (
@@ -293,11 +290,12 @@ class Mark(Entry):
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
     """A recording: what happens, in order, and templates of what the function returned. num_slots: for memory and
-    objects; inputs have the first ones."""
+    objects; inputs have the first ones. values: see kernels/launch/player.py."""
 
     num_slots: int
     entries: tuple[Entry, ...]
     outputs: tuple[Any, ...]
+    values: array[int] = field(default_factory=partial(array, "q"))
 
     def difference(self, other: Tape) -> str:
         """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in

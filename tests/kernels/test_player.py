@@ -36,7 +36,7 @@ class Section(list):
 def lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections are lists of what they launch."""
     monkeypatch.setattr(player, "_player", lambda: print)
-    monkeypatch.setattr(player, "Section", lambda launches, num_slots, events: Section(launches))
+    monkeypatch.setattr(player, "Section", lambda launches, layout: Section(launches))
 
 
 def launch(*slots: int, stream: int | None = None) -> Launch:
@@ -95,11 +95,9 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
     entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
     *made, section, used = played(*entries, returned=(0,))
     assert (made[0], made[1], section, used) == (entries[0], entries[5], [entries[3], entries[4]], entries[6])
-    playing = player.Playing(10, {}, STREAM, lambda: twin)
-    made[2].play(playing)
-    memory = playing.things[1]
-    assert memory.nbytes == 512 + 256
-    assert playing.addresses[:3] == [0, memory.data_ptr(), memory.data_ptr() + 512]
+    assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,)))
+    assert player._with_memory_planned(Tape(10, entries, ()), [], parts := {}) == [entries[3], entries[4], entries[6]]
+    assert parts == {0: (0, 0), 1: (0, 256), 2: (0, 256 + 512)}
 
 
 def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
@@ -107,8 +105,7 @@ def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewh
     entries = large[0], uses[0], large[1], uses[1]
     found = played(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
-    playing = player.Playing(10, {}, STREAM, lambda: twin)
-    playing.things[0] = "memory"
+    playing = player.Playing(Tape(1, (), ()), ["memory"], {}, STREAM, lambda: twin)
     found[2].play(playing)
     assert playing.things[0] is None
     assert played(*entries)[:2] == (large[0], large[1])
@@ -183,7 +180,7 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     entries = Event(0, None, "a stream"), Event(0, 5, is_wait=True), operator(1), Event(0, None, is_wait=True)
     tape = player.in_sections(Tape(2, entries, ()))
-    playing = player.Playing(2, {}, STREAM, lambda: twin)
+    playing = player.Playing(tape, [], {}, STREAM, lambda: twin)
     for section in (tape.entries[0], tape.entries[2]):
         section.play(playing)
     assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]
