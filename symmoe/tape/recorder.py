@@ -45,6 +45,7 @@ from symmoe.torch_internals import (
     READS_BACK,
     TorchDispatchMode,
     current_stream,
+    empty_strided,
     num_dispatch_modes,
     schema_of,
     storage_of,
@@ -284,10 +285,9 @@ class Recorder(TorchDispatchMode):
             if schema_of(function).is_mutable:
                 self._note_operator(function, template, None)
             return result
-        if function in _EMPTY:
-            shape, stride, dtype = _look(result)
-            template = (shape, stride), {"dtype": dtype, "device": result.device}
-            self.entries.append(Call(torch.empty_strided, template, self._place(result), NEW))
+        if function in _EMPTY and result.device == self._device:
+            make = empty_strided[self._device.type]
+            self.entries.append(Call(make, (_look(result), {}), self._place(result), NEW))
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:
@@ -368,7 +368,7 @@ class _Kind:
     is_new: bool = True  # there was no call yet: the first one compiles, imports and fills caches
     tape: Tape | None = None  # the last recording
     played: Tape | None = None  # what later calls play, once two recordings agree
-    outputs: Callable[[Playing], Any] = filler(())  # of what is played
+    outputs: Callable[[Playing], Any] = tuple  # fills in those of what is played
     num_failures: int = 0  # recordings of no use
     problem: str = ""  # why the last one was
     num_calls: int = 0
@@ -434,12 +434,13 @@ class Tapes:
         if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
             self.num_played += 1
             stream = current_stream(self._device.index) if self._device.type == "cuda" else 0
-            playing, n = Playing(kind.played, inputs, numbers, stream, self._kernels), 0
+            playing, num_done = Playing(kind.played, inputs, numbers, stream, self._kernels), 0
             try:
-                for n, entry in enumerate(kind.played.entries):
+                for entry in kind.played.entries:
                     entry.play(playing)
+                    num_done += 1
             except BaseException as error:
-                self._pay(kind.played.entries[n:], playing, error)
+                self._pay(kind.played.entries[num_done:], playing, error)
                 raise
             outputs: Sequence[Any] = kind.outputs(playing)
             return outputs

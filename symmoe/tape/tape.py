@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, zip_longest
@@ -142,11 +142,21 @@ def filler(template: Any) -> Callable[[Playing], Any]:
         return get
     if not has_places(template):
         return lambda playing: template
-    parts = [filler(part) for part in (template.values() if kind is dict else template)]
-    if kind is dict:
-        return lambda playing: dict(zip(template, [part(playing) for part in parts], strict=True))
-    make = getattr(kind, "_make", kind)  # the former of a record of tensors
-    return lambda playing: make([part(playing) for part in parts])
+    values = list(template.values() if kind is dict else template)
+    parts = [(n, filler(value)) for n, value in enumerate(values) if has_places(value)]
+    make = partial(_named, template) if kind is dict else getattr(kind, "_make", kind)  # the former of a record
+
+    def fill(playing: Playing) -> Any:
+        filled = values[:]
+        for n, part in parts:
+            filled[n] = part(playing)
+        return make(filled)
+
+    return fill
+
+
+def _named(names: Iterable[str], values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
 
 
 def has_places(template: Any) -> bool:
@@ -248,14 +258,14 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    _fill: Callable[[Playing], Any] = field(init=False)
+    _args: Callable[[Playing], tuple[Any, ...]] = field(init=False)
+    _kwargs: Callable[[Playing], dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._fill = filler(self.template)
+        self._args, self._kwargs = map(filler, self.template)
 
     def play(self, playing: Playing) -> None:
-        args, kwargs = self._fill(playing)
-        function = self.function
+        args, kwargs, function = self._args(playing), self._kwargs(playing), self.function
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)
         if self.leaves_autocast is None:

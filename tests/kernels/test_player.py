@@ -24,6 +24,7 @@ from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
+from symmoe.torch_internals import empty_strided
 
 # -- sections -------------------------------------------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ def launch(*slots: int, stream: int | None = None) -> Launch:
 
 
 def new(slot: int, num_bytes: int = 8) -> Call:
-    return Call(torch.empty_strided, (((num_bytes,), (1,)), {"dtype": torch.uint8, "device": "cpu"}), slot, NEW)
+    return Call(empty_strided["cpu"], (((num_bytes,), (1,), torch.uint8), {}), slot, NEW)
 
 
 def lease(slot: int) -> Call:
@@ -95,7 +96,7 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
     entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
     *made, section, used = played(*entries, returned=(0,))
     assert (made[0], made[1], section, used) == (entries[0], entries[5], [entries[3], entries[4]], entries[6])
-    assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,)))
+    assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,), torch.uint8))
     assert player._with_memory_planned(Tape(10, entries, ()), [], parts := {}) == [entries[3], entries[4], entries[6]]
     assert parts == {0: (0, 0), 1: (0, 256), 2: (0, 256 + 512)}
 

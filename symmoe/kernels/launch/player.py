@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -393,7 +393,7 @@ def in_sections(tape: Tape) -> Tape | None:
             group.takes(entry)
     steps += group.end(layout)
     # A whole tensor is returned as it was made.
-    whole = {Memory(each.slot, 0, *each.template[0], each.template[1]["dtype"]): ObjectSlot(each.slot) for each in made}
+    whole = {Memory(each.slot, 0, *each.template[0]): ObjectSlot(each.slot) for each in made if each.slot is not None}
     outputs = [whole.get(each, each) if isinstance(each, Memory) else each for each in tape.outputs]
     return replace(tape, entries=(*made, *steps), outputs=tuple(outputs), values=layout.values)
 
@@ -435,9 +435,9 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
 def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
     """Makes memory of several entries in one allocation, which lives until the call ends."""
     sizes = [-(-_bytes_of(entry) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
-    whole, options = entries[0].slot, entries[0].template[1]
-    parts.update((entry.slot, (whole, offset)) for entry, offset in zip(entries, accumulate(sizes, initial=0)))
-    return Call(torch.empty_strided, (((sum(sizes),), (1,)), {**options, "dtype": torch.uint8}), whole, NEW)
+    slots = [entry.slot for entry in entries if entry.slot is not None]
+    parts.update(zip(slots, zip(repeat(slots[0]), accumulate(sizes, initial=0)), strict=False))
+    return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], NEW)
 
 
 def _slots(template: Any) -> Iterator[int]:
@@ -451,8 +451,7 @@ def _slots(template: Any) -> Iterator[int]:
 
 
 def _bytes_of(entry: Call) -> int:
-    (shape, stride), options = entry.template
-    return extent_bytes(shape, stride, options["dtype"])
+    return extent_bytes(*entry.template[0])
 
 
 @dataclass(frozen=True, slots=True)
