@@ -26,6 +26,7 @@ from symmoe.tape.tape import (
     NEW,
     NOTE,
     OPERATOR,
+    STREAM,
     Call,
     CallInteger,
     Entry,
@@ -368,7 +369,7 @@ class _Kind:
     is_new: bool = True  # there was no call yet: the first one compiles, imports and fills caches
     tape: Tape | None = None  # the last recording
     played: Tape | None = None  # what later calls play, once two recordings agree
-    outputs: Callable[[Playing], Any] = tuple  # fills in those of what is played
+    fill: Callable[[Playing], Sequence[Any]] | None = None  # fills in its outputs
     num_failures: int = 0  # recordings of no use
     problem: str = ""  # why the last one was
     num_calls: int = 0
@@ -433,8 +434,10 @@ class Tapes:
         kind.num_calls += 1
         if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
             self.num_played += 1
-            stream = current_stream(self._device.index) if self._device.type == "cuda" else 0
-            playing, num_done = Playing(kind.played, inputs, numbers, stream, self._kernels), 0
+            things = [*inputs, *itertools.repeat(None, kind.played.num_slots - len(inputs))]
+            playing, num_done = Playing(things, kind.played.values[:], numbers, self._kernels), 0
+            if self._device.type == "cuda":
+                playing.values[STREAM] = current_stream(self._device.index)
             try:
                 for entry in kind.played.entries:
                     entry.play(playing)
@@ -442,8 +445,7 @@ class Tapes:
             except BaseException as error:
                 self._pay(kind.played.entries[num_done:], playing, error)
                 raise
-            outputs: Sequence[Any] = kind.outputs(playing)
-            return outputs
+            return kind.played.outputs if kind.fill is None else kind.fill(playing)
         if kind.is_new or kind.num_failures == _MOST_FAILURES:
             outputs = function()
             kind.is_new = False
@@ -457,12 +459,9 @@ class Tapes:
 
     def number(self, kind: Hashable) -> int:
         """A number for a kind of call, the same for equal ones: to be hashed instead of it."""
-        number = self._numbers.get(kind)
-        if number is None:
-            if len(self._numbers) == _MOST_KIND_NUMBERS:
-                self._numbers.clear()
-            number = self._numbers[kind] = next(self._counter)
-        return number
+        if len(self._numbers) == _MOST_KIND_NUMBERS:
+            self._numbers.clear()
+        return self._numbers.setdefault(kind, next(self._counter))
 
     def forget(self) -> None:
         """Lets go of all tapes, which hold what their calls were made on."""
@@ -534,8 +533,7 @@ class Tapes:
                 kind.played = self._compiled(tape)
                 if kind.played is None:
                     problem, kind.num_failures = "nothing plays it here", _MOST_FAILURES - 1
-                else:
-                    kind.outputs = filler(kind.played.outputs)
+                kind.fill = None if kind.played is None else filler(kind.played.outputs)
         kind.problem = problem
         kind.num_failures += bool(problem)
         kind.tape = tape

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,32 +18,25 @@ from symmoe.errors import SymmoeError
 MUST_ABORT = "must abort"  # from here on, an interruption cannot be told to the peers: the heap is given up
 MUST_SIGNAL = "must signal"  # from here on, what is owed can be launched although the rest is not
 CLEAN = "clean"  # nothing is owed any more
+STREAM = 0  # index of the current stream among a call's values
 
 
+@dataclass(eq=False, slots=True)
 class Playing:
     """One call that is being played.
 
     Attributes:
         things: by slot, a tensor, a lease or another object.
-        values: what its launches read: a copy of Tape.values, which sections fill in.
+        values: what its launches read: a copy of Tape.values, with the current stream; sections fill in the rest.
         numbers: integers of this call, by name.
-        stream: the current stream.
         kernels: function that returns the kernels which calls name.
     """
 
-    __slots__ = ("kernels", "mark", "numbers", "stream", "things", "values")
-
-    def __init__(
-        self,
-        tape: Tape,
-        inputs: Sequence[torch.Tensor],
-        numbers: Mapping[str, int],
-        stream: int,
-        kernels: Callable[[], object],
-    ) -> None:
-        self.things: list[Any] = [*inputs, *repeat(None, tape.num_slots - len(inputs))]
-        self.values = tape.values[:]
-        self.numbers, self.stream, self.kernels, self.mark = numbers, stream, kernels, CLEAN
+    things: list[Any]
+    values: array[int]
+    numbers: Mapping[str, int]
+    kernels: Callable[[], object]
+    mark: str = CLEAN
 
 
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -134,17 +127,17 @@ class ResultField:
 _PLACES = (Memory, ObjectSlot, LeaseOffset, CallInteger, ResultField)
 
 
-def filler(template: Any) -> Callable[[Playing], Any]:
-    """Function that returns the template with what a call has in the places."""
+def filler(template: Any) -> Callable[[Playing], Any] | None:
+    """Function that returns the template with what a call has in the places; None if there are none."""
     kind = type(template)
     if kind in _PLACES:
         get: Callable[[Playing], Any] = template.get
         return get
-    if not has_places(template):
-        return lambda playing: template
-    values = list(template.values() if kind is dict else template)
-    parts = [(n, filler(value)) for n, value in enumerate(values) if has_places(value)]
-    make = partial(_named, template) if kind is dict else getattr(kind, "_make", kind)  # the former of a record
+    if kind is not dict and not isinstance(template, (tuple, list)):
+        return None
+    values = [*(template.values() if kind is dict else template)]
+    parts = [(n, part) for n, part in enumerate(map(filler, values)) if part is not None]
+    make = (lambda each: dict(zip(template, each, strict=True))) if kind is dict else getattr(kind, "_make", kind)
 
     def fill(playing: Playing) -> Any:
         filled = values[:]
@@ -152,18 +145,7 @@ def filler(template: Any) -> Callable[[Playing], Any]:
             filled[n] = part(playing)
         return make(filled)
 
-    return fill
-
-
-def _named(names: Iterable[str], values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(names, values, strict=True))
-
-
-def has_places(template: Any) -> bool:
-    """Whether anything has to be filled in."""
-    if isinstance(template, dict):
-        return any(map(has_places, template.values()))
-    return type(template) in _PLACES or (isinstance(template, (tuple, list)) and any(map(has_places, template)))
+    return fill if parts else None
 
 
 _BY_IDENTITY: Any = object.__eq__
@@ -250,6 +232,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
+        fill: fills in the template; None: it has no places.
     """
 
     function: Callable[..., Any] | str
@@ -258,14 +241,14 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    _args: Callable[[Playing], tuple[Any, ...]] = field(init=False)
-    _kwargs: Callable[[Playing], dict[str, Any]] = field(init=False)
+    fill: Callable[[Playing], Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._args, self._kwargs = map(filler, self.template)
+        self.fill = filler(self.template)
 
     def play(self, playing: Playing) -> None:
-        args, kwargs, function = self._args(playing), self._kwargs(playing), self.function
+        args, kwargs = self.template if self.fill is None else self.fill(playing)
+        function = self.function
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)
         if self.leaves_autocast is None:

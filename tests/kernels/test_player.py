@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewh
     entries = large[0], uses[0], large[1], uses[1]
     found = played(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
-    playing = player.Playing(Tape(1, (), ()), ["memory"], {}, STREAM, lambda: twin)
+    playing = player.Playing(["memory"], array("q"), {}, lambda: twin)
     found[2].play(playing)
     assert playing.things[0] is None
     assert played(*entries)[:2] == (large[0], large[1])
@@ -181,7 +182,7 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     entries = Event(0, None, "a stream"), Event(0, 5, is_wait=True), operator(1), Event(0, None, is_wait=True)
     tape = player.in_sections(Tape(2, entries, ()))
-    playing = player.Playing(tape, [], {}, STREAM, lambda: twin)
+    playing = player.Playing([], array("q", [STREAM, *tape.values[1:]]), {}, lambda: twin)
     for section in (tape.entries[0], tape.entries[2]):
         section.play(playing)
     assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]

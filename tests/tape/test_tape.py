@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -37,7 +38,7 @@ from symmoe.moe.ep_step import _Forward
 from symmoe.moe.router import Router
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 from symmoe.tape.recorder import Recorder, Tapes, recorded
-from symmoe.tape.tape import CallInteger, Playing, Tape
+from symmoe.tape.tape import CallInteger, Playing
 
 OUTSIDE = torch.ones(3)
 
@@ -496,7 +497,7 @@ def test_there_is_no_tape_where_somebody_sees_every_operator():
 def test_numbers_of_equal_kinds_are_equal():
     tapes = make_tapes()
     assert tapes.number(("a", 1)) == tapes.number(("a", 1)) != tapes.number(("a", 2))
-    assert CallInteger("x").get(Playing(Tape(0, (), ()), [], {"x": 5}, 0, lambda: twin)) == 5
+    assert CallInteger("x").get(Playing([], array("q"), {"x": 5}, lambda: twin)) == 5
 
 
 def test_steps_of_layers_of_one_size_share_tapes(alone):

@@ -16,7 +16,6 @@ import subprocess
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, chain, repeat
 from typing import Any
 
@@ -33,6 +32,7 @@ from symmoe.tape.tape import (
     NEW,
     NOTE,
     OPERATOR,
+    STREAM,
     Call,
     CallInteger,
     Entry,
@@ -46,7 +46,6 @@ from symmoe.tape.tape import (
     ResultField,
     Tape,
     extent_bytes,
-    has_places,
 )
 
 _MOST_PARAMETERS, _MOST_MAPS = 128, 8
@@ -135,7 +134,7 @@ _DRIVER = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuTensorMapR
 _LAUNCH, _RECORD, _WAIT = range(3)
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
-_STREAM, _ZERO, _FIRST = range(3)  # indices of values: of a launch's stream, of 0, of the first argument
+_ZERO, _FIRST = STREAM + 1, STREAM + 2  # indices of values: of 0, of the first argument
 _REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 _SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
@@ -248,7 +247,7 @@ class Kernel:
     def set_launch(self, op: _Op, parameters: Sequence[tuple[int, int, int]]) -> Any:
         """Fills in an operation, except for its grid. Returns what the caller has to keep."""
         made = (_Parameter * len(parameters))(*[_Parameter(*each) for each in parameters])
-        op.kind, op.handle, op.stream = _LAUNCH, self._compiled.function, _STREAM
+        op.kind, op.handle, op.stream = _LAUNCH, self._compiled.function, STREAM
         op.threads, op.shared_bytes = 32 * self._compiled.num_warps, self._compiled.shared_bytes
         op.parameters, op.num_parameters = ctypes.addressof(made), len(parameters)
         return made
@@ -353,19 +352,18 @@ class _Layout:
     """What the sections of a tape share.
 
     Attributes:
-        values: those of all sections: the stream, 0, and in the order of use addresses and other numbers of a call, for
-            which there is 0 here, and constants.
-        slots: of the memory with an address there, its index.
+        values: the stream, 0, constants, and, for what a call brings, 0.
+        indices: of values by what a call brings: the slot of memory with this address, or the place of a number.
         parts: by slot, the larger memory of which it is a part: its slot, and the offset in bytes.
         events: by slot.
     """
 
-    values: array[int] = field(default_factory=partial(array, "q", (0, 0)))
-    slots: dict[int, int] = field(default_factory=dict)
+    values: array[int] = field(default_factory=functools.partial(array, "q", (0, 0)))
+    indices: dict[Any, int] = field(default_factory=dict)
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
-    def index(self, value: int = 0) -> int:
+    def constant(self, value: int) -> int:
         """Index of a new value."""
         self.values.extend(_values([value]))
         return len(self.values) - 1
@@ -383,8 +381,7 @@ def in_sections(tape: Tape) -> Tape | None:
     """
     if _player() is None:
         return None
-    made: list[Call] = []
-    steps: list[Entry] = []
+    made, steps = list[Call](), list[Entry]()
     group, layout = _Group(), _Layout()
     for entry in _with_memory_planned(tape, made, layout.parts):
         if not group.takes(entry):
@@ -399,8 +396,7 @@ def in_sections(tape: Tape) -> Tape | None:
 
 
 def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[int, int]]) -> list[Entry]:
-    """The entries without those that make memory before the first launch, which are added to `made`. parts: see
-    _Layout."""
+    """The entries without those that make memory before the first launch: `made`, and `parts` of it (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
     for n, entry in enumerate(tape.entries):
         for slot in _slots(entry.args if isinstance(entry, Launch) else getattr(entry, "template", None)):
@@ -413,7 +409,7 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
         if not (isinstance(entry, Call) and entry.kind == NEW and entry.slot is not None):
             entries.append(entry)
             continue
-        num_bytes, used = _bytes_of(entry), [user for _, user in users.get(entry.slot, ())]
+        num_bytes, used = extent_bytes(*entry.template[0]), [user for _, user in users.get(entry.slot, ())]
         launches_use = entry.slot not in returned and all(isinstance(user, Launch) for user in used)
         if launches_use and num_bytes < _SMALL_BYTES:
             small.append(entry)
@@ -434,7 +430,7 @@ def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[in
 
 def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
     """Makes memory of several entries in one allocation, which lives until the call ends."""
-    sizes = [-(-_bytes_of(entry) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
+    sizes = [-(-extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
     slots = [entry.slot for entry in entries if entry.slot is not None]
     parts.update(zip(slots, zip(repeat(slots[0]), accumulate(sizes, initial=0)), strict=False))
     return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], NEW)
@@ -448,10 +444,6 @@ def _slots(template: Any) -> Iterator[int]:
         yield from chain.from_iterable(map(_slots, template))
     elif isinstance(slot := getattr(template, "slot", None), int):
         yield slot
-
-
-def _bytes_of(entry: Call) -> int:
-    return extent_bytes(*entry.template[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,7 +488,7 @@ class _Group:
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == NOTE:
             self._notes.append(entry)
-        elif not has_places(entry.template):
+        elif entry.fill is None:
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
@@ -519,27 +511,26 @@ class Section(Entry):
     def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
         self._kept: list[Any] = []  # what the ops point to
         self._layout = layout
-        self._slots: list[tuple[int, int]] = []  # (index, slot) of memory that no earlier section uses
-        self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []  # with the index
+        # With their indices, what no earlier section uses: slots of memory, and places of numbers.
+        self._slots: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []
         self._ops = (_Op * len(entries))()
         for op, entry in zip(self._ops, entries, strict=True):
             if isinstance(entry, Launch):
                 self._set_launch(op, entry)
             else:
-                events = layout.events
                 if entry.recorded_on is not None:
-                    events[entry.slot] = torch.cuda.Event()
-                    events[entry.slot].record(entry.recorded_on)  # this makes it
-                op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, events[entry.slot].cuda_event
-                self._kept.append(events[entry.slot])
-            op.stream = _STREAM if entry.stream is None else layout.index(entry.stream)
+                    layout.events[entry.slot] = torch.cuda.Event()
+                    layout.events[entry.slot].record(entry.recorded_on)  # this makes it
+                self._kept.append(event := layout.events[entry.slot])
+                op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, event.cuda_event
+            op.stream = STREAM if entry.stream is None else layout.constant(entry.stream)
         self._play = _player().play
         self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._ops), len(entries)
 
     def play(self, playing: Playing) -> None:
         """Launches everything."""
         values, things = playing.values, playing.things
-        values[_STREAM] = playing.stream
         for index, slot in self._slots:
             thing = things[slot]
             values[index] = thing.data_ptr() if isinstance(thing, torch.Tensor) else thing.address  # a lease's
@@ -551,25 +542,23 @@ class Section(Entry):
 
     def _set_launch(self, op: _Op, entry: Launch) -> None:
         kernel: Kernel = entry.kernel
-        values, constant = {}, self._layout.index
+        values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
             if isinstance(arg, Memory) and arg.slot is not None:
-                values[place] = self._address(arg.slot, arg.offset_bytes)
+                slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
+                values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
             elif isinstance(arg, Memory):
                 values[place] = constant(arg.offset_bytes), 0
             elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
-                self._numbers.append((constant(), arg))
-                values[place] = self._numbers[-1][0], 0
+                values[place] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
                 values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
         parts = {place: [constant(word) for word in words] for place, (words, _) in entry.maps.items()}
         self._kept += [kernel.set_launch(op, kernel.parameters(values, parts)), kernel, entry.maps]
         op.x, op.y, op.z = (*entry.grid, 1, 1)[:3]
 
-    def _address(self, slot: int, offset_bytes: int) -> tuple[int, int]:
-        """Index of the address of a slot's memory, and what is added to it."""
-        slot, offset = self._layout.parts.get(slot, (slot, 0))
-        if slot not in self._layout.slots:
-            self._layout.slots[slot] = self._layout.index()
-            self._slots.append((self._layout.slots[slot], slot))
-        return self._layout.slots[slot], offset + offset_bytes
+    def _index(self, source: Any, new: list[tuple[int, Any]]) -> int:
+        """Index of what each call has in a slot or a place. new: where it is noted if no section has used it."""
+        if source not in self._layout.indices:
+            new.append((self._layout.indices.setdefault(source, self._layout.constant(0)), source))
+        return self._layout.indices[source]
