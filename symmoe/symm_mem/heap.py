@@ -32,7 +32,7 @@ from symmoe.symm_mem.memory import Lease, lease_problem
 from symmoe.symm_mem.start import START_TIMEOUT_S, HeapOptions, HeapParts, start_heap
 from symmoe.symm_mem.streams import capture_id
 from symmoe.tape.recorder import Tapes, recorded, recorded_on_cpus
-from symmoe.torch_internals import STOPS_RECOMPUTATION
+from symmoe.torch_internals import STOPS_RECOMPUTATION, current_device
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.several_nodes import Nodes
@@ -216,22 +216,21 @@ class SymmetricHeap(HeapParts):
             or self._status_words[control.STATUS_KIND] != control.STATUS_OK
             or self.waits.some_are_bounded
             or self._is_watched()
-            or (
-                self.device.type == "cuda"
-                and (capture_id(self.device) or torch.cuda.current_device() != self.device.index)
-            )
+            or (self.device.type == "cuda" and (capture_id(self.device) or current_device() != self.device.index))
         ):
             return function()
+        self.streams.eager_thread = get_ident()  # even if another one has its turn, which then asks again
         try:
-            self.one_call.__enter__()
-        except ConcurrentUse:
-            return function()  # which raises if it needs the turn, too
-        self.streams.eager_thread = get_ident()
-        try:
-            return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
+            try:
+                self.one_call.__enter__()
+            except ConcurrentUse:
+                return function()  # which raises if it needs the turn, too
+            try:
+                return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
+            finally:
+                self.one_call.__exit__(None, None, None)
         finally:
             self.streams.eager_thread = 0
-            self.one_call.__exit__(None, None, None)
 
     def timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""
@@ -479,7 +478,7 @@ def _lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, name
             f"{heap.num_bytes}) has room for it as well, `symmoe plan` says what a whole step needs"
         )
         heap.fail(HeapExhausted(problem), phase)
-    return Lease(memory, span, shape, dtype)
+    return Lease(memory, span, shape, dtype, num_bytes)
 
 
 def _end(heap: SymmetricHeap, *, together: bool) -> None:

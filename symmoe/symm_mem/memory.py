@@ -8,10 +8,9 @@ memory lies there by now, a look at its leases finds none.
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
-from bisect import insort
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,15 +59,21 @@ class Arena:
         """Same as :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
         span = self.take(num_bytes)
         if span is None and (more := source.take(num_bytes)) is not None:
-            self.capacity_bytes += more[1]
-            self._insert(*more)
+            self.capacity_bytes, self.used_bytes = self.capacity_bytes + more[1], self.used_bytes + more[1]
+            self.give_back(*more)
             span = self.take(num_bytes)
         return span
 
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
+        free, end, place = self._free, offset + size, bisect(self._free, (offset, 0))
+        if place < len(free) and free[place][0] == end:
+            _, end = free.pop(place)
+        if place and free[place - 1][1] == offset:
+            place -= 1
+            offset, _ = free.pop(place)
+        free.insert(place, (offset, end))
         self.used_bytes -= size
-        self._insert(offset, size)
 
     def clear(self) -> list[tuple[int, int]]:
         """Removes all free ranges from the arena; returns them as (offset, size)."""
@@ -76,16 +81,6 @@ class Arena:
         self.capacity_bytes -= sum(size for _, size in spans)
         self._free = []
         return spans
-
-    def _insert(self, offset: int, size: int) -> None:
-        insort(self._free, (offset, offset + size))
-        merged = [self._free[0]]
-        for start, end in self._free[1:]:
-            if start == merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        self._free = merged
 
     @property
     def largest_free_bytes(self) -> int:
@@ -198,34 +193,31 @@ class Memory:
         self._fruitless: tuple[int, ...] = ()
         self._next_search_s = 0.0
 
-    def take(self, num_bytes: int, name: str) -> Span | None:
-        """A span for a lease, or None if no free range is large enough."""
-        span = self._take(num_bytes, name)
-        may_help = span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
-        return self._take(num_bytes, name) if may_help else span
+    def take(self, num_bytes: int, name: str, *, searches: bool = True) -> Span | None:
+        """A span for a lease, or None if no free range is large enough, even after a search for garbage."""
+        with self.lock:
+            if self.dropped:
+                self._take_back_dropped()
+            arena, order = self.arena, self._order
+            if order is not None and (capture := order.capture):  # calls of a captured graph share spans
+                arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
+                found = arena.take_or_grow(num_bytes, self.arena)
+            else:
+                found = arena.take(num_bytes)
+            if found is not None:
+                if order is not None:
+                    order.taken(found)
+                self._live[found[0]] = num_bytes
+                self.statistics.num_leases += 1
+                return Span(self, name, self.statistics.num_leases, (arena, found))
+        may_help = searches and num_bytes <= self.arena.capacity_bytes and self._collect_garbage()
+        return self.take(num_bytes, name, searches=False) if may_help else None
 
     def lacks(self, num_bytes: int) -> bool:
         """Whether no free range has so many bytes."""
         with self.lock:
             self._take_back_dropped()
             return self.arena.largest_free_bytes < num_bytes
-
-    def _take(self, num_bytes: int, name: str) -> Span | None:
-        with self.lock:
-            self._take_back_dropped()
-            arena, capture = self.arena, 0 if self._order is None else self._order.capture
-            if capture:  # the calls of a captured graph share spans among themselves
-                arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
-                found = arena.take_or_grow(num_bytes, self.arena)
-            else:
-                found = arena.take(num_bytes)
-            if found is None:
-                return None
-            if self._order is not None:
-                self._order.taken(found)
-            self.statistics.num_leases += 1
-            self._live[found[0]] = num_bytes
-            return Span(self, name, self.statistics.num_leases, (arena, found))
 
     def give_back(self, arena: Arena, span: tuple[int, int]) -> None:
         """Takes back (offset, size), with which the current stream is done."""
@@ -348,10 +340,10 @@ class Lease:
     into it only after a barrier that this rank's stream reaches.
     """
 
-    def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> None:
         self.name, self.offset, self.address, self.generation = span.name, span.offset, span.address, span.generation
-        self.shape, self.dtype, self.num_bytes = shape, dtype, dtype.itemsize * math.prod(shape)
-        self._bytes, self._span = slice(self.offset, self.offset + self.num_bytes), span
+        self.shape, self.dtype, self.num_bytes = shape, dtype, num_bytes
+        self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
         self._memory: Memory | None = memory
         self._tensor: torch.Tensor | None = None
 

@@ -46,38 +46,33 @@ class FirstTimes:
     def is_first_barrier(self, call: int, *, epoch: int, fault: bool) -> bool:
         """Notes a barrier that is about to be entered, and says whether it is a first wait. fault: whether this rank's
         arguments are wrong; then `call` (control.pack_call) has only the phase."""
-        last, phase, first = self._last, call & 0xFF, self._has_made_ready()
+        last, phase, kind, first = self._last, call & 0xFF, (call & ALL_BUT_PLAN, BARRIER), False
         if fault:
-            first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
-        elif phase != control.PHASE_CLOSE:  # ranks close after any call
-            first |= self._goes_on_to((call & ALL_BUT_PLAN, BARRIER))
-        if first:
-            self._waits.add((epoch, phase, BARRIER))
-        return first
+            first = not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
+        # Ranks close after any call.
+        return self._is_first(None if fault or phase == control.PHASE_CLOSE else kind, (epoch, phase, BARRIER), first)
 
     def is_first_signal(self, phase: int, peer: int, *, epoch: int) -> bool:
         """Same as is_first_barrier, for a wait for a peer's signal after the barrier of this epoch."""
-        first = self._has_made_ready() | self._goes_on_to((self._last[0], peer))
-        if first:
-            self._waits.add((epoch, phase, peer))
-        return first
+        return self._is_first((self._last[0], peer), (epoch, phase, peer))
 
     def was_first(self, epoch: int, phase: int, peer: int) -> bool:
         """Whether the wait in which this peer was missing was a first one."""
         return not self._waits.isdisjoint({(epoch, phase, BARRIER), (epoch, phase, peer)})
 
-    def _has_made_ready(self) -> bool:
-        """Whether something was compiled or imported since the last wait."""
+    def _is_first(self, kind: Kind | None, wait: tuple[int, int, int], first: bool = False) -> bool:
+        """Whether something was compiled or imported since the last wait, or no wait of this kind (None: of any) has
+        followed one of the last kind; or `first`. Then notes the wait."""
         before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
-        return before != self._num_ready
-
-    def _goes_on_to(self, kind: Kind) -> bool:
-        """Whether this is the first wait of its kind after one of the last kind."""
-        stretch, self._last = (self._last, kind), kind
-        if stretch in self._stretches:
-            return False
-        self._stretches.add(stretch)
-        return True
+        if kind is not None:
+            stretch, self._last = (self._last, kind), kind
+            if stretch not in self._stretches:
+                self._stretches.add(stretch)
+                first = True
+        if first or before != self._num_ready:
+            self._waits.add(wait)
+            return True
+        return False
 
 
 class FlightRing:

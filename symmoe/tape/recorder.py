@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from symmoe.tape.tape import (
     NEW,
     NOTE,
     OPERATOR,
+    STREAM,
     Call,
     CallInteger,
     Entry,
@@ -40,12 +40,13 @@ from symmoe.tape.tape import (
     ResultField,
     Tape,
     extent_bytes,
-    fill_in,
+    filler,
 )
 from symmoe.torch_internals import (
     READS_BACK,
     TorchDispatchMode,
     current_stream,
+    empty_strided,
     num_dispatch_modes,
     schema_of,
     storage_of,
@@ -285,10 +286,9 @@ class Recorder(TorchDispatchMode):
             if schema_of(function).is_mutable:
                 self._note_operator(function, template, None)
             return result
-        if function in _EMPTY:
-            shape, stride, dtype = _look(result)
-            template = (shape, stride), {"dtype": dtype, "device": result.device}
-            self.entries.append(Call(torch.empty_strided, template, self._place(result), NEW))
+        if function in _EMPTY and result.device == self._device:
+            make = empty_strided[self._device.type]
+            self.entries.append(Call(make, (_look(result), {}), self._place(result), NEW))
         elif isinstance(result, torch.Tensor):
             self._note_operator(function, template, self._place(result))
         else:
@@ -369,9 +369,11 @@ class _Kind:
     is_new: bool = True  # there was no call yet: the first one compiles, imports and fills caches
     tape: Tape | None = None  # the last recording
     played: Tape | None = None  # what later calls play, once two recordings agree
+    fill: Callable[[Playing], Sequence[Any]] | None = None  # fills in its outputs
     num_failures: int = 0  # recordings of no use
     problem: str = ""  # why the last one was
     num_calls: int = 0
+    last_call: int = 0  # its number among those of all kinds
     next_audit: int = _FIRST_AUDIT  # the number of the next call that is compared
 
 
@@ -402,14 +404,14 @@ class Tapes:
         *,
         audits: bool = False,
     ) -> None:
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._kinds: dict[Hashable, _Kind] = {}
         self._device, self._give_up, self._fail = device, give_up, fail
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
         self._audits = audits
         self._numbers: dict[Hashable, int] = {}
         self._counter = itertools.count()
         self._is_ready = False
-        self.num_played = self.num_audited = 0
+        self.num_played = self.num_audited = self._num_calls = 0
 
     def run(
         self, key: tuple[Hashable, ...], function: Function, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]
@@ -432,8 +434,10 @@ class Tapes:
         kind.num_calls += 1
         if kind.played is not None and not self._audits and kind.num_calls < kind.next_audit:
             self.num_played += 1
-            playing = self._playing(kind.played.num_slots, inputs, numbers)
-            num_done = 0
+            things = [*inputs, *itertools.repeat(None, kind.played.num_slots - len(inputs))]
+            playing, num_done = Playing(things, kind.played.values[:], numbers, self._kernels), 0
+            if self._device.type == "cuda":
+                playing.values[STREAM] = current_stream(self._device.index)
             try:
                 for entry in kind.played.entries:
                     entry.play(playing)
@@ -441,8 +445,7 @@ class Tapes:
             except BaseException as error:
                 self._pay(kind.played.entries[num_done:], playing, error)
                 raise
-            outputs: Sequence[Any] = fill_in(kind.played.outputs, playing)
-            return outputs
+            return kind.played.outputs if kind.fill is None else kind.fill(playing)
         if kind.is_new or kind.num_failures == _MOST_FAILURES:
             outputs = function()
             kind.is_new = False
@@ -456,12 +459,9 @@ class Tapes:
 
     def number(self, kind: Hashable) -> int:
         """A number for a kind of call, the same for equal ones: to be hashed instead of it."""
-        number = self._numbers.get(kind)
-        if number is None:
-            if len(self._numbers) == _MOST_KIND_NUMBERS:
-                self._numbers.clear()
-            number = self._numbers[kind] = next(self._counter)
-        return number
+        if len(self._numbers) == _MOST_KIND_NUMBERS:
+            self._numbers.clear()
+        return self._numbers.setdefault(kind, next(self._counter))
 
     def forget(self) -> None:
         """Lets go of all tapes, which hold what their calls were made on."""
@@ -484,18 +484,11 @@ class Tapes:
         whole_key = key, (autocast, *looks)
         kind = self._kinds.get(whole_key)
         if kind is None:
+            if len(self._kinds) == _MOST_KINDS:
+                del self._kinds[min(self._kinds, key=lambda each: self._kinds[each].last_call)]
             kind = self._kinds[whole_key] = _Kind()
-            if len(self._kinds) > _MOST_KINDS:
-                self._kinds.popitem(last=False)
-        self._kinds.move_to_end(whole_key)
+        self._num_calls = kind.last_call = self._num_calls + 1
         return whole_key, kind
-
-    def _playing(self, num_slots: int, inputs: Sequence[torch.Tensor], numbers: Mapping[str, int]) -> Playing:
-        stream = current_stream(self._device.index) if self._device.type == "cuda" else 0
-        playing = Playing(num_slots, numbers, stream, self._kernels)
-        for slot, tensor in enumerate(inputs):
-            playing.put(slot, tensor)
-        return playing
 
     def _pay(self, entries: Sequence[Entry], playing: Playing, error: BaseException) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
@@ -540,6 +533,7 @@ class Tapes:
                 kind.played = self._compiled(tape)
                 if kind.played is None:
                     problem, kind.num_failures = "nothing plays it here", _MOST_FAILURES - 1
+                kind.fill = None if kind.played is None else filler(kind.played.outputs)
         kind.problem = problem
         kind.num_failures += bool(problem)
         kind.tape = tape

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat, zip_longest
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,30 +18,25 @@ from symmoe.errors import SymmoeError
 MUST_ABORT = "must abort"  # from here on, an interruption cannot be told to the peers: the heap is given up
 MUST_SIGNAL = "must signal"  # from here on, what is owed can be launched although the rest is not
 CLEAN = "clean"  # nothing is owed any more
+STREAM = 0  # index of the current stream among a call's values
 
 
+@dataclass(eq=False, slots=True)
 class Playing:
     """One call that is being played.
 
     Attributes:
-        things, addresses: by slot, a tensor, a lease or another object, and the address of its memory.
+        things: by slot, a tensor, a lease or another object.
+        values: what its launches read: a copy of Tape.values, with the current stream; sections fill in the rest.
         numbers: integers of this call, by name.
-        stream: the current stream.
         kernels: function that returns the kernels which calls name.
     """
 
-    __slots__ = ("addresses", "kernels", "mark", "numbers", "stream", "things")
-
-    def __init__(self, num_slots: int, numbers: Mapping[str, int], stream: int, kernels: Callable[[], object]) -> None:
-        self.things: list[Any] = [None] * num_slots
-        self.addresses = [0] * num_slots
-        self.numbers, self.stream, self.kernels, self.mark = numbers, stream, kernels, CLEAN
-
-    def put(self, slot: int, thing: Any) -> None:
-        """Fills a slot."""
-        self.things[slot] = thing
-        is_tensor = isinstance(thing, torch.Tensor)
-        self.addresses[slot] = thing.data_ptr() if is_tensor else getattr(thing, "address", 0)  # a lease's
+    things: list[Any]
+    values: array[int]
+    numbers: Mapping[str, int]
+    kernels: Callable[[], object]
+    mark: str = CLEAN
 
 
 def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -130,25 +127,25 @@ class ResultField:
 _PLACES = (Memory, ObjectSlot, LeaseOffset, CallInteger, ResultField)
 
 
-def fill_in(template: Any, playing: Playing) -> Any:
-    """The template with what this call has in the places."""
+def filler(template: Any) -> Callable[[Playing], Any] | None:
+    """Function that returns the template with what a call has in the places; None if there are none."""
     kind = type(template)
     if kind in _PLACES:
-        return template.get(playing)
-    if kind is tuple or kind is list:
-        return kind(map(fill_in, template, repeat(playing)))
-    if kind is dict:
-        return dict(zip(template, map(fill_in, template.values(), repeat(playing)), strict=True))
-    if hasattr(kind, "_make"):  # a record of tensors
-        return kind._make(map(fill_in, template, repeat(playing)))
-    return template
+        get: Callable[[Playing], Any] = template.get
+        return get
+    if kind is not dict and not isinstance(template, (tuple, list)):
+        return None
+    values = [*(template.values() if kind is dict else template)]
+    parts = [(n, part) for n, part in enumerate(map(filler, values)) if part is not None]
+    make = (lambda each: dict(zip(template, each, strict=True))) if kind is dict else getattr(kind, "_make", kind)
 
+    def fill(playing: Playing) -> Any:
+        filled = values[:]
+        for n, part in parts:
+            filled[n] = part(playing)
+        return make(filled)
 
-def has_places(template: Any) -> bool:
-    """Whether anything has to be filled in."""
-    if isinstance(template, dict):
-        return any(map(has_places, template.values()))
-    return type(template) in _PLACES or (isinstance(template, (tuple, list)) and any(map(has_places, template)))
+    return fill if parts else None
 
 
 _BY_IDENTITY: Any = object.__eq__
@@ -235,6 +232,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
+        fill: fills in the template; None: it has no places.
     """
 
     function: Callable[..., Any] | str
@@ -243,21 +241,13 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    _places: tuple[list[int], list[str]] = field(init=False)  # of the arguments that are filled in
+    fill: Callable[[Playing], Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        args, kwargs = self.template
-        self._places = (
-            [n for n, arg in enumerate(args) if has_places(arg)],
-            [name for name, arg in kwargs.items() if has_places(arg)],
-        )
+        self.fill = filler(self.template)
 
     def play(self, playing: Playing) -> None:
-        args, kwargs = [*self.template[0]], {**self.template[1]}
-        for n in self._places[0]:
-            args[n] = fill_in(args[n], playing)
-        for name in self._places[1]:
-            kwargs[name] = fill_in(kwargs[name], playing)
+        args, kwargs = self.template if self.fill is None else self.fill(playing)
         function = self.function
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)
@@ -267,7 +257,7 @@ class Call(Entry):
             with torch.autocast(self.leaves_autocast, enabled=False):
                 result = function(*args, **kwargs)
         if self.slot is not None:
-            playing.put(self.slot, result)
+            playing.things[self.slot] = result
 
     def same(self, other: Any) -> bool:
         ours, theirs = (
@@ -293,11 +283,12 @@ class Mark(Entry):
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
     """A recording: what happens, in order, and templates of what the function returned. num_slots: for memory and
-    objects; inputs have the first ones."""
+    objects; inputs have the first ones. values: see kernels/launch/player.py."""
 
     num_slots: int
     entries: tuple[Entry, ...]
     outputs: tuple[Any, ...]
+    values: array[int] = field(default_factory=partial(array, "q"))
 
     def difference(self, other: Tape) -> str:
         """What a later recording has that is not so here; "" if both came from calls that differ only in memory and in

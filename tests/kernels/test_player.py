@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
+from symmoe.torch_internals import empty_strided
 
 # -- sections -------------------------------------------------------------------------------------------------------
 
@@ -36,7 +38,7 @@ class Section(list):
 def lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections are lists of what they launch."""
     monkeypatch.setattr(player, "_player", lambda: print)
-    monkeypatch.setattr(player, "Section", lambda launches, num_slots, events: Section(launches))
+    monkeypatch.setattr(player, "Section", lambda launches, layout: Section(launches))
 
 
 def launch(*slots: int, stream: int | None = None) -> Launch:
@@ -44,7 +46,7 @@ def launch(*slots: int, stream: int | None = None) -> Launch:
 
 
 def new(slot: int, num_bytes: int = 8) -> Call:
-    return Call(torch.empty_strided, (((num_bytes,), (1,)), {"dtype": torch.uint8, "device": "cpu"}), slot, NEW)
+    return Call(empty_strided["cpu"], (((num_bytes,), (1,), torch.uint8), {}), slot, NEW)
 
 
 def lease(slot: int) -> Call:
@@ -95,11 +97,9 @@ def test_small_memory_that_only_launches_use_is_one_allocation(lists):
     entries = new(0), new(1, 300), new(2), launch(0, 1), launch(1, 2, stream=7), new(3), operator(3)
     *made, section, used = played(*entries, returned=(0,))
     assert (made[0], made[1], section, used) == (entries[0], entries[5], [entries[3], entries[4]], entries[6])
-    playing = player.Playing(10, {}, STREAM, lambda: twin)
-    made[2].play(playing)
-    memory = playing.things[1]
-    assert memory.nbytes == 512 + 256
-    assert playing.addresses[:3] == [0, memory.data_ptr(), memory.data_ptr() + 512]
+    assert (made[2].slot, made[2].template[0]) == (1, ((512 + 256,), (1,), torch.uint8))
+    assert player._with_memory_planned(Tape(10, entries, ()), [], parts := {}) == [entries[3], entries[4], entries[6]]
+    assert parts == {0: (0, 0), 1: (0, 256), 2: (0, 256 + 512)}
 
 
 def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewhere(lists):
@@ -107,8 +107,7 @@ def test_large_memory_ends_before_more_is_made_unless_it_is_used_later_or_elsewh
     entries = large[0], uses[0], large[1], uses[1]
     found = played(*entries, returned=(1,))
     assert (found[:2], found[3:]) == ((large[0], [uses[0]]), (large[1], [uses[1]]))
-    playing = player.Playing(10, {}, STREAM, lambda: twin)
-    playing.things[0] = "memory"
+    playing = player.Playing(["memory"], array("q"), {}, lambda: twin)
     found[2].play(playing)
     assert playing.things[0] is None
     assert played(*entries)[:2] == (large[0], large[1])
@@ -183,7 +182,7 @@ def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     entries = Event(0, None, "a stream"), Event(0, 5, is_wait=True), operator(1), Event(0, None, is_wait=True)
     tape = player.in_sections(Tape(2, entries, ()))
-    playing = player.Playing(2, {}, STREAM, lambda: twin)
+    playing = player.Playing([], array("q", [STREAM, *tape.values[1:]]), {}, lambda: twin)
     for section in (tape.entries[0], tape.entries[2]):
         section.play(playing)
     assert fake_cuda.happened == [("record", 99, STREAM), ("wait", 5, 99), ("wait", STREAM, 99)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -496,7 +497,7 @@ def test_there_is_no_tape_where_somebody_sees_every_operator():
 def test_numbers_of_equal_kinds_are_equal():
     tapes = make_tapes()
     assert tapes.number(("a", 1)) == tapes.number(("a", 1)) != tapes.number(("a", 2))
-    assert CallInteger("x").get(Playing(0, {"x": 5}, 0, lambda: twin)) == 5
+    assert CallInteger("x").get(Playing([], array("q"), {"x": 5}, lambda: twin)) == 5
 
 
 def test_steps_of_layers_of_one_size_share_tapes(alone):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import operator
 import struct
 import subprocess
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from symmoe.tape.tape import (
     NEW,
     NOTE,
     OPERATOR,
+    STREAM,
     Call,
     CallInteger,
     Entry,
@@ -40,11 +41,11 @@ from symmoe.tape.tape import (
     LeaseOffset,
     Mark,
     Memory,
+    ObjectSlot,
     Playing,
     ResultField,
     Tape,
     extent_bytes,
-    has_places,
 )
 
 _MOST_PARAMETERS, _MOST_MAPS = 128, 8
@@ -133,7 +134,7 @@ _DRIVER = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuTensorMapR
 _LAUNCH, _RECORD, _WAIT = range(3)
 _FLOATS = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 _INTEGERS = {"i1", "u1", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"}
-_STREAM, _ZERO, _FIRST = range(3)  # indices of values: of a launch's stream, of 0, of the first argument
+_ZERO, _FIRST = STREAM + 1, STREAM + 2  # indices of values: of 0, of the first argument
 _REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 _MAX_SHARED_BYTES = 227 << 10  # with more, Triton sets attributes of the launch
 _SMALL_BYTES, _WORTH_BYTES, _ALIGNMENT_BYTES = 1 << 20, 32 << 20, 256
@@ -246,7 +247,7 @@ class Kernel:
     def set_launch(self, op: _Op, parameters: Sequence[tuple[int, int, int]]) -> Any:
         """Fills in an operation, except for its grid. Returns what the caller has to keep."""
         made = (_Parameter * len(parameters))(*[_Parameter(*each) for each in parameters])
-        op.kind, op.handle, op.stream = _LAUNCH, self._compiled.function, _STREAM
+        op.kind, op.handle, op.stream = _LAUNCH, self._compiled.function, STREAM
         op.threads, op.shared_bytes = 32 * self._compiled.num_warps, self._compiled.shared_bytes
         op.parameters, op.num_parameters = ctypes.addressof(made), len(parameters)
         return made
@@ -346,6 +347,28 @@ def _player() -> Any:
 # -- tapes ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the sections of a tape share.
+
+    Attributes:
+        values: the stream, 0, constants, and, for what a call brings, 0.
+        indices: of values by what a call brings: the slot of memory with this address, or the place of a number.
+        parts: by slot, the larger memory of which it is a part: its slot, and the offset in bytes.
+        events: by slot.
+    """
+
+    values: array[int] = field(default_factory=functools.partial(array, "q", (0, 0)))
+    indices: dict[Any, int] = field(default_factory=dict)
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
+
+    def constant(self, value: int) -> int:
+        """Index of a new value."""
+        self.values.extend(_values([value]))
+        return len(self.values) - 1
+
+
 def in_sections(tape: Tape) -> Tape | None:
     """What is played of a tape: its launches in sections, as few as possible, and calls from Python between them. None
     where nothing is launched by C.
@@ -358,20 +381,22 @@ def in_sections(tape: Tape) -> Tape | None:
     """
     if _player() is None:
         return None
-    made: list[Entry] = []
-    steps: list[Entry] = []
-    group, events = _Group(), dict[int, torch.cuda.Event]()
-    for entry in _with_memory_planned(tape, made):
+    made, steps = list[Call](), list[Entry]()
+    group, layout = _Group(), _Layout()
+    for entry in _with_memory_planned(tape, made, layout.parts):
         if not group.takes(entry):
-            steps += group.end(tape.num_slots, events)
+            steps += group.end(layout)
             group = _Group()
             group.takes(entry)
-    steps += group.end(tape.num_slots, events)
-    return replace(tape, entries=(*made, *steps))
+    steps += group.end(layout)
+    # A whole tensor is returned as it was made.
+    whole = {Memory(each.slot, 0, *each.template[0]): ObjectSlot(each.slot) for each in made if each.slot is not None}
+    outputs = [whole.get(each, each) if isinstance(each, Memory) else each for each in tape.outputs]
+    return replace(tape, entries=(*made, *steps), outputs=tuple(outputs), values=layout.values)
 
 
-def _with_memory_planned(tape: Tape, made: list[Entry]) -> list[Entry]:
-    """The entries without those that make memory before the first launch, which are added to `made`."""
+def _with_memory_planned(tape: Tape, made: list[Call], parts: dict[int, tuple[int, int]]) -> list[Entry]:
+    """The entries without those that make memory before the first launch: `made`, and `parts` of it (see _Layout)."""
     users: dict[int, list[tuple[int, Entry]]] = {}
     for n, entry in enumerate(tape.entries):
         for slot in _slots(entry.args if isinstance(entry, Launch) else getattr(entry, "template", None)):
@@ -384,7 +409,7 @@ def _with_memory_planned(tape: Tape, made: list[Entry]) -> list[Entry]:
         if not (isinstance(entry, Call) and entry.kind == NEW and entry.slot is not None):
             entries.append(entry)
             continue
-        num_bytes, used = _bytes_of(entry), [user for _, user in users.get(entry.slot, ())]
+        num_bytes, used = extent_bytes(*entry.template[0]), [user for _, user in users.get(entry.slot, ())]
         launches_use = entry.slot not in returned and all(isinstance(user, Launch) for user in used)
         if launches_use and num_bytes < _SMALL_BYTES:
             small.append(entry)
@@ -399,8 +424,16 @@ def _with_memory_planned(tape: Tape, made: list[Entry]) -> list[Entry]:
         if launches_use and is_alone and used:
             large[entry.slot] = num_bytes
     if small:
-        made.append(_Workspace(small))
+        made.append(_workspace(small, parts))
     return entries
+
+
+def _workspace(entries: Sequence[Call], parts: dict[int, tuple[int, int]]) -> Call:
+    """Makes memory of several entries in one allocation, which lives until the call ends."""
+    sizes = [-(-extent_bytes(*entry.template[0]) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
+    slots = [entry.slot for entry in entries if entry.slot is not None]
+    parts.update(zip(slots, zip(repeat(slots[0]), accumulate(sizes, initial=0)), strict=False))
+    return Call(entries[0].function, (((sum(sizes),), (1,), torch.uint8), {}), slots[0], NEW)
 
 
 def _slots(template: Any) -> Iterator[int]:
@@ -408,31 +441,9 @@ def _slots(template: Any) -> Iterator[int]:
     if isinstance(template, dict):
         template = tuple(template.values())
     if isinstance(template, (tuple, list)):
-        yield from itertools.chain.from_iterable(map(_slots, template))
+        yield from chain.from_iterable(map(_slots, template))
     elif isinstance(slot := getattr(template, "slot", None), int):
         yield slot
-
-
-def _bytes_of(entry: Call) -> int:
-    (shape, stride), options = entry.template
-    return extent_bytes(shape, stride, options["dtype"])
-
-
-class _Workspace(Entry):
-    """Memory in one allocation, which lives until the call ends."""
-
-    def __init__(self, entries: Sequence[Call]) -> None:
-        sizes = [-(-_bytes_of(entry) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for entry in entries]
-        slots = [entry.slot for entry in entries if entry.slot is not None]
-        self._places = list(zip(slots, itertools.accumulate(sizes, initial=0), strict=False))
-        self._num_bytes, self._device = sum(sizes), entries[0].template[1]["device"]
-
-    def play(self, playing: Playing) -> None:
-        memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        address = memory.data_ptr()
-        for slot, offset in self._places:
-            playing.addresses[slot] = address + offset
-        playing.things[self._places[0][0]] = memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +488,7 @@ class _Group:
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == NOTE:
             self._notes.append(entry)
-        elif not has_places(entry.template):
+        elif entry.fill is None:
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
@@ -486,10 +497,10 @@ class _Group:
             self._is_full = entry.kind != OPERATOR and entry.slot is not None
         return True
 
-    def end(self, num_slots: int, events: dict[int, torch.cuda.Event]) -> list[Entry]:
+    def end(self, layout: _Layout) -> list[Entry]:
         """What is played: nothing can interrupt the function in C, so only the last mark counts after it. What would be
         owed is in sections with what is not: an error of Python between them cannot be told to the peers."""
-        section = [Section(self._launches, num_slots, events)] if self._launches else []
+        section = [Section(self._launches, layout)] if self._launches else []
         marks = [self._mark and Mark(MUST_ABORT) if self._mark and self._mark.what == MUST_SIGNAL else self._mark]
         return [*self._before, *self._notes, *section, *filter(None, marks), *self._after]
 
@@ -497,53 +508,57 @@ class _Group:
 class Section(Entry):
     """Launches and events of a tape that follow each other."""
 
-    def __init__(self, entries: Sequence[Launch | Event], num_slots: int, events: dict[int, torch.cuda.Event]) -> None:
+    def __init__(self, entries: Sequence[Launch | Event], layout: _Layout) -> None:
         self._kept: list[Any] = []  # what the ops point to
-        places = (CallInteger, LeaseOffset, ResultField)
-        launches = [each for each in entries if isinstance(each, Launch)]
-        self._numbers = [arg for each in launches for arg in each.args if isinstance(arg, places)]
-        self._first_slot, self._constants = _FIRST, array("q")
-        self._first_constant = _FIRST + num_slots + len(self._numbers)
-        numbers = iter(range(_FIRST + num_slots, self._first_constant))
+        self._layout = layout
+        # With their indices, what no earlier section uses: slots of memory, and places of numbers.
+        self._slots: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, CallInteger | LeaseOffset | ResultField]] = []
         self._ops = (_Op * len(entries))()
         for op, entry in zip(self._ops, entries, strict=True):
             if isinstance(entry, Launch):
-                self._set_launch(op, entry, numbers)
+                self._set_launch(op, entry)
             else:
                 if entry.recorded_on is not None:
-                    events[entry.slot] = torch.cuda.Event()
-                    events[entry.slot].record(entry.recorded_on)  # this makes it
-                op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, events[entry.slot].cuda_event
-                self._kept.append(events[entry.slot])
-            op.stream = _STREAM if entry.stream is None else self._constant(entry.stream)
+                    layout.events[entry.slot] = torch.cuda.Event()
+                    layout.events[entry.slot].record(entry.recorded_on)  # this makes it
+                self._kept.append(event := layout.events[entry.slot])
+                op.kind, op.handle = _WAIT if entry.is_wait else _RECORD, event.cuda_event
+            op.stream = STREAM if entry.stream is None else layout.constant(entry.stream)
         self._play = _player().play
         self._addresses = ctypes.addressof(_driver_functions()), ctypes.addressof(self._ops), len(entries)
 
     def play(self, playing: Playing) -> None:
         """Launches everything."""
-        values = _values([playing.stream, 0, *playing.addresses, *[number.get(playing) for number in self._numbers]])
-        values.extend(self._constants)
+        values, things = playing.values, playing.things
+        for index, slot in self._slots:
+            thing = things[slot]
+            values[index] = thing.data_ptr() if isinstance(thing, torch.Tensor) else thing.address  # a lease's
+        for index, number in self._numbers:
+            values[index] = number.get(playing)
         driver.ensure_context()
         if error := self._play(*self._addresses, values):
             driver.check(error, "a launch of a recorded call")
 
-    def _set_launch(self, op: _Op, entry: Launch, numbers: Iterable[int]) -> None:
+    def _set_launch(self, op: _Op, entry: Launch) -> None:
         kernel: Kernel = entry.kernel
-        values = {}
+        values, constant = {}, self._layout.constant
         for place, (arg, kind) in enumerate(zip(entry.args, kernel.kinds, strict=True)):
             if isinstance(arg, Memory) and arg.slot is not None:
-                values[place] = self._first_slot + arg.slot, arg.offset_bytes
+                slot, offset = self._layout.parts.get(arg.slot, (arg.slot, 0))
+                values[place] = self._index(slot, self._slots), offset + arg.offset_bytes
             elif isinstance(arg, Memory):
-                values[place] = self._constant(arg.offset_bytes), 0
+                values[place] = constant(arg.offset_bytes), 0
             elif isinstance(arg, (CallInteger, LeaseOffset, ResultField)):
-                values[place] = next(numbers), 0  # type: ignore[call-overload]  # an iterator
+                values[place] = self._index(arg, self._numbers), 0
             elif kind != "constexpr":
-                values[place] = self._constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
-        parts = {place: [self._constant(word) for word in words] for place, (words, _) in entry.maps.items()}
+                values[place] = constant(_bits(arg, kind) if kind in _FLOATS else arg), 0
+        parts = {place: [constant(word) for word in words] for place, (words, _) in entry.maps.items()}
         self._kept += [kernel.set_launch(op, kernel.parameters(values, parts)), kernel, entry.maps]
         op.x, op.y, op.z = (*entry.grid, 1, 1)[:3]
 
-    def _constant(self, value: int) -> int:
-        """Index of a value that never changes."""
-        self._constants.extend(_values([value]))
-        return self._first_constant + len(self._constants) - 1
+    def _index(self, source: Any, new: list[tuple[int, Any]]) -> int:
+        """Index of what each call has in a slot or a place. new: where it is noted if no section has used it."""
+        if source not in self._layout.indices:
+            new.append((self._layout.indices.setdefault(source, self._layout.constant(0)), source))
+        return self._layout.indices[source]
