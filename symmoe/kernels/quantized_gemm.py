@@ -30,8 +30,6 @@ BLOCK = 128
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
 SCALE = (torch.float32,)
-# Parameters of the kernels for Float8Block that need not be aligned to ALIGNMENT.
-ANY_ADDRESS = "row_scale weight_table weight_scale weight_scale_table row_range bias bias_scale".split()
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=BLOCK, block_lines=BLOCK)
 FORMATS = {  # with scales in tiles
     torch.float8_e4m3fn: BlockFormat(element="e4m3", scale="e8m0", block=32),

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton import JITFunction, OutOfResources
 
 from symmoe.kernels.launch import driver, triton_internals
@@ -66,16 +65,19 @@ def fast_launch(kernel: Any) -> Any:
     return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
-def fast_jit(aligned: Collection[str] | None = None) -> Callable[[Any], Any]:
-    """Decorator of an entry kernel: a fast_launch. Its numbers are the parameters with a type, no value of which is
-    compiled in; whether a tensor is 16-byte aligned is, for the names in `aligned`; None: for all."""
+def fast_jit(
+    aligned: Collection[str] | None = None, *, optional: Collection[str] = (), jit: Callable[..., Any] = triton.jit
+) -> Callable[[Any], Any]:
+    """Decorator of an entry kernel: a fast_launch of `jit`. Its numbers are the parameters with a type and the
+    `optional` ones, which may be None; no value is compiled in. Whether a tensor is 16-byte aligned is, for the names
+    in `aligned`; None: for all."""
 
     def decorate(function: Any) -> Any:
         parameters = inspect.signature(function).parameters.values()
-        kinds = {each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr}
-        numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty]
+        kinds = {each.name: each.annotation for each in parameters if "constexpr" not in str(each.annotation)}
+        numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty or name in optional]
         anywhere = [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
-        return fast_launch(triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere))
+        return fast_launch(jit(do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere)(function))
 
     return decorate
 

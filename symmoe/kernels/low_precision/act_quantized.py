@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
-from symmoe.kernels.act_quantized import ANY_ADDRESS, FEATURES, DactOperands, dact_features
+from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.low_precision.quantize import store_column_scales, store_part
 from symmoe.kernels.triton.activation import (
@@ -146,8 +146,7 @@ def dact_part(
     return a, (ds * by_gate).to(DTYPE), (ds * by_up).to(DTYPE), scale_terms(dout, value)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_scale", "row_range", "scale"])
+@fast_jit(["h", "data"])
 def act_quantize_rows_kernel(
     h,  # [N, W]
     row_scale,  # fp32[N]
@@ -173,8 +172,7 @@ def act_quantize_rows_kernel(
         store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"], do_not_specialize_on_alignment=ANY_ADDRESS)
+@fast_jit(["da", "h", "data", "column_data", "a_column_data"])
 def dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, W]
@@ -188,9 +186,9 @@ def dact_quantize_kernel(
     a_column_data,  # bytes [I, num_a_tiles * TILE], or None
     a_column_scale,
     bias_sums,  # fp32 [slots of row tiles, W], or None
-    num_rows,
-    num_tiles,
-    num_a_tiles,
+    num_rows: tl.int32,
+    num_tiles: tl.int32,
+    num_a_tiles: tl.int32,
     ACTIVATION: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,

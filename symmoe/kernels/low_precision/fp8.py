@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch
+from symmoe.kernels.launch.launch import Constants, fast_jit
 from symmoe.kernels.triton.gemm import add_bias
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
@@ -41,8 +40,7 @@ BLOCK = tl.constexpr(quantized_gemm.BLOCK)
 CONFIG = TileConfig(block_m=128, block_n=128, block_k=BLOCK.value, num_stages=3, num_warps=8)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=quantized_gemm.ANY_ADDRESS)
+@fast_jit(["rows_desc", "weight_desc", "out"], optional=["num_rows"])
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
     row_scale,  # [N, blocks of C]
@@ -93,8 +91,7 @@ def grouped_gemm_fp8_kernel(
         zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_range", "out_table"])
+@fast_jit(["dout_desc", "rows_desc", "out"])
 def grouped_gemm_wgrad_fp8_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK]
     dout_scale,  # [O, num_blocks], block-major

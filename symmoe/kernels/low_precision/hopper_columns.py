@@ -32,7 +32,7 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.operands import Buffers
 from symmoe.kernels.triton.tiles import device_num_sms
@@ -334,24 +334,20 @@ def quantize_tiles(rows, row_scales, row_index, row_range, data, scale, num_tile
     async_copy.wait_group(0)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
+@fast_jit(["rows", "data"], jit=gluon.jit)
 def hopper_quantize_columns_kernel(
     rows,  # words of two numbers, int32 [N, C / 2]
     row_index,  # int32[N] or None
     row_range,
     data,  # bytes [C, num_tiles * TILE]
     scale,  # fp32 [num_tiles, C]
-    num_tiles,
+    num_tiles: gl.int32,
     PLAN: gl.constexpr,
 ):
     quantize_tiles(rows, None, row_index, row_range, data, scale, num_tiles, PLAN)
 
 
-@fast_launch
-@gluon.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scales", "row_index", "row_range", "scale"]
-)
+@fast_jit(["wire", "data"], jit=gluon.jit)
 def hopper_requantize_columns_kernel(
     wire,  # words of two codes, int16 [N, bytes of a row / 2]
     row_scales,  # the wire as fp32
@@ -359,7 +355,7 @@ def hopper_requantize_columns_kernel(
     row_range,
     data,  # bytes [C, num_tiles * TILE]
     scale,  # fp32 [num_tiles, C]
-    num_tiles,
+    num_tiles: gl.int32,
     PLAN: gl.constexpr,
 ):
     """Same as hopper_quantize_columns_kernel, of rows of the wire."""

@@ -30,12 +30,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
-from symmoe.kernels.act_quantized import ANY_ADDRESS
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_prefix
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.triton.bias import sum_tile
@@ -172,8 +171,7 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
         gl.store(place, sums, mask=(row < end)[:, None])
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"], do_not_specialize_on_alignment=ANY_ADDRESS)
+@fast_jit(["da", "h", "data", "column_data", "a_column_data"], jit=gluon.jit)
 def hopper_dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, 2I]
@@ -187,9 +185,9 @@ def hopper_dact_quantize_kernel(
     a_column_data,  # bytes [I, num_a_tiles * TILE]
     a_column_scale,  # fp32, in memory [num_a_tiles, I]
     bias_sums,  # fp32 [slots of row tiles, 2I], or None
-    num_rows,
-    num_tiles,
-    num_a_tiles,
+    num_rows: gl.int32,
+    num_tiles: gl.int32,
+    num_a_tiles: gl.int32,
     PLAN: gl.constexpr,
 ):
     FFN: gl.constexpr = PLAN.ffn

@@ -44,8 +44,8 @@ from symmoe.kernels.hopper.pipeline import (
     store_chunk,
 )
 from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.quantized_gemm import ANY_ADDRESS, BLOCK
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.quantized_gemm import BLOCK
 from symmoe.kernels.tensor_table import packed_and_table
 
 E4M3 = torch.float8_e4m3fn
@@ -194,8 +194,7 @@ def multiply(out_desc, scales, addend, row_range, ring, chunks, WARPGROUP: gl.co
     tma.store_wait(0)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ANY_ADDRESS)
+@fast_jit(["rows_desc", "weight_desc", "anchor", "out_desc", "out"], optional=["num_rows"], jit=gluon.jit)
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]; describe_table with a table

@@ -43,7 +43,7 @@ from symmoe.kernels.hopper.gluon_names import tma_add, tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
 from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_place
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.tiles import launch_grid
@@ -243,8 +243,7 @@ def multiply(outs, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.co
     tma.store_wait(0)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_range", "out_table"])
+@fast_jit(["dout_desc", "dout_scale_desc", "rows_desc", "rows_scale_desc", "out_desc", "out"], jit=gluon.jit)
 def hopper_fp8_wgrad_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK_K]
     dout_scale_desc,  # [blocks of P, O], block [1, BLOCK_M]

@@ -21,7 +21,7 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.table import matrix_pointer
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
     ACCESS_BYTES,
@@ -113,8 +113,7 @@ def store_straight(words, multiplier, data, tile, PLAN: gl.constexpr):
     gl.store(data + line[:, None] * WORDS + pair[None, :], codes)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["table", "scale", "transposed_scale"])
+@fast_jit(["weight", "data", "transposed_data"], jit=gluon.jit)
 def hopper_quantize_weight_pairs_kernel(
     weight,  # words of two numbers, int32 [G, M, K / 2]; None with a table
     table,  # int64[G] or None
@@ -122,7 +121,7 @@ def hopper_quantize_weight_pairs_kernel(
     scale,  # fp32 [G, M / TILE, K / TILE]
     transposed_data,  # bytes [G, K, M]
     transposed_scale,  # fp32 [G, K / TILE, M / TILE]
-    num_tiles,
+    num_tiles: gl.int32,
     PLAN: gl.constexpr,
 ):
     """Neighbouring programs have neighbouring columns of the same lines."""

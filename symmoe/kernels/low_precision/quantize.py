@@ -14,7 +14,7 @@ from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
@@ -137,10 +137,7 @@ def store_column_scales(scale, scales, feature, end, tile, num_tiles, WIDTH: tl.
         store_tile(scale, scales, feature, feature < end, tile, num_tiles * scales.shape[1])
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds", "bias_sums", "bias_scale"]
-)
+@fast_jit(["rows", "data"])
 def quantize_rows_kernel(
     rows,
     row_index,  # int32[N] or None
@@ -182,11 +179,7 @@ def quantize_rows_kernel(
             tl.store(slot + column, sum_spread_tile(x, SUM_STEPS, SPREAD_STEPS), mask=column < WIDTH)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tiles", "signs"],
-    do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds"],
-)
+@fast_jit(["rows", "data"])
 def quantize_columns_kernel(
     rows,
     row_index,  # int32[N] or None
@@ -195,8 +188,8 @@ def quantize_columns_kernel(
     scale,
     amax,  # fp32[G] or None
     seeds,  # int64[G] or None
-    signs,
-    num_tiles,
+    signs: tl.int32,
+    num_tiles: tl.int32,
     HADAMARD: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
@@ -222,8 +215,7 @@ def quantize_columns_kernel(
         store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["table", "scale", "amax"])
+@fast_jit(["weight", "data"])
 def quantize_weights_kernel(
     weight,  # None with a table
     table,  # int64[G] or None
@@ -253,8 +245,7 @@ def quantize_weights_kernel(
     store_weight_tile((data, scale), codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["table", "scale", "transposed_scale", "amax"])
+@fast_jit(["weight", "data", "transposed_data"])
 def quantize_weight_pairs_kernel(
     weight,  # None with a table
     table,  # int64[G] or None
@@ -301,14 +292,13 @@ def store_largest(amax_bits, x):
     tl.atomic_max(amax_bits, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_range", "amax_bits"])
+@fast_jit(["rows"])
 def group_amax_kernel(
     rows,
     row_index,  # int32[N] or None
     row_range,
     amax_bits,  # int32[G], zeros: the numbers of amax, which are ordered as their bits are
-    signs,
+    signs: tl.int32,
     HADAMARD: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
@@ -325,8 +315,7 @@ def group_amax_kernel(
         store_largest(amax_bits + group, x)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["table", "amax_bits"])
+@fast_jit(["weight"])
 def weight_amax_kernel(
     weight,  # None with a table
     table,  # int64[G] or None

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from symmoe.kernels import formats, operands, quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.triton.tiles import locate_tile, row_tile_prefix
 
@@ -17,8 +17,7 @@ TILE_BLOCKS, TILE_BYTES = tl.constexpr(quantized_gemm.TILE_BLOCKS), tl.constexpr
 NUM_WARPS = 4
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["scale", "groups", "swizzled", "extents"])
+@fast_jit([])
 def swizzle_scales_kernel(
     scale,  # uint8[N, Q]; of a table: sources
     groups,  # row_range; of a table: shapes
@@ -58,8 +57,7 @@ def write_tiles(source, first_row, end, num_blocks, row_stride, block_stride, ou
     tl.store(tl.multiple_of(out + byte, 16), value, mask=byte < tile_row_start(1, num_blocks))
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["scale", "row_range"])
+@fast_jit(["swizzled"])
 def unswizzle_scales_kernel(
     swizzled,
     row_range,

@@ -23,7 +23,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
 from symmoe.kernels.triton.gemm import add_bias
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
@@ -157,20 +157,7 @@ def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr, GROUP_LA
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "weight_table",
-        "weight_scale_table",
-        "row_global_scale",
-        "weight_global_scale",
-        "row_range",
-        "group_range",
-        "bias",
-        "bias_scale",
-    ],
-)
+@fast_jit(["rows_desc", "row_scale_desc", "weight_desc", "weight_scale_desc", "out"], optional=["num_rows"])
 def grouped_gemm_scaled_kernel(
     rows_desc,  # bytes [N, C], block [BLOCK_M, STEP]
     row_scale_desc,  # [tiles, ACROSS or more, 2, 256]: tile_scales
@@ -257,8 +244,7 @@ def grouped_gemm_scaled_kernel(
         zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_global_scale", "rows_global_scale", "row_range", "out_table"])
+@fast_jit(["dout_desc", "dout_scale_desc", "rows_desc", "rows_scale_desc", "out"])
 def grouped_gemm_wgrad_scaled_kernel(
     dout_desc,  # bytes [O, P], block [BLOCK_M, STEP]
     dout_scale_desc,  # [tiles, tiles across P, 2, 256]: tile_scales

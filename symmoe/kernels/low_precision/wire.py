@@ -12,7 +12,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
@@ -52,13 +52,12 @@ def store_padding(scales, row, num_rows, FIRST: tl.constexpr, ROW_ITEMS: tl.cons
         store_items(scales, zeros, row, FIRST + tl.arange(0, 16), num_rows, ROW_ITEMS, ROW_ITEMS)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"])
+@fast_jit()
 def encode_rows_kernel(
     rows,
     wire,  # bytes
     scales,  # the wire as fp32, or as bytes
-    num_rows,
+    num_rows: tl.int32,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -81,8 +80,7 @@ def encode_rows_kernel(
         store_padding(scales, row, num_rows, end, SCALE_ITEMS)
 
 
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
+@fast_jit(["wire", "data"])
 def unpack_rows_kernel(
     wire,
     row_index,  # int32[N] or None
@@ -127,13 +125,12 @@ def scale_number(scale, SCALE: tl.constexpr):
     return number
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"])
+@fast_jit()
 def decode_rows_kernel(
     wire,  # bytes
     scales,  # the wire as fp32, or as bytes
     out,
-    num_rows,
+    num_rows: tl.int32,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,  # features that share a scale
     ROW_BYTES: tl.constexpr,
@@ -155,10 +152,7 @@ def decode_rows_kernel(
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_range", "scale"]
-)
+@fast_jit(["wire", "data"])
 def requantize_columns_kernel(
     wire,  # bytes
     wire_scales,  # the wire as fp32, or as bytes
@@ -166,7 +160,7 @@ def requantize_columns_kernel(
     row_range,
     data,  # bytes
     scale,
-    num_tiles,
+    num_tiles: tl.int32,
     DTYPE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,  # features of a row, and tokens of a column, that share a scale
