@@ -33,6 +33,7 @@ from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 _TOP_K_BITS = 8
 _ALIGNED_ROWS = 4  # of int32, however many columns
 P = TypeVar("P", bound=PlanIntegers)  # a plan
+Message = list[torch.Tensor]  # by node
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,89 +41,81 @@ class RailRows:
     """Which tokens go to which node, as their home decides it before the plan is made.
 
     Attributes:
-        topk_idx: as it came; -1 for the slots that a rail has no room for.
+        topk_idx: as it came; -1 for the slots that are dropped.
         token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
             is its home.
-        num_sent: int32 [N], tokens that go to each node.
-        too_many, num_dropped: int32 [1], where a rail has a limit: the tokens that would go to the node to which most
-            would, if the rail has no room for them, else 0; and slots that were dropped.
+        num_sent: int32 [N], tokens that would go to each node.
+        number: int32 [1], where a rail has a limit: the slots that were dropped, or if none are, the tokens that would
+            go to the node to which most would, 0 if the rail has room for them.
     """
 
     topk_idx: torch.Tensor
     token_to_rail_row: torch.Tensor
     num_sent: torch.Tensor
-    too_many: torch.Tensor | None = None
-    num_dropped: torch.Tensor | None = None
+    number: torch.Tensor | None = None
 
 
-def find_rail_rows(topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, limit: int | None) -> RailRows:
+def find_rail_rows(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, limit: int | None, drops: bool
+) -> RailRows:
     """Counts the tokens for each node, and takes the first ones, as many as a rail has room for. Ids that are out of
-    range count as none. Local; does not synchronise."""
-    rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp(-1, heap.num_ranks)
-    slot_to_node = nodes_of(heap).maps.to_other_node[rank.long()]  # -1 for this node, and for no expert
-    goes = (slot_to_node[:, :, None] == nodes_of(heap).maps.nodes).any(1)
+    range count as none. Local; does not synchronise. drops: whether the slots of the others are dropped."""
+    rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp_(-1, heap.num_ranks)
+    slot_goes = nodes_of(heap).maps.is_on_other[rank]  # [T, K, N]
+    goes = slot_goes.any(1)
     row, num_sent = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1), goes.sum(0, dtype=torch.int32)
     if limit is None:
         return RailRows(topk_idx, row, num_sent)
     has_no_room = row >= limit
-    lost = has_no_room.gather(1, slot_to_node.clamp(min=0)) & (slot_to_node >= 0)
-    most = num_sent.max().view(1)
-    return RailRows(
-        topk_idx=topk_idx.masked_fill(lost, -1),
-        token_to_rail_row=row.masked_fill(has_no_room, -1),
-        num_sent=num_sent.clamp(max=limit),
-        too_many=most.where(most > limit, 0),
-        num_dropped=lost.sum(dtype=torch.int32).view(1),
-    )
+    row.masked_fill_(has_no_room, -1)
+    if not drops:
+        most = num_sent.amax(0, keepdim=True)
+        return RailRows(topk_idx, row, num_sent, most.where(most > limit, 0))
+    lost = (slot_goes & has_no_room[:, None]).any(2)
+    return RailRows(topk_idx.masked_fill(lost, -1), row, num_sent, lost.sum(dtype=torch.int32).view(1))
 
 
 class RailCounts:
     """What the ranks of a group tell each other for a plan in addition to the counts of their node.
-
-    Args:
-        number: int32 [1], what only the device knows, of HEAD_RAIL_DROPPED in the header; None: nothing.
 
     Attributes:
         num_received, num_tokens: after :meth:`share`, int32 [N], tokens that each node sends to this rank; and by node,
             T of its rank on this rail, as hosts know it.
     """
 
-    def __init__(self, heap: SymmetricHeap, rails: RailRows, number: torch.Tensor | None) -> None:
-        self._heap, self._rails, self._number = heap, rails, number
+    def __init__(self, heap: SymmetricHeap, rails: RailRows) -> None:
+        self._heap, self._rails = heap, rails
         self.num_received = torch.zeros_like(rails.num_sent)
         self.num_tokens: list[int] = []
 
     def tell(self) -> None:
-        """Writes the number into the header of this rank's counts, on all ranks of the node. Local, before the plan's
-        barrier."""
-        if self._number is None:
+        """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
+        before the plan's barrier."""
+        if self._rails.number is None:
             return
-        row = self._rows(barriers=1)[self._heap.rank : self._heap.rank + 1]
+        ranks = nodes_of(self._heap).maps.by_node[self._heap.topology.node]
+        row = self._rows_of(ranks.narrow(0, self._heap.topology.local_rank, 1), barriers=1)
         for rank in range(self._heap.peers.num_ranks):
-            self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, self._number)
+            self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, self._rails.number)
 
     def share(self, config: int) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier. config: as in PlanOptions."""
-        topology, maps = self._heap.topology, nodes_of(self._heap).maps
-        table, to_row = self._table(self._heap.peers.rank), self._rows()
-        ours = table.index_select(0, to_row[maps.by_node[topology.node]])
-        mine = torch.cat([ours.flatten(), self._rails.num_sent])
-        received = mine.new_zeros((topology.num_nodes - 1, mine.numel()))  # in place of what does not come
-        receives = [*received[: topology.node], mine, *received[topology.node :]]
-        sends, num_tokens = [[mine] * topology.num_nodes], len(self._rails.topk_idx)
-        phase = control.PHASE_NODES_PLAN
-        exchange = nodes_of(self._heap).exchange
-        self.num_tokens = exchange(sends, [receives], phase, num_tokens=num_tokens, config=config)
-        rows, num_received = received.split([ours.numel(), topology.num_nodes], 1)
-        others = maps.by_node.index_select(0, maps.other_nodes).flatten()
-        table.index_copy_(0, to_row[others], rows.reshape(len(others), -1))
-        self.num_received.index_copy_(0, maps.other_nodes, num_received[:, topology.node])
+        nodes, topology, table = nodes_of(self._heap), self._heap.topology, self._table(self._heap.peers.rank)
+        ours = table.index_select(0, self._rows_of(nodes.maps.by_node[topology.node]))
+        theirs = ours.new_zeros((topology.num_nodes - 1, *ours.shape))  # in place of what does not come
+        sends = [ours] * topology.num_nodes, self._rails.num_sent.split(1)
+        receives = [*theirs[: topology.node], ours, *theirs[topology.node :]], self.num_received.split(1)
+        self.num_tokens = nodes.exchange(
+            sends, receives, control.PHASE_NODES_PLAN, num_tokens=len(self._rails.topk_idx), config=config
+        )
+        table.index_copy_(0, self._rows_of(nodes.maps.other_ranks), theirs.flatten(0, 1))
 
     def told(self) -> torch.Tensor:
         """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
-        table = self._table(self._heap.peers.rank)
-        return table[:, control.HEAD_RAIL_DROPPED].index_select(0, self._rows()).sum(dtype=torch.int32)
+        told = self._table(self._heap.peers.rank)[:, control.HEAD_RAIL_DROPPED]
+        ranks = nodes_of(self._heap).maps.by_node.flatten()
+        return told.index_select(0, self._rows_of(ranks)).sum(dtype=torch.int32)
 
     def _table(self, rank: int) -> torch.Tensor:
         """int32 [2 * R, row_words], both halves of the count table of a rank of the node."""
@@ -130,34 +123,39 @@ class RailCounts:
         shape = 2 * self._heap.num_ranks, peers.layout.row_words
         return peers.region(rank, peers.layout.count_table, shape, torch.int32)
 
-    def _rows(self, barriers: int = 0) -> torch.Tensor:
-        """int64 [R], the rows of the last barrier's half in the table, or of the one that comes after so many more.
-        The device knows which half that is; a host does not count the barriers of replays."""
+    def _rows_of(self, ranks: torch.Tensor, barriers: int = 0) -> torch.Tensor:
+        """Where ranks (int64) have their rows in the last barrier's half of the table, or in that of the one that comes
+        after so many more. The device knows which half that is; a host does not count the barriers of replays."""
         peers = self._heap.peers
         counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        half = (counters[control.BARRIER_EPOCH] + barriers) & 1
-        return half * self._heap.num_ranks + torch.arange(self._heap.num_ranks, device=half.device)
+        epoch = counters[control.BARRIER_EPOCH] + barriers if barriers else counters[control.BARRIER_EPOCH]
+        return torch.add(ranks, epoch & 1, alpha=self._heap.num_ranks)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RailPlan:
     """The way of one plan's tokens along the rail. *Sent* rows are those that this rank sends, an equal number for each
-    other node, in their order; foreign tokens are in the order of nodes.
+    other node, in their order; foreign tokens are in the order of nodes. *Home* rows are those of this rank's own
+    tokens, and then the sent ones.
 
     Attributes:
         heap: of the plan.
-        sent_row_to_token: int64 [A]; -1 in rows that stay unused.
-        token_to_sent_row: int32 [T, N]; -1 if a token does not go to a node, or if that is its home.
+        token_to_home_row: int32 [T, N], where what a node has for a token is, at home; -1 for nothing.
+        home_row_to_pair: int64 [T + A], the token of a home row times N, and the node; -1 in rows that stay unused.
         num_sent, num_received: by node, rows that go there and come from there; 0 of this node.
+        sizes: what ranks of a rail must agree on, so that their messages fit.
         number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
+        maps: what goes along with the first rows of the plan, and where what comes with them is to be; () later.
     """
 
     heap: SymmetricHeap
-    sent_row_to_token: torch.Tensor
-    token_to_sent_row: torch.Tensor
+    token_to_home_row: torch.Tensor
+    home_row_to_pair: torch.Tensor
     num_sent: tuple[int, ...]
     num_received: tuple[int, ...]
+    sizes: int
     number: int
+    maps: tuple[()] | tuple[list[Message], list[Message]] = ()
 
     @contextmanager
     def bring_in(
@@ -173,9 +171,13 @@ class RailPlan:
         sends = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
         num_foreign = sum(self.num_received)
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        nodes_of(heap).meet(phase, **self.agreed_on_rail(agreed))
+        receives = [self.by_node(whole) for whole in foreign]
+        nodes_of(heap).meet(phase, sizes=self.sizes, **self.agreed_on_rail(agreed))
+        if self.maps:
+            (sent, received), self.maps = self.maps, ()
+            sends, receives = [*sends, *sent], [*receives, *received]
         with ExitStack() as travels:
-            moving = nodes_of(heap).moving(sends, [self.by_node(whole) for whole in foreign])
+            moving = nodes_of(heap).moving(sends, receives)
             begin = partial(travels.enter_context, moving)
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
             # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
@@ -193,30 +195,17 @@ class RailPlan:
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
-        if not len(tensor):
-            return tensor.new_zeros((len(self._any_token), *tensor.shape[1:]))
-        return tensor.index_select(0, self._any_token)
-
-    def sent_rows_of_nodes(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[A, .], the same of a tensor [T, N, .]: the rows for the node where each goes."""
-        token, others = self._any_token, nodes_of(self.heap).maps.other_nodes
-        if not len(tensor):
-            return tensor.new_zeros((len(token), *tensor.shape[2:]))
-        node = others.repeat_interleave(max(self.num_sent), output_size=len(token))
-        return tensor.flatten(0, 1).index_select(0, token * len(self.num_sent) + node)
+        return _pick(tensor, self.home_row_to_token[len(self.token_to_home_row) :])
 
     @cached_property
-    def _any_token(self) -> torch.Tensor:
-        return self.sent_row_to_token.clamp(min=0)
+    def home_row_to_any_pair(self) -> torch.Tensor:
+        """The pair of a home row; any one in rows that stay unused."""
+        return self.home_row_to_pair.clamp(min=0)
 
     @cached_property
-    def token_to_home_row(self) -> torch.Tensor:
-        """int32 [T, N], where what a node has for a token is, at home: among T of this rank's own tokens, and then the
-        sent rows; -1 for nothing."""
-        row = self.token_to_sent_row
-        home = (row + len(row)).masked_fill_(row < 0, -1)
-        home[:, self.heap.topology.node] = torch.arange(len(row), dtype=torch.int32, device=home.device)
-        return home
+    def home_row_to_token(self) -> torch.Tensor:
+        """int64 [T + A]; any token in rows that stay unused."""
+        return self.home_row_to_any_pair.div(len(self.num_sent), rounding_mode="floor")
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a tensor [A, .] that go to each node."""
@@ -236,20 +225,19 @@ class RailPlan:
 
 
 def make_rail_plan(
-    heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int], sizes: int
 ) -> RailPlan:
-    """The way with these numbers of rows to and from each other node. Local."""
-    here = heap.topology.node
+    """The way with these numbers of rows to and from each other node. Local. sizes: as in RailPlan."""
+    here, (num_tokens, num_nodes) = heap.topology.node, token_to_rail_row.shape
     sent, received = ([0 if node == here else rows for node, rows in enumerate(each)] for each in (sent, received))
-    num_tokens, most, maps = len(token_to_rail_row), max(sent), nodes_of(heap).maps
-    num_sent_rows = most * (heap.topology.num_nodes - 1)
-    row, goes_not = token_to_rail_row + most * maps.others_before, token_to_rail_row < 0
-    tokens = torch.arange(num_tokens, device=row.device)[:, None].expand_as(row).flatten()
-    # Those that do not go share a row past the end.
-    places = row.masked_fill(goes_not, num_sent_rows).flatten().long()
-    token = tokens.new_full((num_sent_rows + 1,), -1).scatter_(0, places, tokens)
-    row.masked_fill_(goes_not, -1)
-    return RailPlan(heap, token[:num_sent_rows], row, tuple(sent), tuple(received), nodes_of(heap).num_meetings)
+    most, before = max(sent), nodes_of(heap).maps.others_before
+    home_row = torch.add(token_to_rail_row, before, alpha=most).add_(num_tokens)
+    home_row.masked_fill_(token_to_rail_row < 0, -1)
+    home_row[:, here] = torch.arange(num_tokens, dtype=torch.int32, device=home_row.device)
+    # Pairs that have none share a row past the end, which is that of -1.
+    pair = home_row.new_full((num_tokens + most * (num_nodes - 1) + 1,), -1, dtype=torch.int64)
+    pair[home_row.flatten()] = torch.arange(home_row.numel(), device=home_row.device)
+    return RailPlan(heap, home_row, pair[:-1], tuple(sent), tuple(received), sizes, nodes_of(heap).num_meetings)
 
 
 class Region(NamedTuple):
@@ -286,49 +274,69 @@ class NodesPlan(Generic[P]):
     own_rows: torch.Tensor | None
 
 
-def plan_in_node(plan: P, rails: RailPlan, rail_capacity: int) -> NodesPlan[P]:
-    """The plans of the tokens inside the node, of which the ranks of the rail send each other the maps: lines of the
-    plan's, with all slots of a token, and where it is on the ranks of the node it goes to. Collective over the group;
-    does not synchronise the host.
+def plan_in_node(plan: P, rails: RailPlan) -> NodesPlan[P]:
+    """The plans of the tokens inside the node. For those that are foreign, the ranks of the rail send each other the
+    maps, with the first rows: lines of the plan's, with the slots of a token on the node it goes to, and where it is
+    on the ranks of that. Collective over the group; does not synchronise the host."""
+    heap, (num_tokens, top_k) = rails.heap, plan.slot_to_row.shape
+    maps, num_nodes, num_local = nodes_of(heap).maps, heap.topology.num_nodes, len(heap.topology.ranks)
+    token, pair = rails.home_row_to_token, rails.home_row_to_any_pair
+    # Lines of home rows: this rank's own tokens, then those that it sends.
+    slot_to_rank = _pick(plan.slot_to_rank, token)
+    slot_to_rank = maps.to_local[torch.add(slot_to_rank, (pair % num_nodes)[:, None], alpha=heap.num_ranks + 1)]
+    packed, primary = (
+        _pick(_by_node(each, heap).flatten(0, 1), pair)
+        for each in (plan.token_to_packed_row, plan.token_to_primary_row)
+    )
+    is_unused = (rails.home_row_to_pair < 0)[:, None]
+    for each in (slot_to_rank, packed, primary):
+        each.masked_fill_(is_unused, -1)
+    slot_to_row = _pick(plan.slot_to_row, token).masked_fill_(slot_to_rank < 0, -1)
+    lines = {
+        "slot_to_row": slot_to_row,
+        "slot_to_rank": slot_to_rank,
+        "token_to_packed_row": packed,
+        "token_to_primary_row": primary,
+    }
+    block_tokens = plan.block_tokens.sum(0, dtype=torch.int32)
+    regions = torch.stack([block_tokens, plan.packed_start, plan.packed_limit])
+    regions = _by_node(regions, heap).transpose(0, 1).contiguous()
 
-    rail_capacity: of a static capacity; 0: messages have the sizes that all ranks have read.
-    """
-    heap, maps, (num_tokens, top_k) = rails.heap, nodes_of(rails.heap).maps, plan.slot_to_row.shape
-    node, num_local = heap.topology.node, len(heap.topology.ranks)
-    slots = torch.cat([plan.slot_to_row, plan.slot_to_rank], 1)
-    to_rows = (each[:, maps.by_node] for each in (plan.token_to_packed_row, plan.token_to_primary_row))
-    on_nodes = torch.cat(list(to_rows), 2)  # [T, N, 2 G]
-    sent = torch.cat([rails.sent_rows(slots), rails.sent_rows_of_nodes(on_nodes)], 1)
-    sent.masked_fill_((rails.sent_row_to_token < 0)[:, None], -1)
-    regions = torch.stack([plan.packed_start, plan.packed_limit])[:, maps.by_node].transpose(0, 1).contiguous()
-
-    # This rank's own tokens, then the foreign ones, which begin at 16 bytes. In place of what does not come: nothing.
-    first_foreign = -(-num_tokens // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    lines = slots.new_full((first_foreign + sum(rails.num_received), sent.shape[1]), -1)
-    lines[:num_tokens] = torch.cat([slots, on_nodes[:, node]], 1)
+    num_foreign, widths = sum(rails.num_received), [top_k] * 2 + [num_local] * 2
+    aligned = -(-num_foreign // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    room = slot_to_row.new_full((aligned * sum(widths),), -1)  # in place of what does not come: nothing
+    parts = room.split([aligned * width for width in widths])
+    come = [part.view(aligned, width)[:num_foreign] for part, width in zip(parts, widths, strict=True)]
     foreign_regions = torch.zeros_like(regions)
-    sends = [rails.to_nodes(sent), list(regions)]
-    receives = [rails.by_node(lines[first_foreign:]), list(foreign_regions)]
-    nodes_of(heap).exchange(sends, receives, control.PHASE_NODES_PLAN, sizes=rail_capacity << _TOP_K_BITS | top_k)
+    sends = [*(rails.to_nodes(each[num_tokens:]) for each in lines.values()), list(regions)]
+    rails.maps = sends, [*(rails.by_node(each) for each in come), list(foreign_regions)]
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
 
-    slot_to_row, slot_to_rank, packed, primary = lines.split([top_k] * 2 + [num_local] * 2, 1)
-    slot_to_rank = maps.to_local[slot_to_rank.long()]
-    index = slot_to_row.where(slot_to_rank >= 0, -1), slot_to_rank, packed.contiguous(), primary.contiguous()
     own, foreign = copy.copy(plan), copy.copy(plan)
-    for made, lines_of in ((own, slice(num_tokens)), (foreign, slice(first_foreign, None))):
-        names = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
-        # Found before the views of the storage, which are of the plan over all ranks.
-        vars(made).update(zip(names, (each[lines_of] for each in index), strict=True))
-        vars(made).update(num_tokens=len(made.slot_to_row), arrivals=arrivals_in_node(heap))
+    # Found before the views of the storage, which are of the plan over all ranks.
+    vars(own).update({name: each[:num_tokens] for name, each in lines.items()}, num_tokens=num_tokens)
+    vars(foreign).update(zip(lines, come, strict=True), num_tokens=num_foreign)
+    for made in (own, foreign):
+        vars(made)["arrivals"] = arrivals_in_node(heap)
     own_rows = split_by_arrival(heap, (own, foreign)) if heap.topology.is_in_order else None
-    vars(own)["regions"] = (_region(own, None, regions[node]),)
+    vars(own)["regions"] = (_region(own, None, regions[heap.topology.node]),)
     vars(foreign)["regions"] = tuple(
         _region(foreign, slice(first, end), foreign_regions[source])
         for source, (first, end) in enumerate(rails.foreign_ranges)
         if end > first
     )
     return NodesPlan(rails, own, foreign, own_rows)
+
+
+def _pick(lines: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Lines of a tensor; zeros if it has none."""
+    return lines.index_select(0, index) if len(lines) else lines.new_zeros((len(index), *lines.shape[1:]))
+
+
+def _by_node(by_rank: torch.Tensor, heap: SymmetricHeap) -> torch.Tensor:
+    """[., R] as [., N, G]."""
+    by_node = nodes_of(heap).maps.by_node
+    return by_rank.view(len(by_rank), *by_node.shape) if heap.topology.is_in_order else by_rank[:, by_node]
 
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
@@ -349,10 +357,8 @@ def split_by_arrival(heap: SymmetricHeap, plans: tuple[PlanIntegers, PlanInteger
     return torch.stack([plan.source_to_rows[first, 0], plan.source_to_rows[end - 1, 1]])
 
 
-def _region(plan: PlanIntegers, tokens: slice | None, starts_and_limits: torch.Tensor) -> Region:
-    """Of the tokens that are from one rank. starts_and_limits: int32 [2, G]."""
+def _region(plan: PlanIntegers, tokens: slice | None, numbers: torch.Tensor) -> Region:
+    """Of the tokens that are from one rank. numbers: int32 [3, G], tokens that go to each rank, starts and limits."""
     which = slice(None) if tokens is None else tokens
     slots = plan.slot_to_row[which], plan.slot_to_rank[which]
-    to_packed_row, (start, limit) = plan.token_to_packed_row[which], starts_and_limits
-    block_tokens = (to_packed_row >= 0).sum(0, dtype=torch.int32)[None]
-    return Region(tokens, slots, (to_packed_row, block_tokens, start, limit))
+    return Region(tokens, slots, (plan.token_to_packed_row[which], numbers[:1], numbers[1], numbers[2]))

@@ -383,9 +383,9 @@ def _plan_between_nodes(
     rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
     has_limit = rail_capacity is not None and rail_capacity < num_tokens  # on all ranks, then
     limit, drops = rail_capacity if has_limit else None, has_limit and options.overflow == "drop"
-    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit)
+    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit, drops=drops)
     words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
-    counts = RailCounts(heap, rails, rails.num_dropped if drops else rails.too_many)
+    counts = RailCounts(heap, rails)
     reports = heap.captured_reports if options.capacity is None else None
     plan = _new_plan(rails.topk_idx, heap, words, options.config, False, reports)
     plan.fill(counts)
@@ -402,8 +402,8 @@ def _plan_between_nodes(
         read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, counts.num_received]))
         plan.settle()
         sent, received = read_sizes()
-    rail_plan = make_rail_plan(heap, rails.token_to_rail_row, sent, received)
-    plan.nodes = plan_in_node(plan, rail_plan, rail_capacity or 0)
+    sizes = (rail_capacity or 0) * MAX_TOP_K + plan.top_k
+    plan.nodes = plan_in_node(plan, make_rail_plan(heap, rails.token_to_rail_row, sent, received, sizes))
     return plan
 
 
@@ -441,9 +441,8 @@ def _plan_barrier(heap: SymmetricHeap, config: int, counts: RailCounts | None) -
         first_step.compare(heap.streams.read_back(received)())
     if counts is not None:
         counts.share(config)
-        # Of other nodes' ranks, too, any may have failed.
-        received = torch.where(nodes_of(heap).failed_so_far > 0, -1, received.amin(0, keepdim=True))
-        received = received.repeat(heap.num_ranks, 1)
+        # A line for each rank of the group, of which other nodes' ranks may have failed, too.
+        received = nodes_of(heap).failed_so_far.neg().repeat(heap.num_ranks, control.NUM_PUBLISHED)
     return received
 
 

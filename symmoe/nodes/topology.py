@@ -157,26 +157,26 @@ class RankMaps:
     """Where ranks are, for kernels. Made once, because a host that copies numbers to a GPU waits for it."""
 
     to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is that of -1, which is -1
-    to_other_node: torch.Tensor  # int64 [R + 2], the same, but -1 for ranks of this node, and for R, which is no rank
-    to_local: torch.Tensor  # int32 [R + 1], the index of a rank in this node; -1 for ranks of other nodes, and for -1
+    is_on_other: torch.Tensor  # bool [R + 2, N], whether a rank is on a node, but this one; R is no rank, nor is -1
+    to_local: torch.Tensor  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
     by_node: torch.Tensor  # int64 [N, G], the ranks of each node
-    nodes: torch.Tensor  # int64 [N], their numbers
-    other_nodes: torch.Tensor  # int64 [N - 1], the numbers of the others
+    other_ranks: torch.Tensor  # int64 [R - G], the ranks of the other nodes, in their order
     others_before: torch.Tensor  # int32 [N], how many other nodes have smaller numbers
 
 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
-    everyone, nodes, here = range(topology.num_nodes * len(topology.ranks)), range(topology.num_nodes), topology.node
-    to_node = [topology.node_of(rank) for rank in everyone]
-    to_local = [topology.ranks.index(rank) if rank in topology.ranks else -1 for rank in everyone]
+    nodes, here, num_ranks = topology.nodes, topology.node, topology.num_nodes * len(topology.ranks)
+    others = [ranks for ranks in nodes if ranks != topology.ranks]
+    is_on_other = [[rank in ranks and ranks in others for ranks in nodes] for rank in range(num_ranks + 2)]
+    to_local = [ranks.index(rank) if rank in ranks else -1 for ranks in nodes for rank in range(num_ranks + 1)]
+    others_before = [node - (node > here) for node in range(len(nodes))]
     with torch.inference_mode(False):
         return RankMaps(
-            to_node=torch.tensor([*to_node, -1], device=device),
-            to_other_node=torch.tensor([*(-1 if node == here else node for node in to_node), -1, -1], device=device),
-            to_local=torch.tensor([*to_local, -1], dtype=torch.int32, device=device),
-            by_node=torch.tensor(topology.nodes, device=device),
-            nodes=torch.tensor(nodes, device=device),
-            other_nodes=torch.tensor([node for node in nodes if node != here], device=device),
-            others_before=torch.tensor([node - (node > here) for node in nodes], dtype=torch.int32, device=device),
+            to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), -1], device=device),
+            is_on_other=torch.tensor(is_on_other, device=device),
+            to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
+            by_node=torch.tensor(nodes, device=device),
+            other_ranks=torch.tensor(others, device=device).flatten(),
+            others_before=torch.tensor(others_before, dtype=torch.int32, device=device),
         )

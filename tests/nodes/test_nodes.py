@@ -220,7 +220,7 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
         with pytest.MonkeyPatch.context() as patch:
             for module in (combine_trip, trip):
                 patch.setattr(module, "Part", noting_part)
-            num_tokens, plan_exchanges = 150 * num_ranks, 2  # 300 rows from each rank to each: a whole tile and more
+            num_tokens, plan_exchanges = 150 * num_ranks, 1  # 300 rows from each rank to each: a whole tile and more
             x = torch.randn(num_tokens, 16, requires_grad=True)
             ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
             patch.setattr(rail, "begin", noting("begin", rail.begin))

@@ -142,13 +142,13 @@ POINTS = {
     "combine: barrier": (Ready, "barrier", control.PHASE_COMBINE_READY),
     "combine: rail": (Ready, "meet", control.PHASE_NODES_HOME),
     "overlapped: own rows": (Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
-    "overlapped: rows on the rail": (Overlapping, "end", None, 3),  # two are of the plan
+    "overlapped: rows on the rail": (Overlapping, "end", None, 2),  # one is of the plan
     "overlapped: rows of other nodes": (Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
     "overlapped: end of dispatch": (Overlapping, "meet", control.PHASE_NODES_OUT, 2),
     "overlapped: own sums": (Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
-    "overlapped: sums on the rail": (Overlapping, "end", None, 4),
+    "overlapped: sums on the rail": (Overlapping, "end", None, 3),
     "overlapped: end of combine": (Overlapping, "meet", control.PHASE_NODES_HOME, 2),
-    "overlapped: weight gradients": (Overlapping, "end", None, 6),
+    "overlapped: weight gradients": (Overlapping, "end", None, 5),
 }
 SHORT = [((1,), "stop", "overlapped: rows on the rail"), ((2, 3), "kill", "combine: rail")]
 ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill", "stop") for point in POINTS]
@@ -179,7 +179,7 @@ def test_lost_among_three_nodes(how: str, point: str):
     _check_loss(6, 2, (2,), how, point)
 
 
-HALF_WAY = {"plan: counts": (Ready, 1), "plan: maps": (Ready, 2), "tokens": (Overlapping, 3), "sums": (Overlapping, 4)}
+HALF_WAY = {"counts": (Ready, 1), "maps and rows": (Ready, 2), "tokens": (Overlapping, 2), "sums": (Overlapping, 3)}
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.slow)])

@@ -147,14 +147,14 @@ def middle(ranks_per_node: int) -> dict[str, tuple[Any, str, int, bool]]:
     """In the middle of what code: a function, which of its calls in a step on two nodes, and whether in backward."""
     parts = ranks_per_node + 1  # of a dispatch: the ranks of this node, and the other node
     return {
-        "sending": (RailPlan, "sent_rows", 1, False),
+        "sending": (RailPlan, "sent_rows", 0, False),
         "own rows": (trip, "Part", 0, False),
         "rows of a peer": (trip, "Part", 1, False),
         "rows of other nodes": (trip, "Part", parts - 1, False),
         "FC2 of other nodes": (combine_trip, "Part", 0, False),
         "FC2 of own rows": (combine_trip, "Part", 1, False),
         "summing": (FromNodes, "add", 0, False),
-        "sending gradients": (RailPlan, "sent_rows", 3, True),  # after those of maps, tokens and probs
+        "sending gradients": (RailPlan, "sent_rows", 2, True),  # after those of tokens and probs
         "own gradients": (trip, "Part", parts, True),
         "gradients of other nodes": (trip, "Part", 2 * parts - 1, True),
         "weight gradients": (NewGradients, "add", 0, True),
