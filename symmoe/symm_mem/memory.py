@@ -43,7 +43,7 @@ class Arena:
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
-        size = _aligned(max(1, num_bytes))
+        size = _aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:
@@ -51,7 +51,8 @@ class Arena:
                 else:
                     self._free[index] = (start + size, end)
                 self.used_bytes += size
-                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
+                if self.used_bytes > self.high_water_bytes:
+                    self.high_water_bytes = self.used_bytes
                 return start, size
         return None
 
