@@ -532,8 +532,7 @@ class Section(Entry):
         """Launches everything."""
         values, things = playing.values, playing.things
         for index, slot in self._slots:
-            thing = things[slot]
-            values[index] = thing.data_ptr() if isinstance(thing, torch.Tensor) else thing.address  # a lease's
+            values[index] = things[slot].data_ptr()  # of a tensor or a lease
         for index, number in self._numbers:
             values[index] = number.get(playing)
         driver.ensure_context()
