@@ -488,7 +488,7 @@ class _Group:
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == NOTE:
             self._notes.append(entry)
-        elif entry.fill is None:
+        elif entry.fills == (None, None):
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
