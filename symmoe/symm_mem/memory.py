@@ -43,7 +43,7 @@ class Arena:
 
     def take(self, num_bytes: int) -> tuple[int, int] | None:
         """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
-        size = _aligned(max(1, num_bytes))
+        size = _aligned(num_bytes or 1)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:
@@ -51,7 +51,8 @@ class Arena:
                 else:
                     self._free[index] = (start + size, end)
                 self.used_bytes += size
-                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
+                if self.used_bytes > self.high_water_bytes:
+                    self.high_water_bytes = self.used_bytes
                 return start, size
         return None
 
@@ -133,11 +134,10 @@ class Span:
     """A lease's part of the arena; lives as long as the lease or any tensor over its memory, which finds it through its
     storage: views share that. Attributes: as in Lease, and place: the arena that gets it back, (offset, size) there."""
 
-    __slots__ = ("__weakref__", "_memory", "address", "generation", "name", "offset", "place")
+    __slots__ = ("__weakref__", "_memory", "generation", "name", "offset", "place")
 
     def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
         self.name, self.generation, self.place, self.offset = name, generation, place, place[1][0]
-        self.address = memory.base + self.offset
         self._memory: Memory | None = memory
 
     @property
@@ -331,7 +331,7 @@ class Lease:
     Attributes:
         name: purpose of the lease, shown in error texts.
         shape, dtype, num_bytes: of the tensor.
-        offset, address: byte offset in the arena, and where this rank's memory begins.
+        offset: byte offset in the arena.
         generation: how many leases the heap had made before this one.
 
     The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
@@ -341,9 +341,10 @@ class Lease:
     """
 
     def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> None:
-        self.name, self.offset, self.address, self.generation = span.name, span.offset, span.address, span.generation
+        self.name, self.offset, self.generation = span.name, span.offset, span.generation
         self.shape, self.dtype, self.num_bytes = shape, dtype, num_bytes
         self._bytes, self._span = slice(self.offset, self.offset + num_bytes), span
+        self._address = memory.base + span.offset
         self._memory: Memory | None = memory
         self._tensor: torch.Tensor | None = None
 
@@ -358,6 +359,10 @@ class Lease:
             self._tensor = arena[self._bytes].view(self.dtype).view(self.shape).detach()
             self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
         return self._tensor
+
+    def data_ptr(self) -> int:
+        """Where this rank's memory begins, as a tensor's."""
+        return self._address
 
     def peer(self, rank: int) -> torch.Tensor:
         """The same byte range of rank `rank`'s arena as a tensor: that rank's lease of the same name if all ranks lease

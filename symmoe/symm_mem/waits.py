@@ -223,5 +223,5 @@ class Waits:
 
     def _timeout_ns(self, first: bool) -> int | None:
         """The bound for the kernel; never the longer one in a graph, where every replay would have it."""
-        _, bound_s = self.bound(first and not capture_id(self.device))
+        bound_s = self.bound(not capture_id(self.device))[1] if first else self.timeout_s
         return None if bound_s == math.inf else int(bound_s * 1e9)

@@ -404,13 +404,10 @@ class Tapes:
         *,
         audits: bool = False,
     ) -> None:
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds, self._numbers = dict[Hashable, _Kind](), dict[Hashable, int]()
         self._device, self._give_up, self._fail = device, give_up, fail
         self._constants, self._kernels, self._compiled = tuple(constants), kernels, compiled
-        self._audits = audits
-        self._numbers: dict[Hashable, int] = {}
-        self._counter = itertools.count()
-        self._is_ready = False
+        self._audits, self._is_ready, self._counter = audits, False, itertools.count()
         self.num_played = self.num_audited = self._num_calls = 0
 
     def run(

@@ -232,7 +232,7 @@ class Call(Entry):
         function: the function, or the name of a kernel.
         kind: CALL, NOTE, OPERATOR or NEW.
         leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
-        fill: fills in the template; None: it has no places.
+        fills: what fills in the two parts of the template; None: it has no places.
     """
 
     function: Callable[..., Any] | str
@@ -241,14 +241,17 @@ class Call(Entry):
     kind: str = CALL
     is_owed: bool = False
     leaves_autocast: str | None = None
-    fill: Callable[[Playing], Any] | None = field(init=False)
+    fills: tuple[Callable[[Playing], Any] | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fill = filler(self.template)
+        self.fills = tuple(map(filler, self.template))
 
     def play(self, playing: Playing) -> None:
-        args, kwargs = self.template if self.fill is None else self.fill(playing)
-        function = self.function
+        (args, kwargs), (fill_args, fill_kwargs), function = self.template, self.fills, self.function
+        if fill_args is not None:
+            args = fill_args(playing)
+        if fill_kwargs is not None:
+            kwargs = fill_kwargs(playing)
         if isinstance(function, str):
             function = getattr(playing.kernels(), function)
         if self.leaves_autocast is None:

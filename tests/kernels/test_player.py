@@ -25,7 +25,6 @@ from symmoe.kernels.triton import gemm
 from symmoe.kernels.triton.tiles import describe
 from symmoe.tape.recorder import Tapes, recorder
 from symmoe.tape.tape import NEW, NOTE, OPERATOR, Call, Entry, Event, Launch, Mark, Memory, ObjectSlot, Tape
-from symmoe.torch_internals import empty_strided
 
 # -- sections -------------------------------------------------------------------------------------------------------
 
@@ -46,7 +45,7 @@ def launch(*slots: int, stream: int | None = None) -> Launch:
 
 
 def new(slot: int, num_bytes: int = 8) -> Call:
-    return Call(empty_strided["cpu"], (((num_bytes,), (1,), torch.uint8), {}), slot, NEW)
+    return Call(print, (((num_bytes,), (1,), torch.uint8), {}), slot, NEW)
 
 
 def lease(slot: int) -> Call:
@@ -144,12 +143,12 @@ def calls(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
     constants = Constants({"WIDTH": 64}, {0: describe([4, 8])})
 
     def function(rows: torch.Tensor, scale: torch.Tensor, number: int) -> tuple[torch.Tensor]:
-        made = torch.empty(8, 8)
+        made, small = torch.empty(8, 8), torch.empty(8)
         if (recording := recorder()) is not None:
             recording.launches_with(lambda: (-1, number), (), {}, ("count", "typed"), None)
-        launches.launch(kernel, (3, 2), constants, rows[8:], made, None, -1, number, 0.5)
+        launches.launch(kernel, (3, 2), constants, rows[8:], made, small, -1, number, 0.5)
         made.neg_()
-        launches.launch(kernel, (1,), constants, made, scale[4:], None, 7, -(2**62), -0.25)
+        launches.launch(kernel, (1,), constants, made, scale[4:], small[2:], 7, -(2**62), -0.25)
         return (made,)
 
     return function
@@ -166,10 +165,11 @@ def test_played_launches_get_the_arguments_of_the_call(calls, fake_cuda: FakeCud
         if number == 0:
             continue  # the JIT launches
         first, second = fake_cuda.launches
-        half, quarter = (torch.tensor(value).view(torch.int32).item() for value in (0.5, -0.25))
+        small, half, quarter = first.words[6], *(torch.tensor(value).view(torch.int32).item() for value in (0.5, -0.25))
         assert (first.grid, second.grid) == ((3, 2, 1), (1, 1, 1))
-        assert first.words == (rows[8:].data_ptr(), 16, 8, 8, 1, made.data_ptr(), -1, 3, half, 0, 0)
-        assert second.words == (made.data_ptr(), 8, 8, 8, 1, scale[4:].data_ptr(), 7, -(2**62), quarter, 0, 0)
+        assert first.words == (rows[8:].data_ptr(), 16, 8, 8, 1, made.data_ptr(), small, -1, 3, half, 0, 0)
+        values = scale[4:].data_ptr(), small + 8, 7, -(2**62), quarter
+        assert second.words == (made.data_ptr(), 8, 8, 8, 1, *values, 0, 0)
 
 
 def test_events_order_streams(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):

@@ -488,7 +488,7 @@ class _Group:
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == NOTE:
             self._notes.append(entry)
-        elif entry.fill is None:
+        elif entry.fills == (None, None):
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile
             self._before.append(entry)
@@ -532,8 +532,7 @@ class Section(Entry):
         """Launches everything."""
         values, things = playing.values, playing.things
         for index, slot in self._slots:
-            thing = things[slot]
-            values[index] = thing.data_ptr() if isinstance(thing, torch.Tensor) else thing.address  # a lease's
+            values[index] = things[slot].data_ptr()  # of a tensor or a lease
         for index, number in self._numbers:
             values[index] = number.get(playing)
         driver.ensure_context()
