@@ -6,7 +6,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
-from symmoe.dispatch.nodes import NodesPlan, RailCounts, Region, find_rail_rows, make_rail_plan, plan_in_node
+from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, make_rail_plan, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
@@ -48,6 +48,7 @@ class Plan(PlanIntegers):
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0 if rows are packed.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
+        most_sent: the most tokens that this rank sends to another node, if num_rows is known.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
     """
@@ -65,6 +66,7 @@ class Plan(PlanIntegers):
     row_to_packed_row: torch.Tensor | None = None
     max_rows: int | None = None
     max_packed_rows: int | None = None
+    most_sent: int = 0
     has_room: bool = True
     nodes: NodesPlan[Plan] | None = None
     _read_report: Callable[[], list[int]] | None = None
@@ -84,10 +86,11 @@ class Plan(PlanIntegers):
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             self.heap.check()  # a fault of a peer is on record
             if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None:
-                self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
+                if self.nodes is None:  # else it has been launched
+                    self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
                 self.heap.synchronize()
             raise self.heap.faults.of_plan(report)
-        self.num_rows = report[control.SUM_NUM_ROWS]
+        self.num_rows, self.most_sent = report[control.SUM_NUM_ROWS], report[control.SUM_MOST_SENT]
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])
         self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
@@ -242,10 +245,8 @@ def plan_call(
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
         reports = heap.captured_reports
-        # Between nodes the host reads the sizes of messages in any case, except in a capture.
-        can_have_room = capacity is None and (reports is not None or heap.nodes is None)
-        room = find_room() if can_have_room else None
-        if can_have_room and (room is None or room.rows < 0) and reports is not None:
+        room = find_room() if capacity is None else None
+        if capacity is None and (room is None or room.rows < 0) and reports is not None:
             heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
@@ -266,12 +267,12 @@ def plan_call(
         }
         topk_idx = topk_idx.detach().contiguous()
         if heap.nodes is not None:
-            plan = _plan_between_nodes(topk_idx, heap, words, options)
+            plan = _plan_between_nodes(topk_idx, heap, words, options, room)
         else:
             plan = _place_slots(topk_idx, heap, words, options.config)
         if capacity is None and reports is not None:
             reports.append(plan.report)
-        elif capacity is None and heap.nodes is None:
+        elif capacity is None and plan.num_rows is None:
             plan._read_report = heap.streams.read_back(plan.report)
             if room is None or room.rows < 0:
                 plan.settle()
@@ -281,48 +282,52 @@ def plan_call(
 
 
 def _plan_between_nodes(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    words: dict[int, int],
+    options: PlanOptions,
+    room: RowBudget | None,
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
-    num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
-    rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
-    has_limit = rail_capacity is not None and rail_capacity < num_tokens  # on all ranks, then
-    limit, drops = rail_capacity if has_limit else None, has_limit and options.overflow == "drop"
-    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit, drops=drops)
-    words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
-    counts = RailCounts(heap, rails)
-    plan = _place_slots(rails.topk_idx, heap, words, options.config, counts)
-    sent: Sequence[int]
-    received: Sequence[int]
-    if rail_capacity is not None:
-        if drops:
-            plan.num_dropped.add_(counts.told())
-        sent = received = [rail_capacity] * heap.topology.num_nodes
-    elif words[control.HEAD_CAPACITY] >= 0:  # there is room for all tokens, and all have the number of a replay
-        sent, received = [len(topk_idx)] * heap.topology.num_nodes, counts.num_tokens
+    num_tokens, top_k = topk_idx.shape
+    if is_exact := options.capacity is None:
+        most_tokens, rail_capacity, rail_rows = num_tokens, 0, num_tokens if room is None else room.rail_rows
     else:
+        most_tokens = words[control.HEAD_MAX_TOKENS]
+        rail_capacity = rail_rows = options.rail_capacity or max(1, most_tokens)
+    words[control.HEAD_RAIL_CAPACITY] = rail_capacity
+    packed_room = words[control.HEAD_PACKED_CAPACITY] if is_exact else None
+    excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
+    rails = RailRows(topk_idx, heap, options.num_experts, rail_rows, excess)
+    plan = _place_slots(rails.topk_idx, heap, words, options.config, rails)
+    if is_exact:
+        torch.amax(rails.num_sent, 0, keepdim=True, out=plan.report[control.SUM_MOST_SENT :][:1])
+    elif excess is not None and excess.drops:
+        plan.num_dropped.add_(rails.told())
+    sent, received = [rail_rows] * heap.topology.num_nodes, rails.by_node
+    if is_exact and (room is None or room.rows < 0):
         plan._read_report = heap.streams.read_back(plan.report)
-        read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, counts.num_received]))
-        plan.settle()
-        sent, received = read_sizes()
-    sizes = (rail_capacity or 0) * MAX_TOP_K + plan.top_k
+        read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, rails.num_received]))
+        plan.settle()  # before any barrier: ranks with room raise what the plan has found at once
+        sent, received = read_sizes() if room is None else (sent, received)
+    sizes = rail_capacity * MAX_TOP_K + top_k
     plan.nodes = plan_in_node(plan, make_rail_plan(heap, rails.token_to_rail_row, sent, received, sizes))
     return plan
 
 
 def _place_slots(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], config: int, counts: RailCounts | None = None
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], config: int, rails: RailRows | None = None
 ) -> Plan:
     """The plan; `words` of the header are the other arguments of make_plan. Does not wait. config: as in PlanOptions;
-    counts: if the group spans nodes."""
+    rails: if the group spans nodes."""
     num_tokens, top_k = topk_idx.shape
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
     sizes = num_tokens, top_k, num_experts, heap.num_ranks
     with heap.one_call:
-        fill = partial(_fill, topk_idx, heap, header, config, counts)
+        fill = partial(_fill, topk_idx, heap, header, config, rails)
         is_special = heap.nodes is not None or heap.first_step is not None
         (storage,) = fill() if is_special else heap.run(("plan", header, config), fill, (topk_idx,))
         generation = heap.epoch
@@ -345,7 +350,7 @@ def _place_slots(
 
 
 def _fill(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...], config: int, counts: RailCounts | None
+    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...], config: int, rails: RailRows | None
 ) -> tuple[torch.Tensor]:
     """A new storage of a plan, filled. Collective."""
     sizes = num_tokens, _, num_experts, num_ranks = *topk_idx.shape, header[control.HEAD_NUM_EXPERTS], heap.num_ranks
@@ -356,8 +361,8 @@ def _fill(
     drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
     ops.send_counts(block_counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
-    if counts is not None:
-        counts.tell()
+    if rails is not None:
+        rails.tell()
     first_step = heap.first_step
     if first_step is None or heap.streams.capture:
         received = heap.barrier(control.PHASE_PLAN, config=config)
@@ -365,8 +370,8 @@ def _fill(
         heap.first_step = None
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
         first_step.compare(heap.streams.read_back(received)())
-    if counts is not None:
-        counts.share(config)
+    if rails is not None:
+        rails.share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
         received = nodes_of(heap).failed_so_far.neg().repeat(num_ranks, control.NUM_PUBLISHED)
     ops.lay_out(
@@ -377,7 +382,7 @@ def _fill(
         capacity=header[control.HEAD_CAPACITY],
         packed_capacity=header[control.HEAD_PACKED_CAPACITY],
         drop=drop,
-        ranks=range(num_ranks) if counts is None or not heap.topology.is_in_order else heap.topology.ranks,
+        ranks=range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks,
     )
     ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
     return (integers.storage,)

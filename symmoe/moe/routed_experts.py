@@ -91,7 +91,7 @@ class RoutedExperts(torch_operators.EagerStep):
             plan = plan_call(topk_idx, heap, options, lambda: None)
             y = expert_parallel_mlp(tokens, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
-            self._history.note(plan.num_tokens, *plan.needed_rows)
+            self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         return y, plan.expert_load, plan.num_dropped
 
     @functools.cached_property
