@@ -84,11 +84,9 @@ class Plan(PlanIntegers):
         report, self._read_report = self._read_report(), None
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
-            self.heap.check()  # a fault of a peer is on record
-            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None:
-                if self.nodes is None:  # else it has been launched
-                    self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
-                self.heap.synchronize()
+            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None and self.nodes is None:
+                self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
+            self.heap.synchronize()  # a fault of a peer is on record, and with room whatever the plan has found
             raise self.heap.faults.of_plan(report)
         self.num_rows, self.most_sent = report[control.SUM_NUM_ROWS], report[control.SUM_MOST_SENT]
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])

@@ -189,14 +189,14 @@ def check_after_errors(rank: int, num_ranks: int) -> list[str]:
     with open_heap("cpu", num_bytes=16 << 20) as heap:
         layer, waits = make_layers(heap)
         for number, call in enumerate(make_calls(rank, seed=3)):
-            x, ids, probs, _ = call
+            (x, ids, probs, _), findings.where = call, f"rank {rank}, call {number}"
             if number % 5 == 4:
                 bad = ids.clone()
                 if rank == number % num_ranks:
                     bad = bad.float() if number % 2 else bad[:, :1]
                 try:
                     layer(x, topk_idx=bad, probs=probs)
-                    findings.check(False, f"rank {rank}, call {number}: no error")
+                    findings.check(False, "no error")
                 except ArgumentError:
                     pass
             if number % 7 == 6 and rank == 0:
@@ -206,9 +206,7 @@ def check_after_errors(rank: int, num_ranks: int) -> list[str]:
                 with pytest.raises(Exception, match="user"):
                     layer(x, topk_idx=ids, probs=probs)
             pairs = zip(run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True)
-            findings.check(
-                all(torch.equal(got, want) for got, want in pairs), f"rank {rank}, call {number}: other bits"
-            )
+            findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
     return findings.texts
 
 
