@@ -64,7 +64,7 @@ class FromNodes:
         self._token_to_row = nodes.rails.token_to_home_row
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
-        self._home = _room_for(plan, len(nodes.rails.home_row_to_pair), like, has_values, num_rows)
+        self._home = _room_for(plan, len(nodes.rails.home_row_to_token), like, has_values, num_rows)
         self.own = self._home.first(nodes.own)
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
 

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -30,73 +30,76 @@ from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 
-_TOP_K_BITS = 8
 _ALIGNED_ROWS = 4  # of int32, however many columns
 P = TypeVar("P", bound=PlanIntegers)  # a plan
-Message = list[torch.Tensor]  # by node
+Message = tuple[list[torch.Tensor], list[torch.Tensor]]  # by node, what goes there and what comes from there
 
 
-@dataclass(frozen=True, eq=False)
+class Excess(NamedTuple):
+    """What the header of this rank's counts says where more tokens go to a node than fit in a message.
+
+    Attributes:
+        drops: whether their slots are dropped, and HEAD_RAIL_DROPPED is how many.
+        room: this rank's HEAD_PACKED_CAPACITY, if it becomes 0 then, so that all plan again. None: HEAD_RAIL_DROPPED
+            is how many tokens would go where most would.
+    """
+
+    drops: bool
+    room: int | None
+
+
 class RailRows:
-    """Which tokens go to which node, as their home decides it before the plan is made.
+    """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
+    rail has room for; and what ranks tell each other of that in addition to the counts of their node. Ids that are out
+    of range count as none. Made locally; does not synchronise.
+
+    Args:
+        rail_rows: how many have room in a message.
+        excess: None: there are no more.
 
     Attributes:
         topk_idx: as it came; -1 for the slots that are dropped.
         token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
             is its home.
         num_sent: int32 [N], tokens that would go to each node.
-        number: int32 [1], where a rail has a limit: the slots that were dropped, or if none are, the tokens that would
-            go to the node to which most would, 0 if the rail has room for them.
+        num_received, by_node: after :meth:`share`, int32 [N], tokens that would come from each node; and by node, how
+            many have room in its messages, as hosts know it.
     """
 
-    topk_idx: torch.Tensor
-    token_to_rail_row: torch.Tensor
-    num_sent: torch.Tensor
-    number: torch.Tensor | None = None
-
-
-def find_rail_rows(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, *, num_experts: int, limit: int | None, drops: bool
-) -> RailRows:
-    """Counts the tokens for each node, and takes the first ones, as many as a rail has room for. Ids that are out of
-    range count as none. Local; does not synchronise. drops: whether the slots of the others are dropped."""
-    rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp_(-1, heap.num_ranks)
-    slot_goes = nodes_of(heap).maps.is_on_other[rank]  # [T, K, N]
-    goes = slot_goes.any(1)
-    row, num_sent = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1), goes.sum(0, dtype=torch.int32)
-    if limit is None:
-        return RailRows(topk_idx, row, num_sent)
-    has_no_room = row >= limit
-    row.masked_fill_(has_no_room, -1)
-    if not drops:
-        most = num_sent.amax(0, keepdim=True)
-        return RailRows(topk_idx, row, num_sent, most.where(most > limit, 0))
-    lost = (slot_goes & has_no_room[:, None]).any(2)
-    return RailRows(topk_idx.masked_fill(lost, -1), row, num_sent, lost.sum(dtype=torch.int32).view(1))
-
-
-class RailCounts:
-    """What the ranks of a group tell each other for a plan in addition to the counts of their node.
-
-    Attributes:
-        num_received, num_tokens: after :meth:`share`, int32 [N], tokens that each node sends to this rank; and by node,
-            T of its rank on this rail, as hosts know it.
-    """
-
-    def __init__(self, heap: SymmetricHeap, rails: RailRows) -> None:
-        self._heap, self._rails = heap, rails
-        self.num_received = torch.zeros_like(rails.num_sent)
-        self.num_tokens: list[int] = []
+    def __init__(
+        self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None
+    ) -> None:
+        rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp_(-1, heap.num_ranks)
+        slot_goes = nodes_of(heap).maps.is_on_other[rank]  # [T, K, N]
+        goes = slot_goes.any(1)
+        self._heap, self.topk_idx, self.by_node = heap, topk_idx, [rail_rows]
+        self.token_to_rail_row = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1)
+        self.num_sent = goes.sum(0, dtype=torch.int32)
+        self.num_received = torch.zeros_like(self.num_sent)
+        self._word, self._number = control.HEAD_RAIL_DROPPED, None  # of the header, what only the device knows
+        if excess is None:
+            return
+        has_no_room = self.token_to_rail_row >= rail_rows
+        self.token_to_rail_row.masked_fill_(has_no_room, -1)
+        most = self.num_sent.amax(0, keepdim=True)
+        if excess.drops:
+            lost = (slot_goes & has_no_room[:, None]).any(2)
+            self.topk_idx, self._number = topk_idx.masked_fill(lost, -1), lost.sum(dtype=torch.int32).view(1)
+        elif excess.room is None:
+            self._number = most.where(most > rail_rows, 0)
+        else:
+            self._word = control.HEAD_PACKED_CAPACITY
+            self._number = (most <= rail_rows).int().mul_(excess.room)
 
     def tell(self) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
-        if self._rails.number is None:
+        if self._number is None:
             return
         ranks = nodes_of(self._heap).maps.by_node[self._heap.topology.node]
         row = self._rows_of(ranks.narrow(0, self._heap.topology.local_rank, 1), barriers=1)
         for rank in range(self._heap.peers.num_ranks):
-            self._table(rank)[:, control.HEAD_RAIL_DROPPED].index_copy_(0, row, self._rails.number)
+            self._table(rank)[:, self._word].index_copy_(0, row, self._number)
 
     def share(self, config: int) -> None:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
@@ -104,11 +107,10 @@ class RailCounts:
         nodes, topology, table = nodes_of(self._heap), self._heap.topology, self._table(self._heap.peers.rank)
         ours = table.index_select(0, self._rows_of(nodes.maps.by_node[topology.node]))
         theirs = ours.new_zeros((topology.num_nodes - 1, *ours.shape))  # in place of what does not come
-        sends = [ours] * topology.num_nodes, self._rails.num_sent.split(1)
+        sends = [ours] * topology.num_nodes, self.num_sent.split(1)
         receives = [*theirs[: topology.node], ours, *theirs[topology.node :]], self.num_received.split(1)
-        self.num_tokens = nodes.exchange(
-            sends, receives, control.PHASE_NODES_PLAN, num_tokens=len(self._rails.topk_idx), config=config
-        )
+        phase, (rail_rows,) = control.PHASE_NODES_PLAN, self.by_node
+        self.by_node = nodes.exchange(sends, receives, phase, rail_rows=rail_rows, config=config)
         table.index_copy_(0, self._rows_of(nodes.maps.other_ranks), theirs.flatten(0, 1))
 
     def told(self) -> torch.Tensor:
@@ -141,21 +143,24 @@ class RailPlan:
     Attributes:
         heap: of the plan.
         token_to_home_row: int32 [T, N], where what a node has for a token is, at home; -1 for nothing.
-        home_row_to_pair: int64 [T + A], the token of a home row times N, and the node; -1 in rows that stay unused.
+        home_row_to_token, home_row_to_pair: int64 [T + A], the token of a home row, and that times N, and the node.
+        is_unused: bool [T + A], home rows that stay unused; they have any token.
         num_sent, num_received: by node, rows that go there and come from there; 0 of this node.
         sizes: what ranks of a rail must agree on, so that their messages fit.
         number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
-        maps: what goes along with the first rows of the plan, and where what comes with them is to be; () later.
+        maps: what travels with the first rows of the plan; () later.
     """
 
     heap: SymmetricHeap
     token_to_home_row: torch.Tensor
+    home_row_to_token: torch.Tensor
     home_row_to_pair: torch.Tensor
+    is_unused: torch.Tensor
     num_sent: tuple[int, ...]
     num_received: tuple[int, ...]
     sizes: int
     number: int
-    maps: tuple[()] | tuple[list[Message], list[Message]] = ()
+    maps: Sequence[Message] = ()
 
     @contextmanager
     def bring_in(
@@ -167,17 +172,14 @@ class RailPlan:
         Yields:
             a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
         """
-        heap = self.heap
-        sends = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
-        num_foreign = sum(self.num_received)
+        heap, num_foreign = self.heap, sum(self.num_received)
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        receives = [self.by_node(whole) for whole in foreign]
+        sent = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
+        messages = [*zip(sent, map(self.by_node, foreign), strict=True), *self.maps]
         nodes_of(heap).meet(phase, sizes=self.sizes, **self.agreed_on_rail(agreed))
-        if self.maps:
-            (sent, received), self.maps = self.maps, ()
-            sends, receives = [*sends, *sent], [*receives, *received]
+        self.maps = ()
         with ExitStack() as travels:
-            moving = nodes_of(heap).moving(sends, receives)
+            moving = nodes_of(heap).moving(*zip(*messages, strict=True))
             begin = partial(travels.enter_context, moving)
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
             # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
@@ -196,16 +198,6 @@ class RailPlan:
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
         return _pick(tensor, self.home_row_to_token[len(self.token_to_home_row) :])
-
-    @cached_property
-    def home_row_to_any_pair(self) -> torch.Tensor:
-        """The pair of a home row; any one in rows that stay unused."""
-        return self.home_row_to_pair.clamp(min=0)
-
-    @cached_property
-    def home_row_to_token(self) -> torch.Tensor:
-        """int64 [T + A]; any token in rows that stay unused."""
-        return self.home_row_to_any_pair.div(len(self.num_sent), rounding_mode="floor")
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a tensor [A, .] that go to each node."""
@@ -237,7 +229,9 @@ def make_rail_plan(
     # Pairs that have none share a row past the end, which is that of -1.
     pair = home_row.new_full((num_tokens + most * (num_nodes - 1) + 1,), -1, dtype=torch.int64)
     pair[home_row.flatten()] = torch.arange(home_row.numel(), device=home_row.device)
-    return RailPlan(heap, home_row, pair[:-1], tuple(sent), tuple(received), sizes, nodes_of(heap).num_meetings)
+    is_unused, pair = pair[:-1] < 0, pair[:-1].clamp_(min=0)
+    index = home_row, pair.div(num_nodes, rounding_mode="floor"), pair, is_unused
+    return RailPlan(heap, *index, tuple(sent), tuple(received), sizes, nodes_of(heap).num_meetings)
 
 
 class Region(NamedTuple):
@@ -279,25 +273,21 @@ def plan_in_node(plan: P, rails: RailPlan) -> NodesPlan[P]:
     maps, with the first rows: lines of the plan's, with the slots of a token on the node it goes to, and where it is
     on the ranks of that. Collective over the group; does not synchronise the host."""
     heap, (num_tokens, top_k) = rails.heap, plan.slot_to_row.shape
-    maps, num_nodes, num_local = nodes_of(heap).maps, heap.topology.num_nodes, len(heap.topology.ranks)
-    token, pair = rails.home_row_to_token, rails.home_row_to_any_pair
+    num_nodes, num_local = heap.topology.num_nodes, len(heap.topology.ranks)
+    token, pair = rails.home_row_to_token, rails.home_row_to_pair
     # Lines of home rows: this rank's own tokens, then those that it sends.
     slot_to_rank = _pick(plan.slot_to_rank, token)
-    slot_to_rank = maps.to_local[torch.add(slot_to_rank, (pair % num_nodes)[:, None], alpha=heap.num_ranks + 1)]
+    place = torch.add(slot_to_rank, (pair % num_nodes)[:, None], alpha=heap.num_ranks + 1)
+    slot_to_rank = nodes_of(heap).maps.to_local[place]
     packed, primary = (
         _pick(_by_node(each, heap).flatten(0, 1), pair)
         for each in (plan.token_to_packed_row, plan.token_to_primary_row)
     )
-    is_unused = (rails.home_row_to_pair < 0)[:, None]
     for each in (slot_to_rank, packed, primary):
-        each.masked_fill_(is_unused, -1)
+        each.masked_fill_(rails.is_unused[:, None], -1)
     slot_to_row = _pick(plan.slot_to_row, token).masked_fill_(slot_to_rank < 0, -1)
-    lines = {
-        "slot_to_row": slot_to_row,
-        "slot_to_rank": slot_to_rank,
-        "token_to_packed_row": packed,
-        "token_to_primary_row": primary,
-    }
+    names = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
+    lines = slot_to_row, slot_to_rank, packed, primary
     block_tokens = plan.block_tokens.sum(0, dtype=torch.int32)
     regions = torch.stack([block_tokens, plan.packed_start, plan.packed_limit])
     regions = _by_node(regions, heap).transpose(0, 1).contiguous()
@@ -308,16 +298,14 @@ def plan_in_node(plan: P, rails: RailPlan) -> NodesPlan[P]:
     parts = room.split([aligned * width for width in widths])
     come = [part.view(aligned, width)[:num_foreign] for part, width in zip(parts, widths, strict=True)]
     foreign_regions = torch.zeros_like(regions)
-    sends = [*(rails.to_nodes(each[num_tokens:]) for each in lines.values()), list(regions)]
-    rails.maps = sends, [*(rails.by_node(each) for each in come), list(foreign_regions)]
+    maps = [(rails.to_nodes(go[num_tokens:]), rails.by_node(comes)) for go, comes in zip(lines, come, strict=True)]
+    rails.maps = *maps, (list(regions), list(foreign_regions))
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
 
     own, foreign = copy.copy(plan), copy.copy(plan)
     # Found before the views of the storage, which are of the plan over all ranks.
-    vars(own).update({name: each[:num_tokens] for name, each in lines.items()}, num_tokens=num_tokens)
-    vars(foreign).update(zip(lines, come, strict=True), num_tokens=num_foreign)
-    for made in (own, foreign):
-        vars(made)["arrivals"] = arrivals_in_node(heap)
+    for made, its in ((own, [each[:num_tokens] for each in lines]), (foreign, come)):
+        vars(made).update(zip(names, its, strict=True), num_tokens=len(its[0]), arrivals=arrivals_in_node(heap))
     own_rows = split_by_arrival(heap, (own, foreign)) if heap.topology.is_in_order else None
     vars(own)["regions"] = (_region(own, None, regions[heap.topology.node]),)
     vars(foreign)["regions"] = tuple(

@@ -6,7 +6,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
-from symmoe.dispatch.nodes import NodesPlan, RailCounts, Region, find_rail_rows, make_rail_plan, plan_in_node
+from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, make_rail_plan, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
@@ -48,6 +48,7 @@ class Plan(PlanIntegers):
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0 if rows are packed.
         max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
+        most_sent: the most tokens that this rank sends to another node, if num_rows is known.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
         to_fill: what launches the plan's kernels, which has not happened yet; else None.
@@ -66,20 +67,21 @@ class Plan(PlanIntegers):
     row_to_packed_row: torch.Tensor | None = None
     max_rows: int | None = None
     max_packed_rows: int | None = None
+    most_sent: int = 0
     has_room: bool = True
     nodes: NodesPlan[Plan] | None = None
     to_fill: ToFill | None = None
     _read_report: Callable[[], list[int]] | None = None
 
-    def fill(self, counts: RailCounts | None = None) -> None:
+    def fill(self, rails: RailRows | None = None) -> None:
         """Launches the plan's kernels, unless that has happened. Collective; waits for the device if sizes of buffers
-        depend on the plan. counts: if the group spans nodes."""
+        depend on the plan. rails: if the group spans nodes."""
         if (to_fill := self.to_fill) is None:
             return
         with self.heap.one_call:
             self.is_next()
-            launch = partial(to_fill.launch, self.heap, counts)
-            is_special = counts is not None or self.heap.first_step is not None
+            launch = partial(to_fill.launch, self.heap, rails)
+            is_special = rails is not None or self.heap.first_step is not None
             self.filled(*launch() if is_special else self.heap.run(to_fill.key, launch, (to_fill.topk_idx,)))
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
@@ -116,12 +118,11 @@ class Plan(PlanIntegers):
         report, self._read_report = self._read_report(), None
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
-            self.heap.check()  # a fault of a peer is on record
-            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None:
+            if report[control.SUM_ERROR] == control.PLAN_FAULT and self.heap.nodes is not None and self.nodes is None:
                 self.heap.barrier(control.PHASE_NODES_PLAN)  # one of another node, which comes to the record here
-                self.heap.synchronize()
+            self.heap.synchronize()  # a fault of a peer is on record, and with room whatever the plan has found
             raise self.heap.faults.of_plan(report)
-        self.num_rows = report[control.SUM_NUM_ROWS]
+        self.num_rows, self.most_sent = report[control.SUM_NUM_ROWS], report[control.SUM_MOST_SENT]
         self.max_rows = max(1, report[control.SUM_MAX_ROWS])
         self.max_packed_rows = max(1, report[control.SUM_MAX_PACKED])
         if self.row_capacity < 0:
@@ -213,7 +214,7 @@ class ToFill(NamedTuple):
         return "plan", self.header, self.config, self.is_read
 
     def launch(
-        self, heap: SymmetricHeap, counts: RailCounts | None = None
+        self, heap: SymmetricHeap, rails: RailRows | None = None
     ) -> tuple[torch.Tensor, Callable[[], list[int]] | None]:
         """A new storage of the plan, filled, and, if it is read, what waits for the report. Collective."""
         topk_idx, header, config, is_read, _ = self
@@ -229,7 +230,7 @@ class ToFill(NamedTuple):
         drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
         ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(block_counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
-        received = _plan_barrier(heap, config, counts)
+        received = _plan_barrier(heap, config, rails)
         ops.lay_out(
             heap.count_peers,
             received,
@@ -238,7 +239,7 @@ class ToFill(NamedTuple):
             capacity=header[control.HEAD_CAPACITY],
             packed_capacity=header[control.HEAD_PACKED_CAPACITY],
             drop=drop,
-            ranks=range(num_ranks) if counts is None or not heap.topology.is_in_order else heap.topology.ranks,
+            ranks=range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks,
         )
         ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
         first = integers.layout["report"][0]
@@ -341,10 +342,8 @@ def begin_plan(
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
         reports = heap.captured_reports
-        # Between nodes the host reads the sizes of messages in any case, except in a capture.
-        can_have_room = capacity is None and (reports is not None or heap.nodes is None)
-        room = find_room() if can_have_room else None
-        if can_have_room and (room is None or room.rows < 0) and reports is not None:
+        room = find_room() if capacity is None else None
+        if capacity is None and (room is None or room.rows < 0) and reports is not None:
             heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
@@ -365,7 +364,7 @@ def begin_plan(
         }
         topk_idx = topk_idx.detach().contiguous()
         if heap.nodes is not None:
-            plan = _plan_between_nodes(topk_idx, heap, words, options)
+            plan = _plan_between_nodes(topk_idx, heap, words, options, room)
         else:
             reports = reports if capacity is None else None
             plan = _new_plan(topk_idx, heap, words, options.config, capacity is None and reports is None, reports)
@@ -375,34 +374,39 @@ def begin_plan(
 
 
 def _plan_between_nodes(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    words: dict[int, int],
+    options: PlanOptions,
+    room: RowBudget | None,
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
-    num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
-    rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
-    has_limit = rail_capacity is not None and rail_capacity < num_tokens  # on all ranks, then
-    limit, drops = rail_capacity if has_limit else None, has_limit and options.overflow == "drop"
-    rails = find_rail_rows(topk_idx, heap, num_experts=options.num_experts, limit=limit, drops=drops)
-    words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
-    counts = RailCounts(heap, rails)
-    reports = heap.captured_reports if options.capacity is None else None
-    plan = _new_plan(rails.topk_idx, heap, words, options.config, False, reports)
-    plan.fill(counts)
-    sent: Sequence[int]
-    received: Sequence[int]
-    if rail_capacity is not None:
-        if drops:
-            plan.num_dropped.add_(counts.told())
-        sent = received = [rail_capacity] * heap.topology.num_nodes
-    elif words[control.HEAD_CAPACITY] >= 0:  # there is room for all tokens, and all have the number of a replay
-        sent, received = [len(topk_idx)] * heap.topology.num_nodes, counts.num_tokens
+    num_tokens, top_k = topk_idx.shape
+    if is_exact := options.capacity is None:
+        most_tokens, rail_capacity, rail_rows = num_tokens, 0, num_tokens if room is None else room.rail_rows
     else:
+        most_tokens = words[control.HEAD_MAX_TOKENS]
+        rail_capacity = rail_rows = options.rail_capacity or max(1, most_tokens)
+    words[control.HEAD_RAIL_CAPACITY] = rail_capacity
+    packed_room = words[control.HEAD_PACKED_CAPACITY] if is_exact else None
+    excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
+    rails = RailRows(topk_idx, heap, options.num_experts, rail_rows, excess)
+    reports = heap.captured_reports if is_exact else None
+    plan = _new_plan(rails.topk_idx, heap, words, options.config, False, reports)
+    plan.fill(rails)
+    if is_exact:
+        torch.amax(rails.num_sent, 0, keepdim=True, out=plan.report[control.SUM_MOST_SENT :][:1])
+    elif excess is not None and excess.drops:
+        plan.num_dropped.add_(rails.told())
+    sent, received = [rail_rows] * heap.topology.num_nodes, rails.by_node
+    if is_exact and reports is None:
         plan._read_report = heap.streams.read_back(plan.report)
-        read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, counts.num_received]))
-        plan.settle()
-        sent, received = read_sizes()
-    sizes = (rail_capacity or 0) * MAX_TOP_K + plan.top_k
+    if is_exact and (room is None or room.rows < 0):
+        read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, rails.num_received]))
+        plan.settle()  # before any barrier: ranks with room raise what the plan has found at once
+        sent, received = read_sizes() if room is None else (sent, received)
+    sizes = rail_capacity * MAX_TOP_K + top_k
     plan.nodes = plan_in_node(plan, make_rail_plan(heap, rails.token_to_rail_row, sent, received, sizes))
     return plan
 
@@ -427,11 +431,11 @@ def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int]
     )
 
 
-def _plan_barrier(heap: SymmetricHeap, config: int, counts: RailCounts | None) -> torch.Tensor:
+def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> torch.Tensor:
     """The barrier after which the counts of all ranks are there. What they have published, a line for each rank of the
     group; a negative number if the call has failed."""
-    if counts is not None:
-        counts.tell()
+    if rails is not None:
+        rails.tell()
     first_step = heap.first_step
     if first_step is None or heap.streams.capture:
         received = heap.barrier(control.PHASE_PLAN, config=config)
@@ -439,8 +443,8 @@ def _plan_barrier(heap: SymmetricHeap, config: int, counts: RailCounts | None) -
         heap.first_step = None
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
         first_step.compare(heap.streams.read_back(received)())
-    if counts is not None:
-        counts.share(config)
+    if rails is not None:
+        rails.share(config)
         # A line for each rank of the group, of which other nodes' ranks may have failed, too.
         received = nodes_of(heap).failed_so_far.neg().repeat(heap.num_ranks, control.NUM_PUBLISHED)
     return received

@@ -64,6 +64,7 @@ def dispatch(
     layout: str,
     gradients: int | None = None,
     division: Division | None = None,
+    is_last: bool = True,
 ) -> Iterator[Arrival]:
     """Sends rows of x [T, H] to every rank's `buffer` (on the heap); in forward slots, too. Collective. A context, at
     the end of which all rows have been sent and received. Does not synchronise the host. Forward sets the plan's
@@ -74,6 +75,7 @@ def dispatch(
         layout: layout of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
         gradients: in backward, index of control.GRADIENTS, what it will collect, the same on all ranks; None: forward.
         division: the division of the SMs until all rows have been sent; None: rows do not travel during GEMMs.
+        is_last: False if another trip of the same call follows, which ends with a meeting of nodes.
     """
     agreed: control.CallFields = {  # so that rows fit the peers' buffers
         "hidden": x.shape[1],
@@ -91,7 +93,7 @@ def dispatch(
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
-        travelling = stack.enter_context(_travelling([x] if probs is None else [x, probs], plan, agreed))
+        travelling = stack.enter_context(_travelling([x] if probs is None else [x, probs], plan, agreed, is_last))
         trip = _Trip(plan, buffer, layout, index, travelling, agreed, division)
         if division is not None:
             with trip.arriving() as parts:
@@ -103,13 +105,13 @@ def dispatch(
 
 @contextmanager
 def _travelling(
-    tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields
+    tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields, is_last: bool
 ) -> Iterator[Iterator[tuple[Plan, list[torch.Tensor]]]]:
     """A context in which a dispatch sends tensors [T, .] to the ranks of its node. The trip's two barriers are in it.
 
     Yields:
         an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
-        come, the foreign ones. It ends with a meeting, see Nodes.meet: the last barrier comes next.
+        come, the foreign ones. The last trip of a call ends with a meeting, see Nodes.meet: its last barrier is next.
     """
     if (nodes := plan.nodes) is None:
         yield iter([(plan, tensors)])
@@ -120,7 +122,8 @@ def _travelling(
         def both() -> Iterator[tuple[Plan, list[torch.Tensor]]]:
             yield nodes.own, tensors
             yield nodes.foreign, come()
-            nodes_of(plan.heap).meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
+            if is_last:
+                nodes_of(plan.heap).meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
 
         yield both()
 

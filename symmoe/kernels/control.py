@@ -148,7 +148,8 @@ SUMMARY_WORDS = 16
     SUM_NUM_PACKED,
     SUM_MAX_PACKED,
     SUM_NUM_DROPPED,  # slots of the whole group that were dropped
-) = range(10)
+    SUM_MOST_SENT,  # with exact capacity between nodes: the most tokens that this rank sends to another node
+) = range(11)
 PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_OVERFLOW, PLAN_RAIL_OVERFLOW = range(6)
 
 # barrier names, by the number kernels record

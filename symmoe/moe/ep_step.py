@@ -358,8 +358,8 @@ class _Forward:
         planned, step, plan = self.planned(), self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
         received = step.receive(sent, name=RECEIVED)
-        division = step.overlap.dispatch
-        with dispatch(sent, plan, received.tensor, probs, layout=step.layout, division=division) as arrival:
+        send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
+        with send(sent, plan, received.tensor, probs) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
             rows, experts = step.operands(received.tensor, arrival.row_to_packed_row, row_probs, self.inputs)
             hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
@@ -589,7 +589,7 @@ class _Backward:
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
             received = step.receive(sent, name=RECEIVED).tensor
-            arrived = send(sent, buffer=received)  # who goes where is in the plan
+            arrived = send(sent, buffer=received, is_last=False)  # who goes where is in the plan
         rows, experts = step.operands(received, plan.received_index()[1], self.row_probs, self.inputs)
         with nullcontext() if arrived is None else arrived as arrival:
             if hidden.h is None:
@@ -597,7 +597,7 @@ class _Backward:
                 hidden, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
         sent = _on_wire(dy, step.wire.gradients)
         d_out = step.receive(sent, name="output gradients")
-        with send(sent, buffer=d_out.tensor) as arrival:
+        with send(sent, buffer=d_out.tensor, is_last=not gradients) as arrival:
             # Holds both leases, beyond this call if weight gradients are delayed.
             experts_backward = experts.backward(
                 rows, hidden, d_out.tensor, parts=arrival.parts, needs_scale=needs_probs, spends_h=self.spends_h

@@ -109,7 +109,7 @@ class RoutedExperts(torch_operators.EagerStep):
             probs = probs if routed is None else routed.probs
             y, _ = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
-            self._history.note(plan.num_tokens, *plan.needed_rows)
+            self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
         return y, plan, routed
 
     @functools.cached_property

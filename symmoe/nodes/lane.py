@@ -35,21 +35,21 @@ class Header:
     number: int = 0  # how many headers it has sent
     call: int = 0  # what the ranks must agree on, as in control.pack_call
     sizes: int = 0  # the same, of what says how long the messages are that follow
-    num_tokens: int = 0  # of the rank, where that says it; ranks need not have the same
+    rail_rows: int = 0  # that fit in a message of the rank, where that says it; ranks need not have the same
     origin: int = -1  # the rank of the group that has the error, or that gave up; -1: no one rank
     message: bytes = b""  # of an error or of a report
 
     def pack(self) -> torch.Tensor:
         """uint8 [_HEADER_BYTES]."""
-        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.num_tokens, self.origin)
+        words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.rail_rows, self.origin)
         return torch.frombuffer(bytearray((words + self.message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Header:
         """The header that was packed."""
         data: bytes = packed.numpy().tobytes()
-        kind, number, call, sizes, num_tokens, origin = _WORDS.unpack_from(data)
-        return cls(kind, number, call, sizes, num_tokens, origin, data[_WORDS.size :])
+        kind, number, call, sizes, rail_rows, origin = _WORDS.unpack_from(data)
+        return cls(kind, number, call, sizes, rail_rows, origin, data[_WORDS.size :])
 
 
 class Lane:

@@ -18,18 +18,19 @@ _BITS = 5  # room is rounded up to so many significant bits, so that sizes repea
 
 @dataclass(frozen=True, slots=True)
 class RowBudget:
-    """What a call gets: rows that this rank can take, -1: what the routing needs, for which its host waits; and those
-    that the fullest rank is expected to need, the same on all ranks."""
+    """What a call gets: rows that this rank can take, -1: what the routing needs, for which its host waits; those that
+    the fullest rank is expected to need, the same on all ranks; and tokens that fit in a message to another node."""
 
     rows: int
     packed_rows: int
     expected_rows: int
+    rail_rows: int = 0
 
 
 class RowHistory:
-    """The largest numbers of rows that any rank of the group needed in recent calls, by how many tokens this rank had.
-    As each knows only its own tokens before the plan, ranks may get different room; whether it was enough on all of
-    them, every rank reads in the plan."""
+    """The largest numbers of rows that any rank of the group needed in recent calls, and of tokens that this rank sent
+    to another node, by how many it had. As each knows only its own tokens before the plan, ranks may get different
+    room; whether it was enough on all of them, every rank reads in the plan."""
 
     def __init__(self) -> None:
         self.forget()
@@ -39,10 +40,11 @@ class RowHistory:
         self._last_rows = 0
         self._windows: dict[int, _Windows] = {}  # by the bits of the number of tokens: a small call holds little
 
-    def note(self, num_tokens: int, rows: int, packed_rows: int) -> None:
-        """Notes a call: the largest numbers of rows and of packed rows that any rank needed."""
+    def note(self, num_tokens: int, rows: int, packed_rows: int, rail_rows: int = 0) -> None:
+        """Notes a call: the largest numbers of rows and of packed rows that any rank needed, and of tokens that this
+        rank sent to another node."""
         self._last_rows = rows
-        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(rows, packed_rows)
+        self._windows.setdefault(num_tokens.bit_length(), _Windows()).note(rows, packed_rows, rail_rows)
 
     def room(self, num_tokens: int, most_rows: int | None, factor: float | None = None) -> RowBudget | None:
         """What the next call gets, at most `most_rows` rows; None if nothing is known, on all ranks. factor: it gets so
@@ -50,33 +52,31 @@ class RowHistory:
         if not self._last_rows:
             return None
         windows = self._windows.get(num_tokens.bit_length())
-        rows, packed_rows = (0, 0) if windows is None else windows.most()
+        rows, packed_rows, rail_rows = (0, 0, num_tokens) if windows is None else windows.most()
         if rows and factor is not None and (most_rows is None or math.ceil(factor * rows) <= most_rows):
-            room = math.ceil(factor * rows)
-            return RowBudget(room, min(room, math.ceil(factor * packed_rows)), self._last_rows)
+            room, *others = (math.ceil(factor * each) for each in (rows, packed_rows, rail_rows))
+        else:
+            room, *others = map(_with_margin, (rows, packed_rows, rail_rows))
+            room = room if most_rows is None else min(room, most_rows)
+        rail_room = min(num_tokens, others[1])
         if not rows or (most_rows is not None and rows > most_rows):
-            return RowBudget(-1, -1, self._last_rows)
-        room = _with_margin(rows) if most_rows is None else min(_with_margin(rows), most_rows)
-        return RowBudget(room, min(room, _with_margin(packed_rows)), self._last_rows)
+            return RowBudget(-1, -1, self._last_rows, rail_room)
+        return RowBudget(room, min(room, others[0]), self._last_rows, rail_room)
 
 
 class _Windows:
     def __init__(self) -> None:
-        self._num_calls, self._before, self._now = (
-            0,
-            (0, 0),
-            (0, 0),
-        )  # the largest of the last whole window, of this one
+        self._num_calls = 0
+        self._before, self._now = [0] * 3, [0] * 3  # the largest of the last whole window, of this one
 
-    def note(self, rows: int, packed_rows: int) -> None:
+    def note(self, *numbers: int) -> None:
         if self._num_calls == _WINDOW:
-            self._before, self._now, self._num_calls = self._now, (0, 0), 0
+            self._before, self._now, self._num_calls = self._now, [0] * 3, 0
         self._num_calls += 1
-        self._now = max(self._now[0], rows), max(self._now[1], packed_rows)
+        self._now = [*map(max, self._now, numbers)]
 
-    def most(self) -> tuple[int, int]:
-        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
-        return rows, packed_rows
+    def most(self) -> list[int]:
+        return [*map(max, self._before, self._now)]
 
 
 def _with_margin(number: int) -> int:

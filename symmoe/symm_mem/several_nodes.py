@@ -76,7 +76,7 @@ class Nodes(OneNode):
         self.lane, self.payload, self.turn = lane, payload, access
         self._waits, self._peers, self._streams = waits, waits.peers, streams
         self._counters, self._phase = counters(waits.peers), control.PHASE_START
-        self._num_tokens: list[int] = []  # by node, what its rank has brought to the last meeting
+        self._rail_rows: list[int] = []  # by node, what its rank has said in the last meeting
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
         self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
@@ -100,7 +100,7 @@ class Nodes(OneNode):
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
-    def meet(self, phase: int, *, sizes: int = 0, num_tokens: int = 0, **agreed: int) -> list[int]:
+    def meet(self, phase: int, *, sizes: int = 0, rail_rows: int = 0, **agreed: int) -> list[int]:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
         a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
         any rank before that gets to all ranks of all nodes. Does not wait for the device.
@@ -108,16 +108,16 @@ class Nodes(OneNode):
         Args:
             sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
                 are.
-            num_tokens: of this rank, if the others have to know.
+            rail_rows: that fit in messages of this rank, if the others have to know.
             phase, agreed: as in :meth:`SymmetricHeap.barrier`.
 
         Returns:
-            by node, the num_tokens of the rank with this rank's index.
+            by node, the rail_rows of the rank with this rank's index.
         """
         call = control.pack_call(phase=phase, **agreed)
         with self.turn:
-            raise_for(self.faults.after_meeting(self.enter(call, sizes, num_tokens), call))
-            return self._num_tokens
+            raise_for(self.faults.after_meeting(self.enter(call, sizes, rail_rows), call))
+            return self._rail_rows
 
     def exchange(self, sends: Messages, receives: Messages, phase: int, **options: int) -> list[int]:
         """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
@@ -130,10 +130,10 @@ class Nodes(OneNode):
             phase, options: of :meth:`meet`, whose result this returns.
         """
         with self.turn:
-            num_tokens = self.meet(phase, **options)
+            rail_rows = self.meet(phase, **options)
             with self.moving(sends, receives):
                 pass
-        return num_tokens
+        return rail_rows
 
     @contextmanager
     def moving(self, sends: Messages, receives: Messages) -> Iterator[Callable[[], None]]:
@@ -182,17 +182,17 @@ class Nodes(OneNode):
     def node_of(self, rank: int) -> int | None:
         return None if rank < 0 else self.topology.node_of(rank)
 
-    def enter(self, call: int, sizes: int = 0, num_tokens: int = 0) -> Fault | Report | None:
+    def enter(self, call: int, sizes: int = 0, rail_rows: int = 0) -> Fault | Report | None:
         kind = call & ALL_BUT_PLAN
         self._phase, self._is_first = call & 0xFF, self._waits.compiles and kind not in self._known_calls
-        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, num_tokens=num_tokens))
+        self.lane.say(Header(GOES_ON, call=call, sizes=sizes, rail_rows=rail_rows))
         headers = self._hear()
         if isinstance(headers, Report):
             return headers
         fault = _first_fault(headers) or self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
-            self._num_tokens = [header.num_tokens for header in headers]
+            self._rail_rows = [header.rail_rows for header in headers]
         return fault
 
     def say(self, fault: Fault) -> None:

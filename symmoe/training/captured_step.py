@@ -43,8 +43,8 @@ def capture_step(
     with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
     rank needed more has moved no rows there. The host notices that before the call returns, and runs the step again,
     eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with more room.
-    On CPUs there are no graphs: every call is eager. On a heap that spans nodes a replay sends all tokens to every
-    other node, whether they have experts there or not, and :meth:`CapturedStep.close` comes before the heap's.
+    On CPUs there are no graphs: every call is eager. On a heap that spans nodes messages to other nodes have such room,
+    too, and :meth:`CapturedStep.close` comes before the heap's.
 
     Collective over the EP group of the model's layers: on all its ranks, what follows changes in the same calls. Each
     call synchronises the host once, at its end.

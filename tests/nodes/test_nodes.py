@@ -298,29 +298,26 @@ def in_two_groups(rank: int, num_ranks: int) -> list[str]:
         for heap in (one, other, one):
             plan = make_plan(ids, num_experts=4, heap=heap)
             rows, _ = dispatch_tokens(x, plan)
-            findings.equal(
-                "sources of rows", sorted(set(rows[:, 0].tolist())), [float(r) for r in one.bootstrap.global_ranks]
-            )
+            sources = [int(source) for source in sorted(set(rows[:, 0].tolist()))]
+            findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
             findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
     return findings.texts
 
 
-def test_groups_beside_each_other(cluster):
+def test_two_groups_of_two_nodes(cluster):
     assert cluster(4).findings(in_two_groups) == []
 
 
 def test_order_node_sums_twice(cluster):
     """The default differs from order="slot" by roundings, and is the same for "rank" and "node"."""
-    slot = cluster(4).run(train, 2, {"order": "slot"}, torch.float32)
-    rank_order = cluster(4).run(train, 2, {"order": "rank"}, torch.float32)
-    node = cluster(4).run(train, 2, {"order": "node"}, torch.float32)
-    one_node = cluster(4).run(train, None, {"order": "node"}, torch.float32)
-    one_node_by_slot = cluster(4).run(train, None, {"order": "slot"}, torch.float32)
-    for a, b, c in zip(itertools.chain(*slot), itertools.chain(*rank_order), itertools.chain(*node), strict=True):
+
+    def found(order: str, ranks_per_node: int | None) -> list[torch.Tensor]:
+        return [*itertools.chain(*cluster(4).run(train, ranks_per_node, {"order": order}, torch.float32))]
+
+    for a, b, c in zip(found("slot", 2), found("rank", 2), found("node", 2), strict=True):
         assert torch.equal(b, c)
         assert torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
-    for a, b in zip(itertools.chain(*one_node), itertools.chain(*one_node_by_slot), strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(found("node", None), found("slot", None), strict=True))
 
 
 def quantized(rank: int, num_ranks: int, ranks_per_node: int | None) -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ POINTS = {
     "overlapped: own rows": (Overlapping, "wait_for_signal", control.PHASE_DISPATCH_DONE),
     "overlapped: rows on the rail": (Overlapping, "end", None, 2),  # one is of the plan
     "overlapped: rows of other nodes": (Overlapping, "barrier", control.PHASE_DISPATCH_DONE),
-    "overlapped: end of dispatch": (Overlapping, "meet", control.PHASE_NODES_OUT, 2),
+    "overlapped: gradients": (Overlapping, "meet", control.PHASE_NODES_OUT, 2),
     "overlapped: own sums": (Overlapping, "barrier", control.PHASE_COMBINE_READY, 2),
     "overlapped: sums on the rail": (Overlapping, "end", None, 3),
     "overlapped: end of combine": (Overlapping, "meet", control.PHASE_NODES_HOME, 2),

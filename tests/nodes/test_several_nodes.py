@@ -15,6 +15,7 @@ from torchrun_nodes import Node, nodes, run
 
 from symmoe.checkpoint import read_manifest
 
+pytestmark = pytest.mark.timeout(900)
 STEPS = 4
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -42,8 +43,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks_of_node", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks_of_node", [1, 2])
 def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
     """EP groups inside a node, replicas of the experts across: every bit as in one node with as many ranks."""
     two = train(tmp_path / "two", nodes(2, ranks_of_node), f"--ep={ranks_of_node}")
@@ -63,7 +63,6 @@ def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_replicas_add_up_to_one_ep_group(tmp_path: Path):
     """Up to rounding, and to the tokens over which the balance loss is taken."""
     two, whole = train(tmp_path / "two", nodes(2, 2), "--ep=2"), train(tmp_path / "whole", nodes(1, 4))
@@ -73,7 +72,6 @@ def test_replicas_add_up_to_one_ep_group(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_nodes_that_find_each_other_and_a_mesh():
     """torchrun's c10d rendezvous, and experts that are sharded over the nodes."""
     program = ["--preset=tiny", "--ep=2"]
@@ -88,7 +86,6 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_agents", [1, 2])
 def test_an_ep_group_that_spans_two_nodes(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]], num_agents: int):
     """Virtual nodes of one agent, and two agents that find each other: every bit as in one node."""
@@ -102,7 +99,6 @@ def test_an_ep_group_that_spans_two_nodes(tmp_path: Path, one_node: tuple[Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_nodes_add_up_in_their_own_order(tmp_path: Path, one_node: tuple[Path, list[dict[str, Any]]]):
     """By default a node adds up its rows before they travel, which may round otherwise."""
     records = train(tmp_path, nodes(1, 4), "--ranks-per-node=2")
@@ -111,7 +107,6 @@ def test_nodes_add_up_in_their_own_order(tmp_path: Path, one_node: tuple[Path, l
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)
 def test_two_nodes_of_gpus():
     """Half of the GPUs each, at most 2; between the nodes NCCL goes over sockets and adds up in another order."""
     each = min(2, torch.cuda.device_count() // 2)

@@ -48,7 +48,7 @@ class NodeScenario:
     """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]  # one after the other: "plan", "dispatch" or "combine"
+    calls: tuple[str, ...]  # one after the other: "plan", "dispatch", "combine", or "layer": all three
     num_nodes: int = 2
     ranks_of_node: int = 2
     fails: tuple[tuple[int, int, int], ...] = ()  # (rank, call, step): who has an error of its own before which step
@@ -102,8 +102,11 @@ class NodeModel(Searchable):
             last = ["barrier"] if rules.plan_ends_with_barrier else []
             return ["write counts", *counted, *self._exchange("counts"), *last]
         last = [*["meet"] * rules.meets_before_last_barrier, "barrier"]
+        if call == "layer":  # only the last trip of a call ends with a meeting
+            trips = [*self._exchange("rows"), "barrier", "barrier", *self._steps_of("combine")]
+            return [*self._steps_of("plan"), *trips]
         if call == "dispatch":
-            return ["barrier", *self._exchange("rows"), *last]
+            return [*self._exchange("rows"), "barrier", *last]
         return ["barrier", *self._exchange("sums"), "barrier", *last]
 
     def _exchange(self, what: str) -> list[str]:
@@ -361,25 +364,27 @@ STEP = ("plan", "dispatch", "combine")
 
 # Steps before which a call may fail on a rank: a barrier and a meeting follow in the call, in either order. What fails
 # later is raised by the other nodes in their next call.
-MAY_FAIL = {"plan": (0, 1, 2), "dispatch": (0, 1, 3), "combine": (0, 1, 3, 4)}
+MAY_FAIL = {"plan": (0, 1, 2), "dispatch": (0, 2, 3), "combine": (0, 1, 3, 4), "layer": (0, 4, 5, 7, 8, 10, 12, 13)}
 
 
 def node_scenarios() -> list[NodeScenario]:
     """What is searched, on two nodes of two ranks."""
     found = [
         NodeScenario("a step", STEP),
+        NodeScenario("layers", ("layer", "layer")),
         NodeScenario("plans", ("plan",) * 3),
         NodeScenario("two ranks fail at once", ("plan", "dispatch"), fails=((0, 0, 1), (3, 0, 1))),
         NodeScenario("two ranks fail one after the other", ("plan", "dispatch"), fails=((0, 0, 2), (3, 0, 1))),
-        NodeScenario("two ranks fail a dispatch", ("dispatch", "plan"), fails=((1, 0, 1), (2, 0, 3))),
-        NodeScenario("and before one meeting", ("dispatch", "plan"), fails=((1, 0, 1), (2, 0, 1))),
+        NodeScenario("two ranks fail a layer", ("layer", "plan"), fails=((1, 0, 4), (2, 0, 8))),
+        NodeScenario("two ranks fail a dispatch", ("dispatch", "plan"), fails=((1, 0, 0), (2, 0, 3))),
+        NodeScenario("and before one meeting", ("dispatch", "plan"), fails=((1, 0, 0), (2, 0, 0))),
         NodeScenario("ranks fail two calls", ("plan", "dispatch", "plan"), fails=((1, 0, 1), (2, 1, 3))),
     ]
     for call, steps in MAY_FAIL.items():
         calls = (call, "dispatch" if call == "plan" else "plan")
         for step in steps:
             found.append(NodeScenario(f"rank 0 fails {call}, step {step}", calls, fails=((0, 0, step),)))
-    for calls in (("plan",), ("combine", "plan")):
+    for calls in (("plan",), ("combine", "plan"), ("layer",)):
         found.append(NodeScenario(f"rank 0 ends in {calls[0]}", calls, ends=0))
         found.append(NodeScenario(f"rank 3 stops in {calls[0]}", calls, stops=3))
     return found

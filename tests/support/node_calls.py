@@ -71,15 +71,15 @@ class Overlapping(Ready):
     def __init__(self, heap: SymmetricHeap, rank: int) -> None:
         super().__init__(heap, rank)
         sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
-        self._layer = MoELayer(MoEConfig(**sizes, router="none", schedule="always-overlapped"), heap)
-        self._probs = torch.full(self.ids.shape, 0.5, device=heap.device)
+        self.layer = MoELayer(MoEConfig(**sizes, router="none", schedule="always-overlapped"), heap)
+        self.probs = torch.full(self.ids.shape, 0.5, device=heap.device)
         self._wanted: list[torch.Tensor] = []
         self.is_back = False
 
     def step(self) -> torch.Tensor:
         self.is_back = False
         x = self.x.clone().requires_grad_()
-        y, _ = self._layer(x, topk_idx=self.ids, probs=self._probs)
+        y, _ = self.layer(x, topk_idx=self.ids, probs=self.probs)
         self.is_back = True
         y.sum().backward()
         self.heap.synchronize()  # what a call that has failed has computed is nothing to compare
@@ -112,6 +112,9 @@ def wrong_calls(
             options = {"num_experts": NUM_EXPERTS, "heap": heap, "capacity": capacity}
             expect("ArgumentError", lambda o=options: make_plan(ready.ids.float() if is_culprit else ready.ids, **o))
             expect("ExpertIdError", lambda o=options: make_plan(bad_ids, **o))
+        with_room = Overlapping(heap, rank)
+        with_room.step()  # the next call has room, and its host does not wait for the plan
+        expect("ExpertIdError", lambda: with_room.layer(x, topk_idx=bad_ids, probs=with_room.probs))
         more = NUM_EXPERTS * (2 if is_culprit else 1)
         expect("ConfigMismatch", lambda: make_plan(ready.ids, num_experts=more, heap=heap))
         for differs in (is_culprit, on_its_node):
@@ -197,11 +200,8 @@ def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node:
 
 
 TIMEOUT_S = 4.0
-
 BOUND_S = 1.25 * TIMEOUT_S + PROMPT_S  # the machine may be busy
-
 LAYER_NUM_EXPERTS, LAYER_HIDDEN, LAYER_FFN, LAYER_TOP_K = 12, 16, 24, 3
-
 MOST_TOKENS = 40
 
 
@@ -246,13 +246,8 @@ def train(
 
 
 EAGERLY = {"schedule": "always-overlapped"}
-
-
 EXACT: dict[str, Any] = {}
-
-
 STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
-
 ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 
 
