@@ -58,8 +58,7 @@ def encode_rows_kernel(
     wire,  # bytes
     scales,  # the wire as fp32, or as bytes
     num_rows: tl.int32,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
@@ -71,10 +70,11 @@ def encode_rows_kernel(
     row, tile_column = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.program_id(1)
     column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
     x = load_tile(rows, row, column, num_rows, WIDTH)
-    codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+    codes, stored = quantize_tile(x, 1.0, None, FORMAT)
     store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
-    block = FIRST_SCALE + tile_column * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-    end: tl.constexpr = FIRST_SCALE + (WIDTH + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = COLUMNS // FORMAT.block
+    block = FIRST_SCALE + tile_column * BLOCKS + tl.arange(0, BLOCKS)
+    end: tl.constexpr = FIRST_SCALE + FORMAT.num_blocks(WIDTH)
     store_items(scales, stored, row, block, num_rows, end, SCALE_ITEMS)
     if tile_column == 0:
         store_padding(scales, row, num_rows, end, SCALE_ITEMS)
@@ -115,9 +115,9 @@ def unpack_rows_kernel(
 
 
 @triton.jit
-def scale_number(scale, SCALE: tl.constexpr):
+def scale_number(scale, FORMAT: tl.constexpr):
     """fp32 of scales as they are stored."""
-    if SCALE == "e8m0":
+    if FORMAT.scale == "e8m0":
         number = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
         number = tl.where(scale == E8M0_NAN, float("nan"), number)
     else:
@@ -131,8 +131,7 @@ def decode_rows_kernel(
     scales,  # the wire as fp32, or as bytes
     out,
     num_rows: tl.int32,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,  # features that share a scale
+    FORMAT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
     FIRST_SCALE: tl.constexpr,
@@ -145,9 +144,9 @@ def decode_rows_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
-    block = FIRST_SCALE + column // BLOCK
+    block = FIRST_SCALE + column // FORMAT.block
     scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
-    values = e4m3_value(code) * scale_number(scale, SCALE)
+    values = e4m3_value(code) * scale_number(scale, FORMAT)
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
@@ -162,8 +161,7 @@ def requantize_columns_kernel(
     scale,
     num_tiles: tl.int32,
     DTYPE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,  # features of a row, and tokens of a column, that share a scale
+    FORMAT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
     FIRST_SCALE: tl.constexpr,
@@ -183,10 +181,10 @@ def requantize_columns_kernel(
         source = source.to(tl.int64)[None, :]
         mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
         code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
-        block = FIRST_SCALE + feature // BLOCK
+        block = FIRST_SCALE + feature // FORMAT.block
         row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
-        x = (e4m3_value(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
-        codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+        x = (e4m3_value(code) * scale_number(row_scale, FORMAT)).to(DTYPE).to(tl.float32)
+        codes, stored = quantize_tile(x, 1.0, None, FORMAT)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
 
@@ -254,8 +252,7 @@ def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Con
 def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
     item_bytes = block_format.scale_dtype.itemsize
     return {
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
+        "FORMAT": block_format,
         "ROW_BYTES": row_bytes,
         "SCALE_ITEMS": row_bytes // item_bytes,
         "FIRST_SCALE": width // item_bytes,
