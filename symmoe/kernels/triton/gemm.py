@@ -15,6 +15,7 @@ Hopper has other kernels for the common cases (hopper/), with the same bits.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -116,11 +117,12 @@ class Gemm:
         """Whether the gates are the first half of the weight's features, and the ups the second."""
         return self.sides == 2 and self.activation is not None and self.activation.interleave is None
 
-    def plan(self) -> Plan:
-        """The plan of a kernel that takes operands_of(...) first."""
+    def plan(self, descriptors: Mapping[int, Describe] | None = None) -> Plan:
+        """The plan of a kernel with these descriptors, or of one that takes operands_of(...) first."""
         config = self.config
         options = {"num_stages": config.num_stages, "num_warps": config.num_warps}
-        descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
+        if descriptors is None:
+            descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
         return Plan(config, self.num_n_tiles, Constants({"GEMM": self, **options}, descriptors))
 
     def _describe_weight(self) -> Describe:
