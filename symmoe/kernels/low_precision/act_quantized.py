@@ -22,7 +22,7 @@ from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.low_precision.quantize import store_column_scales, store_part
@@ -132,14 +132,13 @@ def act_quantize_rows_kernel(
     ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
     first = tl.program_id(0) * FEATURES
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, ROWS)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, ROWS)
         row = first_row + tl.arange(0, ROWS)
@@ -167,7 +166,6 @@ def dact_quantize_kernel(
     ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     STRIP: tl.constexpr,
@@ -176,7 +174,7 @@ def dact_quantize_kernel(
     """Grid (tiles of tokens, tiles of features)."""
     WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tile < num_used:
         group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         first_feature = n_tile * FEATURES
@@ -266,7 +264,6 @@ def _constants(
         "ACTIVATION": addressable(activation, ffn),
         "FORMAT": block_format,
         "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
         "FEATURES": dact_features(activation) if of_gradient else FEATURES,
         "ROWS": ROWS,

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import quantized_gemm
-from symmoe.kernels.launch.integers import next_power_of_2
 from symmoe.kernels.launch.launch import fast_jit
 from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place
 from symmoe.kernels.triton.tiles import (
@@ -98,7 +97,6 @@ def grouped_gemm_wgrad_fp8_kernel(
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     OUT_ROWS: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -108,8 +106,8 @@ def grouped_gemm_wgrad_fp8_kernel(
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK)
-    lane = tl.arange(0, GROUP_LANES)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, BLOCK)
+    lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
         m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
@@ -143,9 +141,8 @@ def plan_gemm(num_groups: int, out_width: int, in_width: int, **tile: Any) -> Pl
 def plan_wgrad(dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...], **tile: Any) -> Plan:
     """How grouped_gemm_wgrad_fp8_kernel is launched."""
     config = _config(tile)
-    constants = {"GROUP_LANES": next_power_of_2(shape[0]), **output_tile_constants(config)}
     descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
-    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
+    return wgrad_plan(config, dtype, accumulate, shape, output_tile_constants(config), descriptors)
 
 
 def _config(tile: dict[str, Any]) -> TileConfig:

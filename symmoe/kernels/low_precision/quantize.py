@@ -13,7 +13,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
@@ -143,7 +143,6 @@ def quantize_rows_kernel(
     bias_scale,  # fp32[N] or None
     FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -151,7 +150,7 @@ def quantize_rows_kernel(
     """Grid (programs that loop over tiles of rows, tiles of columns)."""
     tile_column = tl.program_id(1)
     column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
         row = first_row + (tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS))
@@ -183,13 +182,12 @@ def quantize_columns_kernel(
     HADAMARD: tl.constexpr,
     FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tile < num_used:
         group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
@@ -281,12 +279,11 @@ def group_amax_kernel(
     signs: tl.int32,
     HADAMARD: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tl.program_id(0) < num_tiles:
         group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
@@ -402,7 +399,7 @@ def _of_groups(
     block_format: BlockFormat | None, num_groups: int, width: int, tile: tuple[tuple[str, int], ...]
 ) -> Constants:
     """Constants of a kernel of rows in groups."""
-    groups: dict[str, object] = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups), "WIDTH": width}
+    groups: dict[str, object] = {"NUM_GROUPS": num_groups, "WIDTH": width}
     if block_format is not None:
         groups["FORMAT"] = block_format
     return Constants({**groups, **dict(tile)})

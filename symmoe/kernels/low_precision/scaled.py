@@ -22,7 +22,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.integers import next_power_of_2
 from symmoe.kernels.launch.launch import Describe, fast_jit
 from symmoe.kernels.triton.gemm import Gemm, add_bias
 from symmoe.kernels.triton.tiles import (
@@ -159,8 +158,9 @@ def apply_global_scales(acc, left, right, group, is_there):
 
 
 @triton.jit
-def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr):
+def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr):
     """row_tile_prefix of the tiles with rows of ranges; tiles are counted from the groups' first rows."""
+    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(group_range + group, mask=group < NUM_GROUPS, other=0)
     begin = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
@@ -191,7 +191,6 @@ def grouped_gemm_scaled_kernel(
     ELEMENT: tl.constexpr = GEMM.block_format.element
     NATIVE: tl.constexpr = GEMM.native
     NUM_GROUPS: tl.constexpr = GEMM.num_groups
-    GROUP_LANES: tl.constexpr = GEMM.group_lanes
     OUT_WIDTH: tl.constexpr = GEMM.columns
     NUM_N_TILES: tl.constexpr = GEMM.num_n_tiles
     GROUP_M: tl.constexpr = GEMM.config.group_m
@@ -200,14 +199,14 @@ def grouped_gemm_scaled_kernel(
     STEP: tl.constexpr = GEMM.step
     ACROSS: tl.constexpr = GEMM.across
     if group_range is None:
-        prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+        prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
         scale_prefix = prefix
         start_of = row_range
     else:
-        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, NUM_GROUPS, GROUP_LANES)
-        scale_prefix, _ = row_tile_prefix(group_range, NUM_GROUPS, GROUP_LANES, TILE)
+        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, NUM_GROUPS)
+        scale_prefix, _ = row_tile_prefix(group_range, NUM_GROUPS, TILE)
         start_of = group_range
-    lane = tl.arange(0, GROUP_LANES)
+    lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
         before = prefix * NUM_N_TILES <= tile
         group = tl.sum(before.to(tl.int32), axis=0)
@@ -267,7 +266,6 @@ def grouped_gemm_wgrad_scaled_kernel(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     OUT_ROWS: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -280,8 +278,8 @@ def grouped_gemm_wgrad_scaled_kernel(
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
-    lane = tl.arange(0, GROUP_LANES)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
         m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
@@ -331,7 +329,6 @@ def plan_wgrad(
         raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
     step, across = _check_tiles(config, block_format)
     constants = {
-        "GROUP_LANES": next_power_of_2(shape[0]),
         "FORMAT": block_format,
         "NATIVE": unit is not None,
         **output_tile_constants(config),

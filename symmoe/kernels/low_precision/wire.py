@@ -88,7 +88,6 @@ def unpack_rows_kernel(
     data,
     scale,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # width of data
     SCALE_BYTES: tl.constexpr,
@@ -98,7 +97,7 @@ def unpack_rows_kernel(
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns of data)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
         row = first_row + tl.arange(0, LINES)
@@ -167,12 +166,11 @@ def requantize_columns_kernel(
     FIRST_SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tile < num_used:
         _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
@@ -262,17 +260,14 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
 
 @functools.cache
 def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
-    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
-    rows = {"ROW_BYTES": row_bytes, "WIDTH": width}
+    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": row_bytes, "WIDTH": width}
     scales = {"SCALE_BYTES": scale_bytes, "SCALE_LANES": next_power_of_2(scale_bytes)}
-    return Constants({**groups, **rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
+    return Constants({**rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
 
 
 @functools.cache
 def _requantize_constants(
     block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> Constants:
-    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
-    tile = {"LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
-    places = _places(block_format, row_bytes, width)
-    return Constants({"DTYPE": TRITON_DTYPES[dtype], **places, **groups, **tile})
+    tile = {"NUM_GROUPS": num_groups, "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], **_places(block_format, row_bytes, width), **tile})

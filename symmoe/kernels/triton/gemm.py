@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
@@ -98,11 +98,6 @@ class Gemm:
     activation: Activation | None = None
 
     @property
-    def group_lanes(self) -> int:
-        """Lanes of a vector over the groups."""
-        return next_power_of_2(self.num_groups)
-
-    @property
     def num_n_tiles(self) -> int:
         """Tiles across the result."""
         return ceil_div(self.columns, self.config.block_n)
@@ -147,7 +142,7 @@ def operands_of(rows, row_index, weight):
 @triton.jit
 def group_tiles(row_range, GEMM: tl.constexpr):
     """Inclusive prefix sum of the groups' row tiles, and the number of all tiles."""
-    prefix, num_row_tiles = row_tile_prefix(row_range, GEMM.num_groups, GEMM.group_lanes, GEMM.config.block_m)
+    prefix, num_row_tiles = row_tile_prefix(row_range, GEMM.num_groups, GEMM.config.block_m)
     return prefix, num_row_tiles * GEMM.num_n_tiles
 
 
