@@ -49,14 +49,11 @@ E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 i
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
 # span of TMA's widest swizzle.
 TCGEN05_CONFIGS = {
-    "e4m3": (
-        (256, TileConfig(block_m=128, block_n=256, block_k=128, num_stages=4, num_warps=8)),
-        (0, TileConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=4)),
-    ),
-    "e2m1": (
-        (256, TileConfig(block_m=128, block_n=256, block_k=256, num_stages=4, num_warps=8)),
-        (0, TileConfig(block_m=128, block_n=128, block_k=256, num_stages=4, num_warps=4)),
-    ),
+    element: (
+        (256, TileConfig(block_m=128, block_n=256, block_k=block_k, num_stages=4, num_warps=8)),
+        (0, TileConfig(block_m=128, block_n=128, block_k=block_k, num_stages=4, num_warps=4)),
+    )
+    for element, block_k in (("e4m3", 128), ("e2m1", 256))
 }
 # Other GPUs: accumulators are in registers, and GPUs with mma have 99 KiB of shared memory.
 CONFIG = TileConfig(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=8)

@@ -27,7 +27,7 @@ from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
@@ -265,11 +265,7 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_index", "weight_table", "row_range", "bias", "bias_scale"],
-)
+@fast_jit(["rows_desc", "rows", "weight_desc", "out"], optional=["num_rows"])
 def grouped_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]; None when gathering
     rows,  # [P, K], for gathering
