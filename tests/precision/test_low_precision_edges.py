@@ -47,7 +47,9 @@ def test_bad_tokens_stay_alone(cluster, recipe, what):
 EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
 
 
-def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> list[str]:
+@pytest.mark.parametrize(("recipe", "wire"), [(recipe, wire) for recipe in RECIPES for wire in wires(recipe)], ids=str)
+@run_on(2)
+def test_padding_duplicates_and_drops(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> list[str]:
     """Tokens without experts, experts that stand in a token twice, and drops: as the same rows without them."""
     findings = Findings()
     generator = torch.Generator().manual_seed(rank)
@@ -96,12 +98,6 @@ def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> l
                 findings.check(torch.equal(dropped[name], same[name]), f"{name} has other bits than without the slots")
             findings.check(not torch.equal(dropped["y"], whole["y"]), "the drops change nothing")
     return findings.texts
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_padding_duplicates_and_drops(cluster, recipe):
-    for wire in wires(recipe):
-        assert cluster(2).findings(check_odd_routing, recipe, wire) == []
 
 
 # -- what is kept, and for how long -----------------------------------------------------------------------------------
