@@ -305,8 +305,9 @@ def plan_gemm(
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
-    sizes = {"num_groups": num_groups, "columns": out_width, "in_width": line_bytes * block_format.elements_per_byte}
-    gemm = ScaledGemm(config=config, **sizes, block_format=block_format, native=unit is not None)
+    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width}
+    in_width = line_bytes * block_format.elements_per_byte
+    gemm = ScaledGemm(config=config, **sizes, in_width=in_width, block_format=block_format, native=unit is not None)
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(1, across, block_format),
