@@ -14,7 +14,6 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 import transformers
-from cluster import run_on
 from hf_cases import BOUND, batch_of, error, mean_gradients, random_model
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
@@ -86,12 +85,15 @@ def test_rank_without_tokens(cluster, tmp_path: Path):
     cluster(2).run(train, str(tmp_path), 2, ("symmoe",))
 
 
-@run_on(2)
-def test_heap_of_other_ranks_is_refused(rank: int, num_ranks: int, tmp_path: Path) -> None:
-    random_model("olmoe").save_pretrained(tmp_path / str(rank))
+def refusals(rank: int, num_ranks: int, folder: str) -> None:
     alone = new_groups(((0,), (1,)))[rank]
     text = f"rank {rank} of 2 in the expert-parallel mesh, and rank 0 of 1 in the heap"
     with open_heap("cpu", group=alone) as heap:
         register(heap)
         with pytest.raises(ArgumentError, match=text):
-            loaded(str(tmp_path / str(rank)), "symmoe", num_ranks)
+            loaded(folder, "symmoe", num_ranks)
+
+
+def test_heap_of_other_ranks_is_refused(cluster, tmp_path: Path):
+    random_model("olmoe").save_pretrained(tmp_path)
+    cluster(2).run(refusals, str(tmp_path))
