@@ -30,8 +30,7 @@ _TABLE = {
                          "", ""),
     "quantize": ("dact_quantize decode_rows encode_rows group_amax quantize_columns quantize_rows quantize_weight_pairs"
                  " quantize_weights requantize_columns swizzle_scales unswizzle_scales weight_amax", "act_quantize",
-                 "act_quantize_rows hopper_dact_quantize hopper_quantize_columns"
-                 " hopper_quantize_weight_pairs hopper_requantize_columns"),
+                 "act_quantize_rows hopper_dact_quantize hopper_quantize_columns hopper_quantize_weight_pairs"),
     "splits, pointers": ("splits_to_row_range", "copy_host_to_device read_addresses", ""),
 }  # fmt: skip
 OTHER = "other"  # work that is in no table: a loss, an optimizer

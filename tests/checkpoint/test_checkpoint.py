@@ -199,20 +199,17 @@ def test_a_checkpoint_does_not_depend_on_the_precision(cluster, tmp_path: Path, 
             assert kept == str(PRECISIONS[read].precision)
 
 
-def replicas_of_experts(rank: int, num_ranks: int, directory: str) -> None:
+@run_on(4)
+def test_experts_with_replicas_are_written_once(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """Two EP groups of two: each expert has two holders."""
     ep = 2
     groups = [dist.new_group([first, first + 1]) for first in range(0, num_ranks, ep)]
     with symmoe.SymmetricHeap(groups[rank // ep], num_bytes=1 << 20, backend="host") as heap:
         model, optimizer = build(heap, "packed", 5)
-        save_checkpoint(directory, 5, model=model, optimizer=optimizer)
+        save_checkpoint(tmp_path, 5, model=model, optimizer=optimizer)
         other, other_optimizer = build(heap, "packed", 6)
-        load_checkpoint(directory, model=other, optimizer=other_optimizer)
+        load_checkpoint(tmp_path, model=other, optimizer=other_optimizer)
         assert bits(model, optimizer) == bits(other, other_optimizer)
-
-
-def test_experts_with_replicas_are_written_once(cluster, tmp_path: Path):
-    cluster(4).run(replicas_of_experts, str(tmp_path))
     assert len(stored_in(tmp_path / "step-00000005")["model.moe.experts.fc2.weight"].chunks) == 2
     # Writing is shared out: nobody writes more than a third of it.
     files = read_manifest(tmp_path).files.items()

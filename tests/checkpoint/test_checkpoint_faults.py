@@ -28,7 +28,7 @@ from cluster import Cluster, RankFailure, run_on
 
 import symmoe
 from symmoe.checkpoint import ExpertShard, files, load_checkpoint, read_manifest, save_checkpoint
-from symmoe.errors import ArgumentError, CheckpointError, PeerLost, SymmoeError
+from symmoe.errors import ArgumentError, CheckpointError, PeerLost, PeerTimeout, SymmoeError
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
@@ -133,29 +133,26 @@ def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
     assert read_manifest(tmp_path / "c").step == 1
 
 
-def hang_in_a_save(rank: int, num_ranks: int, directory: str) -> tuple[str, type[BaseException] | None]:
+@run_on(2)
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(
+    rank: int, num_ranks: int, tmp_path: Path
+) -> None:
     """Rank 1 does not come back from writing until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=4))
 
     def hang(path: Path, data: bytes) -> None:
-        wait_for(Path(directory, "given-up"))
+        wait_for(tmp_path / "given-up")
 
-    try:
-        with patch.object(files, "write", hang if rank == 1 else files.write):
-            save_checkpoint(f"{directory}/c", 1, model=tensors_of(1, rank, num_ranks), group=group)
-    except CheckpointError as error:
-        if rank == 0:
-            Path(directory, "given-up").touch()
-        return str(error), type(error.__cause__)
-    raise AssertionError("it was saved")
-
-
-def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster, tmp_path: Path):
-    first, second = cluster(2).run(hang_in_a_save, str(tmp_path))
-    assert first[0].startswith("rank 1 has not come within the process group's timeout: ")
-    assert first[1] is symmoe.errors.PeerTimeout
-    assert second[0].startswith("rank 0 is gone: ")  # which has closed its connections
-    assert second[1] is symmoe.errors.PeerLost
+    with patch.object(files, "write", hang if rank == 1 else files.write), pytest.raises(CheckpointError) as caught:
+        save_checkpoint(tmp_path / "c", 1, model=tensors_of(1, rank, num_ranks), group=group)
+    (tmp_path / "given-up").touch()
+    # Rank 0 has closed its connections when rank 1 comes.
+    text, cause = (
+        ("rank 1 has not come within the process group's timeout: ", PeerTimeout),
+        ("rank 0 is gone: ", PeerLost),
+    )[rank]
+    assert str(caught.value).startswith(text)
+    assert type(caught.value.__cause__) is cause
 
 
 # --- interrupts ---

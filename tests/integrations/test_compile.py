@@ -111,11 +111,12 @@ def test_layer_alone_gives_the_eager_bits(heap):
     assert all(map(torch.equal, found, expected))
 
 
-def compiled_rank(rank: int, num_ranks: int, fields: dict) -> None:
+@run_on(2)
+def test_compiled_block_on_two_ranks_gives_the_eager_results(rank: int, num_ranks: int) -> None:
     without_semaphores()
     torch._dynamo.reset()
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        module = block(heap, shared=True, **fields)
+        module = block(heap, shared=True, **STATIC)
         # Other numbers of tokens on each rank, then none on one; each compiles for its own.
         for num in (34 - 8 * rank, 0 if rank else 30):
             expected = step(module, tokens(rank, num))
@@ -124,10 +125,6 @@ def compiled_rank(rank: int, num_ranks: int, fields: dict) -> None:
         gc.collect()
         assert heap.leased_bytes == 0
     torch._dynamo.reset()
-
-
-def test_compiled_block_on_two_ranks_gives_the_eager_results(cluster):
-    cluster(2).run(compiled_rank, STATIC)
 
 
 def test_layers_that_are_alike_share_one_graph(heap):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import run_on
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -61,12 +61,6 @@ def counted(call: Callable[[], object]) -> dict[str, int]:
 def train(layer: nn.Module, x: torch.Tensor, *inputs: Any, **kwargs: Any) -> None:
     y = layer(x, *inputs, **kwargs)
     (y[0] if isinstance(y, tuple) else y).square().sum().backward()
-
-
-@pytest.fixture
-def heap():
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
 
 
 def make(heap: symmoe.SymmetricHeap, *, bias: bool = False, **fields: Any) -> symmoe.MoELayer:
@@ -133,7 +127,11 @@ def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
     assert ("symmoe.product" in counts) == (name == "delayed")
 
 
-def ranks(rank: int, num_ranks: int, fields: dict) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"capacity": 20, "max_tokens": 64, "overflow": "drop"}], ids=["exact", "dropped by a capacity"]
+)
+@run_on(2)
+def test_two_ranks(rank: int, num_ranks: int, fields: dict) -> None:
     """Each rank counts the rows of its own experts; other numbers of tokens come from each."""
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         layer = make(heap, **fields)
@@ -144,13 +142,6 @@ def ranks(rank: int, num_ranks: int, fields: dict) -> None:
         rows = torch.tensor(counts["symmoe.moe_forward"] // EXPERT)
         torch.distributed.all_reduce(rows)
         assert rows == (2 * TOKENS + 20) * TOP_K or fields
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"capacity": 20, "max_tokens": 64, "overflow": "drop"}], ids=["exact", "dropped by a capacity"]
-)
-def test_two_ranks(cluster: Callable[..., Cluster], fields: dict):
-    cluster(2).run(ranks, fields)
 
 
 def test_a_checkpoint_counts_twice(heap):

@@ -1,17 +1,14 @@
-"""Kernels run without a GPU, each script in a process of its own: in Triton's interpreter, or in an emulator of Gluon.
+"""Kernels run without a GPU, in Triton's interpreter or in an emulator of Gluon, each module in its own process.
 
 Their results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of
-the barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: scripts replace them;
-ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The *_compile.py
-files look at the generated code; tests/gpu runs it.
+the barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: the modules replace
+them; ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The
+*_compile.py files look at the generated code; tests/gpu runs it.
 """
-
-from pathlib import Path
 
 import pytest
 from interpreter import emulated, interpreted, interpreter
 
-SUPPORT = Path(__file__).parents[1] / "support"
 SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
@@ -33,11 +30,11 @@ IN_THE_EMULATOR = [
 @interpreter
 @pytest.mark.parametrize("name", IN_THE_INTERPRETER)
 def test_kernels_in_the_interpreter(name):
-    assert interpreted(SUPPORT / f"{name}_interpreter_checks.py").endswith("all is well\n")
+    interpreted(f"{name}_interpreter_checks")
 
 
 @pytest.mark.parametrize("name", IN_THE_EMULATOR)
 def test_kernels_in_the_emulator(name):
     pytest.importorskip("triton")
     pytest.importorskip("ml_dtypes")
-    assert emulated(SUPPORT / f"{name}_emulator_checks.py").endswith("all is well\n")
+    emulated(f"{name}_emulator_checks")

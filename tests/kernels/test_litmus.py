@@ -4,17 +4,14 @@ The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a s
 """
 
 import re
-from pathlib import Path
 
 import pytest
 from interpreter import interpreted, interpreter
 
-CHECKS = Path(__file__).parents[1] / "support" / "litmus_interpreter_checks.py"
-
 
 @interpreter
 def test_what_kernels_count():
-    assert interpreted(CHECKS).count(": ok") == 10
+    assert interpreted("litmus_interpreter_checks").count(": ok") == 10
 
 
 def ptx_of(name: str, **constants: int) -> str:

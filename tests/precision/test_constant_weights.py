@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cluster import run_on
 from layers import tokens_of
 from low_precision_cases import every_recipe
 from low_precision_checks import config_for, count_calls
@@ -375,7 +376,10 @@ def run_layer(layer: MoELayer, rank: int, block) -> tuple[list[torch.Tensor], di
     return found, counts
 
 
-def check_layer(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
+@pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_layers(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
     """A MoELayer: the same bits with every stash; a weight that one rank writes to raises on all, and all go on."""
     findings = Findings()
     with open_heap("cpu") as heap:
@@ -412,13 +416,8 @@ def check_layer(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_layers(cluster, num_ranks: int, recipe, wire: str):
-    assert cluster(num_ranks).findings(check_layer, recipe, wire) == []
-
-
-def check_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
+@run_on(1)
+def test_under_a_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
     """What looks on sees operators, which quantise for themselves: the same bits."""
     findings = Findings()
     with open_heap("cpu") as heap:
@@ -430,7 +429,3 @@ def check_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
             found = [layer(x)[0] for _ in range(2)]
         findings.check(all(torch.equal(y, want) for y in found), "other bits")
     return findings.texts
-
-
-def test_under_a_dispatch_mode(cluster):
-    assert cluster(1).findings(check_dispatch_mode) == []

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from bad_tokens import check_recipe
+from cluster import run_on
 from host_reads import NoReads
 from layers import tokens_of
 from low_precision_cases import RECIPES
@@ -46,7 +47,9 @@ def test_bad_tokens_stay_alone(cluster, recipe, what):
 EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
 
 
-def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> list[str]:
+@pytest.mark.parametrize(("recipe", "wire"), [(recipe, wire) for recipe in RECIPES for wire in wires(recipe)], ids=str)
+@run_on(2)
+def test_padding_duplicates_and_drops(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> list[str]:
     """Tokens without experts, experts that stand in a token twice, and drops: as the same rows without them."""
     findings = Findings()
     generator = torch.Generator().manual_seed(rank)
@@ -95,12 +98,6 @@ def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> l
                 findings.check(torch.equal(dropped[name], same[name]), f"{name} has other bits than without the slots")
             findings.check(not torch.equal(dropped["y"], whole["y"]), "the drops change nothing")
     return findings.texts
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_padding_duplicates_and_drops(cluster, recipe):
-    for wire in wires(recipe):
-        assert cluster(2).findings(check_odd_routing, recipe, wire) == []
 
 
 # -- what is kept, and for how long -----------------------------------------------------------------------------------
@@ -156,23 +153,15 @@ def test_what_torch_computes_of_operands_is_not_read():
 # -- other ranks ------------------------------------------------------------------------------------------------------
 
 
-def call_without_recipe(rank: int, num_ranks: int) -> tuple[str, str]:
-    """Rank 1 alone wants rows quantised, by experts that have no recipe for it."""
+@run_on(2)
+def test_a_wire_without_a_recipe_raises_on_every_rank(rank: int, num_ranks: int) -> None:
+    """Only rank 1 wants rows quantised, by experts that have no recipe for it."""
     with open_heap("cpu") as heap:
         experts = GroupedMLP(2, 64, 32)
         plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=2 * num_ranks, heap=heap)
         wire = "both" if rank == 1 else "none"
-        try:
+        with pytest.raises(ArgumentError, match=r"precision \(None\) must be a recipe of E4M3 numbers"):
             expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), experts, plan, quantized_wire=wire)
-        except ArgumentError as error:
-            return type(error).__name__, str(error)
-    return "none", ""
-
-
-def test_a_wire_without_a_recipe_raises_on_every_rank(cluster):
-    for name, text in cluster(2).run(call_without_recipe):
-        assert name == "ArgumentError"
-        assert "precision (None) must be a recipe of E4M3 numbers" in text
 
 
 TOO_OLD = r"precision \(.*\) needs a GPU of compute capability 8.9 or more; cpu has 8.6"
@@ -209,8 +198,9 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
         GroupedLinear(2, 64, 64)
 
 
-def call_on_an_old_gpu(rank: int, num_ranks: int) -> list[str]:
-    """Rank 1 alone has one: each call raises on both ranks, and the next call without it works."""
+@run_on(2)
+def test_an_old_gpu_of_one_rank_raises_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+    """Only rank 1 has one: each call raises on both ranks, and the next call without it works."""
     findings, found = Findings(), architectures.capability
     config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())
     with open_heap("cpu") as heap:
@@ -233,10 +223,6 @@ def call_on_an_old_gpu(rank: int, num_ranks: int) -> list[str]:
                 architectures.capability = found
             call()
     return findings.texts
-
-
-def test_an_old_gpu_of_one_rank_raises_on_every_rank(cluster):
-    assert cluster(2).findings(call_on_an_old_gpu) == []
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from kept_memory import bytes_kept
 from layers import tokens_of
 from low_precision_cases import every_recipe
@@ -213,7 +214,16 @@ def test_bytes_of_a_call(recipe, stash: str):
         assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config, 37), wire
 
 
-def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("recipe", "wire"),
+    [
+        (Float8Block(), "both"),
+        pytest.param(MXFP8(), "backward", marks=pytest.mark.slow),
+        pytest.param(NVFP4(), "none", marks=pytest.mark.slow),
+    ],
+)
+@run_on(2)
+def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
     """1F1B runs on a heap of as many bytes as planned, with the bits of one after the other, and not on less."""
     findings = Findings(f"rank {rank} of {num_ranks}, {recipe}, wire {wire}")
     options = {"precision": recipe, "quantized_wire": wire, "capacity": 48, "max_tokens": 8}
@@ -234,18 +244,6 @@ def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
             findings.check(raised, f"{stash}, {layout}: one block less is enough")
             gc.collect()
     return findings.texts
-
-
-@pytest.mark.parametrize(
-    ("recipe", "wire"),
-    [
-        (Float8Block(), "both"),
-        pytest.param(MXFP8(), "backward", marks=pytest.mark.slow),
-        pytest.param(NVFP4(), "none", marks=pytest.mark.slow),
-    ],
-)
-def test_the_heap_is_as_large_as_planned(cluster, recipe, wire):
-    assert cluster(2).findings(check_heap_size, recipe, wire) == []
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster import run_on
 from layers import tokens_of
 from worker import Findings, open_heap
 
@@ -176,7 +177,8 @@ def test_wrong_numbers():
         choose_precision(in_full(config_of()), **numbers, device="cpu")
 
 
-def check_ranks(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int) -> list[str]:
     """Ranks on different GPUs choose differently, and both say so in their first call; the layer shows what it took."""
     findings = Findings()
     config = MoEConfig(hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), quantized_wire="both")
@@ -197,10 +199,6 @@ def check_ranks(rank: int, num_ranks: int) -> list[str]:
             except ConfigMismatch:
                 findings.check(measured[0] != measured[1], "ranks that agree do not")
     return findings.texts
-
-
-def test_ranks_that_choose_differently_find_out(cluster):
-    assert cluster(2).findings(check_ranks) == []
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py. A script.
+"""Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py.
 
-test_interpreted.py starts it. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
+For test_interpreted.py. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
 the reference of the quantisers has them. What is checked is which numbers share a scale and where results go.
 """
 
@@ -184,8 +184,3 @@ def main():
         for name in NAMES:
             check_weights(hard_rows(3 * 256, 384, dtype).view(3, 256, 384), name, options, num_sms)
     check_that_mistakes_with_weights_are_noticed()
-    print("all is well")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. A script; test_interpreted.py starts it.
+"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. For test_interpreted.py.
 
 The arithmetic is Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for
 those of the kernels: so what is checked is which numbers are computed with, and where results go.
@@ -113,10 +113,8 @@ def check_that_mistakes_are_noticed():
     assert not torch.equal(sums, wanted)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main():
     install_arithmetic()
     for case in CASES:
         check(*case)
     check_that_mistakes_are_noticed()
-    print("all is well")

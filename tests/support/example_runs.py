@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def process_of(name: str, *arguments: str, num_ranks: int | None) -> subprocess.CompletedProcess[str]:
-    """Runs an example on CPUs to its end; None: without torchrun. --standalone takes a free port, so no runs meet."""
+    """Runs an example, or the script of a path, on CPUs; None: without torchrun. --standalone: no two take one port."""
     launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *(launcher if num_ranks else []), str(EXAMPLES / name), *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -1,6 +1,6 @@
-"""Runs the sources of the E4M3 kernels for Hopper in gluon_emulator.py and compares every bit with an oracle. A script.
+"""Runs the sources of the E4M3 kernels for Hopper in gluon_emulator.py and compares every bit with an oracle.
 
-test_interpreted.py starts it. Whole numbers with power-of-two scales: the sums are exact.
+For test_interpreted.py. Whole numbers with power-of-two scales: the sums are exact.
 """
 
 import gluon_emulator
@@ -154,8 +154,7 @@ def frees_early(product):
     return wrong
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main():
     check_that_the_emulator_runs_kernels_that_hardware_has_run()
     for splits, widths in CASES:
         check_products(splits, widths)
@@ -164,4 +163,3 @@ if __name__ == "__main__":
     check_biases(run, Problem((140, 0, 1, 9), ODD, Numbers(exact=True)), (BF16, FP16))
     check_biases(run_with_tables, Problem((0, 3, 129), (264, 144), Numbers(exact=True)), (BF16,))
     check_that_mistakes_are_noticed()
-    print("all is well")

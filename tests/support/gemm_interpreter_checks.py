@@ -1,4 +1,4 @@
-"""Runs GEMMs and activations in Triton's interpreter, against float64. A script of test_interpreted.py.
+"""Runs GEMMs and activations in Triton's interpreter, against float64.
 
 Sizes are tiny; the tiles are smaller still, so that every case has several tiles, partial ones, and partial contraction
 blocks. tl.dot on bf16 is wrong in Triton 3.6's interpreter, so bf16 is left to the GPU tests.
@@ -27,7 +27,6 @@ from gemm_problem import (
     part_calls,
     triton_kernels,
 )
-from interpreter import spare_the_interpreter
 from row_ranges import random_ranges
 from triton.tools.ragged_tma import create_ragged_descriptor
 
@@ -152,9 +151,3 @@ def main():
     for check_it, cases in ((check_both_passes, ACT_CASES), (check_fused_ranges, (ACT_CASES[i] for i in (0, 2, 5)))):
         for case in cases:
             timed(f"{check_it.__name__} {case[:3]}", check_it, *case)
-    print("all is well")
-
-
-if __name__ == "__main__":
-    spare_the_interpreter()
-    main()

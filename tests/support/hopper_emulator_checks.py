@@ -1,4 +1,4 @@
-"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, against float64. A script of test_interpreted.py.
+"""Runs the sources of the GEMMs for Hopper in gluon_emulator.py, against float64.
 
 Every kernel has several tiles to a program, some of them partial, and a ring that turns several times or not at all.
 """
@@ -119,8 +119,7 @@ def check_that_mistakes_are_noticed():
     raise AssertionError("nothing was noticed")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main():
     for splits, widths, dtype in ((SPLITS, ODD, torch.bfloat16), ((0, 3, 129), EXACT, torch.float16)):
         check_products(splits, widths, dtype)
     check_products((0, 0, 0), EXACT, torch.bfloat16)
@@ -130,4 +129,3 @@ if __name__ == "__main__":
         check_activations(name, (0, 3, 129), EXACT, torch.float16, Activation(function="gelu"))
     check_activations("two warps", (0, 0), EXACT, torch.bfloat16, Activation())
     check_that_mistakes_are_noticed()
-    print("all is well")

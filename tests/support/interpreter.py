@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from limits import HANG_S
@@ -27,22 +27,22 @@ def _missing() -> str:
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
-def interpreted(script: Path) -> str:
-    """What a script prints that runs kernels in the interpreter, and has to end well.
+def interpreted(checks: str) -> str:
+    """What main() of a module of tests/support prints, which runs kernels in the interpreter, and has to end well.
 
     In a process of its own: the interpreter has to be chosen before triton is imported.
     """
-    return _printed(script, TRITON_INTERPRET="1")
+    return _printed(checks, TRITON_INTERPRET="1")
 
 
-def emulated(script: Path) -> str:
-    """The same of a script that runs kernels in gluon_emulator, which takes Gluon's place before they are imported."""
-    return _printed(script)
+def emulated(checks: str) -> str:
+    """The same of a module for gluon_emulator, which takes Gluon's place before kernels are imported."""
+    return _printed(checks)
 
 
-def _printed(script: Path, **variables: str) -> str:
+def _printed(checks: str, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-W", "ignore", script]
+    command = [sys.executable, "-W", "ignore", __file__, checks]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -67,3 +67,10 @@ def spare_the_interpreter() -> None:
     interpreting._patch_lang = patch_once
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+if __name__ == "__main__":
+    module = importlib.import_module(sys.argv[1])
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        spare_the_interpreter()
+    module.main()

@@ -4,7 +4,6 @@ The tables are those of pack_weight_ptrs: matrices of different shapes in one la
 """
 
 import torch
-from interpreter import spare_the_interpreter
 
 from symmoe import pack_weight_ptrs
 from symmoe.kernels import twin
@@ -41,9 +40,3 @@ def main():
         ):
             assert pack_weight_ptrs(**lists, swizzle=swizzle).swizzled.any()
         print(swizzle, ": ok")
-    print("all is well")
-
-
-if __name__ == "__main__":
-    spare_the_interpreter()
-    main()

@@ -1,6 +1,6 @@
-"""Runs the Triton GEMMs of quantised numbers in Triton's interpreter and compares them with the twins. A script.
+"""Runs the Triton GEMMs of quantised numbers in Triton's interpreter and compares them with the twins.
 
-test_interpreted.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
+test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from the formats' definitions. Numbers are such
 that sums are exact: every bit has to be the same.
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import triton.language as tl
 from biases import check_biases
-from interpreter import spare_the_interpreter
 from quantize_cases import Scattered
 from quantized_problem import Numbers, Problem, WgradProblem, dequantised
 from row_ranges import random_ranges
@@ -128,8 +127,7 @@ def check_that_scales_matter(name, case):
         assert not torch.equal(got, other), what
 
 
-if __name__ == "__main__":
-    spare_the_interpreter()
+def main():
     InterpreterBuilder.create_dot_scaled = create_dot_scaled
     TritonSemantic.dot_scaled = dot_scaled_of_strings
     for name, native in WAYS:
@@ -148,4 +146,3 @@ if __name__ == "__main__":
         assert (name in dots) == native
         dots.clear()
         print(name, native, ": ok", flush=True)
-    print("all is well")

@@ -1,6 +1,6 @@
-"""Runs the Triton GEMMs of the router in Triton's interpreter, against exact sums and the twins. A script.
+"""Runs the Triton GEMMs of the router in Triton's interpreter, against exact sums and the twins.
 
-test_interpreted.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
+test_interpreted.py runs it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 The interpreter of Triton 3.6 multiplies the bits of bf16 numbers instead of the numbers: here is a product in float64.
 It also cuts numbers off where hardware rounds them to bf16, which changes their parts, but not their sums.
@@ -8,7 +8,6 @@ It also cuts numbers off where hardware rounds them to bf16, which changes their
 
 import numpy as np
 import torch
-from interpreter import spare_the_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from symmoe.kernels.triton import router_products as gpu
@@ -81,8 +80,7 @@ def check_several_splits():
     check_products(130, 5, 72, exact=True)
 
 
-if __name__ == "__main__":
-    spare_the_interpreter()
+def main():
     InterpreterBuilder.create_dot = create_dot
     torch.manual_seed(0)
     for shape in SHAPES:
@@ -91,4 +89,3 @@ if __name__ == "__main__":
     check_splits()
     check_several_splits()
     check_products(0, 4, 64, exact=True)
-    print("all is well")

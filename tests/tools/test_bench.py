@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import bench
 import pytest
 import torch
-from limits import HANG_S
+from example_runs import output_of
 from suites import grouped, pointer_loading
 from suites.gemm import groups_error
 from suites.grouped import copied_bytes
@@ -24,7 +22,6 @@ from symmoe.kernels import twin
 from symmoe.precision import PRECISIONS, swizzle_scales
 from symmoe.tools.bench import stock_torch
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead"]
 KEYS = (
@@ -68,13 +65,9 @@ VARIANTS = {
 
 def run(num_ranks: int, folder: Path, *arguments: str) -> tuple[list[dict], str]:
     """Records and output of benchmarks/bench.py in processes of its own."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] * (num_ranks > 1)
-    path, here = folder / "out.json", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, *launcher, bench.__file__, *arguments, *SIZES, "--json", str(path)]
-    environment = os.environ | {"PYTHONPATH": here}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(path.read_text()), done.stdout
+    path, launched = folder / "out.json", num_ranks if num_ranks > 1 else None
+    said = output_of(bench.__file__, *arguments, *SIZES, "--json", str(path), num_ranks=launched)
+    return json.loads(path.read_text()), said
 
 
 @pytest.fixture(scope="module", params=[pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2)])

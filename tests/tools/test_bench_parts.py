@@ -13,6 +13,7 @@ import compare
 import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from suites.rows import Places, packed_rows_of
 
 from symmoe import GroupedMLP, SymmetricHeap, cli
@@ -159,27 +160,18 @@ def test_what_is_apart_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, he
     assert records[-1]["stock_ms"] == 1  # that of all
 
 
-def _slowest(rank: int, num_ranks: int) -> list[float]:
+@run_on(2)
+def test_a_repetition_takes_as_long_as_on_its_slowest_rank(rank: int, num_ranks: int) -> None:
     lengths = [0.0] * WARM_UP + ([1.0, 5.0, 2.0] if rank == 0 else [4.0, 3.0, 2.5])
     times, _ = Run(Ranks(CPU), None, 3).measure([listed("a", [], lengths)], clock=ListedClock())
-    return times["a"].squeeze(1).tolist()
+    assert times["a"].squeeze(1).tolist() == [4.0, 5.0, 2.5]
 
 
-def test_a_repetition_takes_as_long_as_on_its_slowest_rank(cluster):
-    assert cluster(2).run(_slowest) == [[4.0, 5.0, 2.5]] * 2
-
-
-def _wrong_on_one_rank(rank: int, num_ranks: int) -> str:
+@run_on(2)
+def test_what_is_wrong_on_one_rank_is_wrong_on_all(rank: int, num_ranks: int) -> None:
     variant = Variant("a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1)
-    try:
+    with pytest.raises(WrongResult, match=r"^a is wrong: relative error nan, allowed 0\.1$"):
         Run(Ranks(CPU), None, 1).measure([variant])
-    except WrongResult as error:
-        return str(error)
-    return "right"
-
-
-def test_what_is_wrong_on_one_rank_is_wrong_on_all(cluster):
-    assert cluster(2).run(_wrong_on_one_rank) == ["a is wrong: relative error nan, allowed 0.1"] * 2
 
 
 def test_relative_errors():

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster
+from cluster import Cluster, run_on
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
@@ -398,30 +398,23 @@ def test_the_table_says_what_the_timeline_says():
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 
 
-def misuse(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """Errors of a path that is wrong on one rank, of one that nobody can write, and of no start; then it works."""
-    raised = []
+@run_on(2)
+def test_what_is_wrong_is_the_same_error_on_every_rank(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    """A path that is wrong on one rank, one that nobody can write, and no start; then it works."""
+    wrong = {"x.png" if rank else "x.json": "must end with .json", "missing/x.json": "cannot be written"}
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        paths = {f"{folder}/{'x.png' if rank else 'x.json'}": True, f"{folder}/missing/x.json": True}
-        for path, starts in {**paths, f"{folder}/never.json": False}.items():
-            try:
-                with timeline.record(path, heap) as recording:
-                    if starts:
-                        recording.start()
-            except ArgumentError as error:
-                raised.append(str(error))
-        with timeline.record(f"{folder}/x.json", heap) as recording:
+        for name, text in wrong.items():
+            with pytest.raises(ArgumentError, match=text), timeline.record(tmp_path / name, heap) as recording:
+                recording.start()
+        with (
+            pytest.raises(ArgumentError, match=r"recording\.start\(\)"),
+            timeline.record(tmp_path / "never.json", heap),
+        ):
+            pass
+        with timeline.record(tmp_path / "x.json", heap) as recording:
             recording.start()
         assert [len(events) for events in recording.timeline.ranks] == [0, 0]
-    return raised
-
-
-def test_what_is_wrong_is_the_same_error_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
-    found = cluster(2).run(misuse, str(tmp_path))
-    for each in found:
-        for text, said in zip(each, ("must end with .json", "cannot be written", "recording.start()"), strict=True):
-            assert said in text
-    assert {path.stem for path in tmp_path.iterdir()} == {"x"}
+    assert rank or {path.stem for path in tmp_path.iterdir()} == {"x"}
 
 
 def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:

@@ -29,6 +29,7 @@ from captured_cases import (
     make_step,
     other_memory,
 )
+from cluster import run_on
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 from worker import open_heap
@@ -393,7 +394,9 @@ def test_options_set_later_that_could_not_be_taken_back_are_refused(model):
         captured([torch.ones(3, H)], scale=1.0)
 
 
-def refuse_on(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> list[str]:
+@pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)])
+@run_on(2)
+def test_what_one_rank_refuses_all_do(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> None:
     """The errors of calls of which the second and the fifth have an argument that some ranks refuse."""
     found = []
     with open_heap("cpu", num_bytes=16 << 20, timeout_s=20.0) as heap:
@@ -409,11 +412,5 @@ def refuse_on(rank: int, num_ranks: int, culprits: tuple[int, ...]) -> list[str]
             except ArgumentError as error:
                 found.append(str(error).split(": ")[-2])
         captured.close()
-    return found
-
-
-@pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)])
-def test_what_one_rank_refuses_all_do(cluster, culprits: tuple[int, ...]):
     text = "batch[1] (set) cannot be captured"
-    for found in cluster(2).run(refuse_on, culprits):
-        assert found == ["", text, "", "", text, ""]
+    assert found == ["", text, "", "", text, ""]

@@ -17,7 +17,7 @@ from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, describe_rows, describe_weight, grid
 from symmoe.kernels.hopper.gluon_names import reinterpret
 from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, MAX_ROWS, Pipeline, run, store_chunk, write_dump
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 
 # The epilogue runs in another warpgroup, in two warps of another, or during the other tile's products.
@@ -259,8 +259,7 @@ def act_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
     act_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_range", "row_scale"])
+@fast_jit(["rows_desc", "weight_desc", "h_desc", "a"], jit=gluon.jit)
 def hopper_act_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, 2, I, C], block [1, 2, tile_columns, BLOCK_K]
@@ -276,10 +275,7 @@ def hopper_act_kernel(
     run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
-@fast_launch
-@gluon.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_index", "row_range", "row_scale", "scale_sums"]
-)
+@fast_jit(["dout_desc", "dout", "weight_desc", "h", "dh", "a"], optional=["num_rows"], jit=gluon.jit)
 def hopper_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
     dout,  # [P, O], for gathering

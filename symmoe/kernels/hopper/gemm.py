@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.pipeline import BLOCK_K, BLOCK_M, CHUNK, RAGGED, Pipeline, run, store_chunk, write_dump
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.triton.tiles import launch_grid, max_row_tiles
 
 NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
@@ -49,8 +49,7 @@ def zero_tail_rows(out, row_range, num_rows, PIPE: gl.constexpr):
         gl.store(out + i + lane, zeros, mask=i + lane < end)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_range"])
+@fast_jit(["rows_desc", "weight_desc", "out_desc", "out"], optional=["num_rows"], jit=gluon.jit)
 def hopper_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, M, K], or [G, K, M] if weight_k_first

@@ -23,7 +23,7 @@ from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import thread_barrier, tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import make_barriers
-from symmoe.kernels.launch.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
 UNIT_BYTES = gl.constexpr(256)
@@ -161,8 +161,7 @@ def make_mover_rings(desc, CUT: gl.constexpr):
     return slots, full
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["rank", "num_tokens"], do_not_specialize_on_alignment=["token_to_row", "received"])
+@fast_jit(["x_desc", "arena_desc"], jit=gluon.jit)
 def hopper_push_kernel(
     x_desc,  # [T, segments, SEGMENT], block [1, piece, SEGMENT]
     arena_desc,  # [units, segments, SEGMENT]
@@ -317,8 +316,7 @@ def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
     wait_until_written(stage)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize=["source"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
+@fast_jit(["rows_desc"], jit=gluon.jit)
 def hopper_fan_out_kernel(
     rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
     packed_to_row,  # [P_cap, K]
@@ -494,11 +492,7 @@ def make_rings(desc, SUMS: gl.constexpr):
     return slots, full, empty
 
 
-@fast_launch
-@gluon.jit(
-    do_not_specialize=["rank", "home"],
-    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start", "received"],
-)
+@fast_jit(["rows_desc", "arena"], jit=gluon.jit)
 def hopper_push_sums_kernel(
     rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
     arena,  # words
@@ -640,11 +634,7 @@ def add_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
         store_piece(words, low, high, token, segment, DTYPE, SUMS)
 
 
-@fast_launch
-@gluon.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment="token_to_packed_row packed_start slot_to_rank slot_to_row ready arrived".split(),
-)
+@fast_jit(["rows_desc", "returned_desc", "words"], jit=gluon.jit)
 def hopper_sum_home_kernel(
     rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
     returned_desc,  # [(R - 1) * T, segments, SEGMENT], the same block

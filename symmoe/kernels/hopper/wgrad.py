@@ -32,7 +32,7 @@ from symmoe.kernels.hopper.pipeline import (
     stage_before,
     write_dump,
 )
-from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.triton.tiles import launch_grid
 
 BLOCK_N = gl.constexpr(256)
@@ -151,8 +151,7 @@ def multiply(out_desc, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: g
     tma.store_wait(0)
 
 
-@fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_range"])
+@fast_jit(["dout_desc", "rows_desc", "out_desc"], jit=gluon.jit)
 def hopper_wgrad_kernel(
     dout_desc,  # [N, O], ragged, block [BLOCK_K, CHUNK]
     rows_desc,  # [N, C], ragged, block [BLOCK_K, BLOCK_N]

@@ -22,7 +22,7 @@ from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.low_precision.quantize import store_column_scales, store_part
@@ -51,31 +51,28 @@ REGISTERS = 128  # per thread of those: two programs to an SM
 
 
 @triton.jit
-def quantize_lines(x, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / BLOCK]: quantize_tile of quantize.py."""
+def quantize_lines(x, FORMAT: tl.constexpr):
+    """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / block]: quantize_tile of quantize.py."""
     LINES: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    blocks = x.reshape(LINES, WIDTH // BLOCK, BLOCK)
+    blocks = x.reshape(LINES, WIDTH // FORMAT.block, FORMAT.block)
+    SCALE: tl.constexpr = FORMAT.scale
     stored, multiplier = block_scales_or_nan(tl.max(magnitude_bits(blocks), axis=2), SCALE)
     return e4m3_code(blocks * multiplier[:, :, None]).reshape(LINES, WIDTH), stored
 
 
 @triton.jit
-def store_rows(
-    x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
-):
+def store_rows(x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
     """Quantises x [rows, C], features first..END of rows of WIDTH, with scales along features; nothing without data."""
     if data is not None:
-        codes, scales = quantize_lines(x.to(tl.float32), SCALE, BLOCK)
+        codes, scales = quantize_lines(x.to(tl.float32), FORMAT)
         store_part(data, codes, row, row < end, first, END, WIDTH)
-        NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-        store_part(scale, scales, row, row < end, first // BLOCK, (END + BLOCK - 1) // BLOCK, NUM_BLOCKS)
+        end_block: tl.constexpr = FORMAT.num_blocks(END)
+        store_part(scale, scales, row, row < end, first // FORMAT.block, end_block, FORMAT.num_blocks(WIDTH))
 
 
 @triton.jit
-def store_columns(
-    x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
-):
+def store_columns(x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
     data. out: data, scales, how many tiles of tokens they have. sums [WIDTH]: of the columns, or None."""
     data, scale, num_tiles = out
@@ -83,7 +80,7 @@ def store_columns(
         feature = first + tl.arange(0, x.shape[1])
         tl.store(sums + feature, sum_tile(x.to(tl.float32)), mask=feature < END)
     if data is not None:
-        codes, scales = quantize_lines(tl.trans(x).to(tl.float32), SCALE, BLOCK)
+        codes, scales = quantize_lines(tl.trans(x).to(tl.float32), FORMAT)
         feature = first + tl.arange(0, x.shape[1])
         tokens = num_tiles * TILE
         store_part(data, codes, feature, feature < END, tile * TILE, tokens, tokens)
@@ -99,18 +96,8 @@ def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, FFN: tl
 
 
 @triton.jit
-def act_part(
-    h,
-    row_scale,
-    row,
-    end,
-    first,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """a [ROWS, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
+def act_part(h, row_scale, row, end, first, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr):
+    """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
     gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
@@ -118,19 +105,8 @@ def act_part(
 
 
 @triton.jit
-def dact_part(
-    da,
-    h,
-    row_scale,
-    row,
-    end,
-    first,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
+def dact_part(da, h, row_scale, row, end, first, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr):
+    """a, dgate, dup [rows, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
     DTYPE: tl.constexpr = h.dtype.element_ty
     gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
     gate = gate.to(tl.float32)
@@ -154,22 +130,20 @@ def act_quantize_rows_kernel(
     data,  # bytes [N, I]
     scale,
     ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
     first = tl.program_id(0) * FEATURES
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, ROWS)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, ROWS)
         row = first_row + tl.arange(0, ROWS)
-        a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
-        store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
+        a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, FEATURES)
+        store_rows(a, row, end, first, FFN, data, scale, FFN, FORMAT)
 
 
 @fast_jit(["da", "h", "data", "column_data", "a_column_data"])
@@ -190,10 +164,8 @@ def dact_quantize_kernel(
     num_tiles: tl.int32,
     num_a_tiles: tl.int32,
     ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     STRIP: tl.constexpr,
@@ -202,7 +174,7 @@ def dact_quantize_kernel(
     """Grid (tiles of tokens, tiles of features)."""
     WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tile < num_used:
         group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         first_feature = n_tile * FEATURES
@@ -214,27 +186,27 @@ def dact_quantize_kernel(
             out, a_out = (column_data, column_scale, num_tiles), (a_column_data, a_column_scale, num_a_tiles)
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
-                a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-                store_columns(a, first, FFN, tile, a_out, None, FFN, SCALE, BLOCK)
+                a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, STRIP)
+                store_columns(a, first, FFN, tile, a_out, None, FFN, FORMAT)
                 if ACTIVATION.interleave is None:
-                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, SCALE, BLOCK)
+                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, FORMAT)
                     if ACTIVATION.is_gated:
-                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, SCALE, BLOCK)
+                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, FORMAT)
                 else:
                     dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
-                    store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SCALE, BLOCK)
+                    store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, FORMAT)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
-            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
+            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, FEATURES)
             sums = add_neighbours(terms, SUM_STEPS)
             store_block_sums(sums, workspace, row, end, first_feature, num_rows, FFN)
             if ACTIVATION.interleave is None:
-                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SCALE, BLOCK)
+                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, FORMAT)
                 if ACTIVATION.is_gated:
-                    store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
+                    store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, FORMAT)
             else:
                 dh = join_blocks(dgate, dup, ROWS, FEATURES, ACTIVATION.interleave)
-                store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
+                store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, FORMAT)
 
 
 def act_quantize(h, row_scale, row_range, out, activation, block_format):
@@ -290,10 +262,8 @@ def _constants(
 ) -> Constants:
     named: dict[str, object] = {
         "ACTIVATION": addressable(activation, ffn),
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
+        "FORMAT": block_format,
         "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
         "FEATURES": dact_features(activation) if of_gradient else FEATURES,
         "ROWS": ROWS,

@@ -15,9 +15,8 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import quantized_gemm
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit
-from symmoe.kernels.triton.gemm import add_bias
+from symmoe.kernels.launch.launch import fast_jit
+from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
@@ -25,7 +24,6 @@ from symmoe.kernels.triton.tiles import (
     describe,
     first_tail_row,
     load_lines,
-    locate_tile,
     matrix_of,
     output_tile_constants,
     row_tile_prefix,
@@ -53,23 +51,19 @@ def grouped_gemm_fp8_kernel(
     bias,  # [G, O] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    IN_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    GEMM: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = GEMM.config.block_m
+    BLOCK_N: tl.constexpr = GEMM.config.block_n
     tl.static_assert(BLOCK % BLOCK_N == 0)  # a tile has one scale of the weight at a time
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
+    OUT_WIDTH: tl.constexpr = GEMM.columns
+    IN_WIDTH: tl.constexpr = GEMM.in_width
     NUM_BLOCKS: tl.constexpr = (IN_WIDTH + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (OUT_WIDTH + BLOCK - 1) // BLOCK
-    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
+    prefix, num_tiles = group_tiles(row_range, GEMM)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first_row, end, first_column = tile_place(tile, prefix, row_range, GEMM)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = n_tile * BLOCK_N
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = matrix_of(weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32)
         weight_scales += first_column // BLOCK * NUM_BLOCKS
@@ -88,7 +82,7 @@ def grouped_gemm_fp8_kernel(
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
+        zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
 @fast_jit(["dout_desc", "rows_desc", "out"])
@@ -103,7 +97,6 @@ def grouped_gemm_wgrad_fp8_kernel(
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     OUT_ROWS: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -113,8 +106,8 @@ def grouped_gemm_wgrad_fp8_kernel(
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK)
-    lane = tl.arange(0, GROUP_LANES)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, BLOCK)
+    lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
         m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
@@ -138,28 +131,22 @@ def grouped_gemm_wgrad_fp8_kernel(
 @functools.cache
 def plan_gemm(num_groups: int, out_width: int, in_width: int, **tile: Any) -> Plan:
     """How grouped_gemm_fp8_kernel is launched. tile: fields of TileConfig."""
-    config = replace(CONFIG, **tile)
-    constants = {
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_WIDTH": out_width,
-        "IN_WIDTH": in_width,
-        **_tile_constants(config),
-    }
+    config = _config(tile)
+    gemm = Gemm(config=config, num_groups=num_groups, columns=out_width, in_width=in_width)
     descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([1, config.block_n, BLOCK.value])}
-    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
+    return gemm.plan(descriptors)
 
 
 @functools.cache
 def plan_wgrad(dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...], **tile: Any) -> Plan:
     """How grouped_gemm_wgrad_fp8_kernel is launched."""
-    config = replace(CONFIG, **tile)
-    constants = {"GROUP_LANES": next_power_of_2(shape[0]), **_tile_constants(config)}
+    config = _config(tile)
     descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
-    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
+    return wgrad_plan(config, dtype, accumulate, shape, output_tile_constants(config), descriptors)
 
 
-def _tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+def _config(tile: dict[str, Any]) -> TileConfig:
+    config = replace(CONFIG, **tile)
     if config.block_k != BLOCK.value or BLOCK.value % config.block_n:
         raise ArgumentError(f"tiles must have block_k {BLOCK.value} and a block_n that divides it, got {config}")
-    return output_tile_constants(config)
+    return config

@@ -300,9 +300,17 @@ def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
     store_feature(codes, second_stored, tile, feature + 1, data, scale, num_tiles, PLAN)
 
 
-@gluon.jit
-def quantize_tiles(rows, row_scales, row_index, row_range, data, scale, num_tiles, PLAN: gl.constexpr):
-    """The tiles of a program. row_scales: None, or scales of rows of the wire, which are decoded to PLAN.dtype."""
+@fast_jit(["rows", "data"], jit=gluon.jit)
+def hopper_quantize_columns_kernel(
+    rows,  # words of two numbers, int32 [N, C / 2]; of the wire, of two codes, int16 [N, bytes of a row / 2]
+    row_scales,  # None; the wire as fp32, whose rows are decoded to PLAN.dtype
+    row_index,  # int32[N] or None
+    row_range,
+    data,  # bytes [C, num_tiles * TILE]
+    scale,  # fp32 [num_tiles, C]
+    num_tiles: gl.int32,
+    PLAN: gl.constexpr,
+):
     ring = gl.allocate_shared_memory(rows.dtype.element_ty, [PLAN.stages, TILE, PAIRS], SHARED)
     scale_ring = ring
     if row_scales is not None:
@@ -334,34 +342,6 @@ def quantize_tiles(rows, row_scales, row_index, row_range, data, scale, num_tile
     async_copy.wait_group(0)
 
 
-@fast_jit(["rows", "data"], jit=gluon.jit)
-def hopper_quantize_columns_kernel(
-    rows,  # words of two numbers, int32 [N, C / 2]
-    row_index,  # int32[N] or None
-    row_range,
-    data,  # bytes [C, num_tiles * TILE]
-    scale,  # fp32 [num_tiles, C]
-    num_tiles: gl.int32,
-    PLAN: gl.constexpr,
-):
-    quantize_tiles(rows, None, row_index, row_range, data, scale, num_tiles, PLAN)
-
-
-@fast_jit(["wire", "data"], jit=gluon.jit)
-def hopper_requantize_columns_kernel(
-    wire,  # words of two codes, int16 [N, bytes of a row / 2]
-    row_scales,  # the wire as fp32
-    row_index,  # int32[N] or None
-    row_range,
-    data,  # bytes [C, num_tiles * TILE]
-    scale,  # fp32 [num_tiles, C]
-    num_tiles: gl.int32,
-    PLAN: gl.constexpr,
-):
-    """Same as hopper_quantize_columns_kernel, of rows of the wire."""
-    quantize_tiles(wire, row_scales, row_index, row_range, data, scale, num_tiles, PLAN)
-
-
 def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> bool:
     """Whether these kernels make the format of rows, or of rows of the wire: E4M3 in blocks of TILE tokens."""
     in_tiles = block_format.element == "e4m3" and block_format.block == formats.TILE
@@ -371,7 +351,7 @@ def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> 
 def launch_quantize_columns(rows, row_range, out, block_format, *, row_index=None, num_sms=None, **options):
     """quantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     plan, constants = _plan(rows.shape[1], row_range.shape[1], block_format.scale, rows.dtype, None, **options)
-    inputs, results = (rows.view(torch.int32), row_index, row_range), _results(out)
+    inputs, results = (rows.view(torch.int32), None, row_index, row_range), _results(out)
     grid = plan.grid(results[2], num_sms, rows.device)
     launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
 
@@ -381,7 +361,7 @@ def launch_requantize_columns(wire, row_range, out, block_format, dtype, *, row_
     plan, constants = _plan(out[0].shape[0], row_range.shape[1], block_format.scale, dtype, wire.shape[1], **options)
     inputs, results = (wire.view(torch.int16), wire.view(torch.float32), row_index, row_range), _results(out)
     grid = plan.grid(results[2], num_sms, wire.device)
-    launch(hopper_requantize_columns_kernel, grid, constants, *inputs, *results)
+    launch(hopper_quantize_columns_kernel, grid, constants, *inputs, *results)
 
 
 def _results(out: Buffers) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
@@ -54,25 +54,24 @@ SUM_STEPS, SPREAD_STEPS = tl.constexpr(SLOT_ROWS.bit_length() - 1), tl.constexpr
 
 
 @triton.jit
-def tile_codes(
-    x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
-):
+def tile_codes(x, global_scale, words, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr):
     """Codes of x [LINES, WIDTH], a byte each, and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK]."""
     lines: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     bits = magnitude_bits(x).reshape(lines // BLOCK_LINES, BLOCK_LINES, width // BLOCK, BLOCK)
     bits = tl.max(tl.max(bits, axis=3), axis=1)
+    SCALE: tl.constexpr = FORMAT.scale  # Triton 3.6 takes no string of an attribute for an argument
+    ELEMENT: tl.constexpr = FORMAT.element
     stored, multiplier = block_scales(bits, global_scale, SCALE)
     is_finite = spread(bits, lines, width) < INFINITY_BITS
     return element_codes(x, is_finite, spread(multiplier, lines, width), words, ELEMENT), stored
 
 
 @triton.jit
-def quantize_tile(
-    x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
-):
-    """Data [LINES, WIDTH or WIDTH / 2], and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK] of x [LINES, WIDTH]."""
-    codes, stored = tile_codes(x, global_scale, words, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+def quantize_tile(x, global_scale, words, FORMAT: tl.constexpr):
+    """Data [LINES, WIDTH or WIDTH / 2], and stored scales [LINES, WIDTH / block] of x [LINES, WIDTH]."""
+    ELEMENT: tl.constexpr = FORMAT.element
+    codes, stored = tile_codes(x, global_scale, words, FORMAT, FORMAT.block, 1)
     return pack(codes, ELEMENT), stored
 
 
@@ -91,18 +90,12 @@ def store_tile(out, tile, line, in_lines, tile_column, width):
 
 
 @triton.jit
-def store_weight_tile(
-    out,  # data, scales
-    codes,
-    scales,
-    at,  # group, tile of lines, tile of columns
-    ELEMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
-    NUM_LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Stores the result of tile_codes for a tile of one of several matrices NUM_LINES x WIDTH."""
+def store_weight_tile(out, codes, scales, at, FORMAT: tl.constexpr, NUM_LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores the result of tile_codes for a tile of one of several matrices NUM_LINES x WIDTH. out: data, scales; at:
+    group, tile of lines, tile of columns."""
+    ELEMENT: tl.constexpr = FORMAT.element
+    BLOCK: tl.constexpr = codes.shape[1] // scales.shape[1]
+    BLOCK_LINES: tl.constexpr = codes.shape[0] // scales.shape[0]
     data, scale = out
     group, tile_line, tile_column = at
     packed = pack(codes, ELEMENT)
@@ -148,12 +141,8 @@ def quantize_rows_kernel(
     seeds,  # int64[G] or None
     bias_sums,  # fp32 [slots of row tiles, WIDTH] or None
     bias_scale,  # fp32[N] or None
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -161,7 +150,7 @@ def quantize_rows_kernel(
     """Grid (programs that loop over tiles of rows, tiles of columns)."""
     tile_column = tl.program_id(1)
     column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
         row = first_row + (tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS))
@@ -169,9 +158,9 @@ def quantize_rows_kernel(
         pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
         x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
         words = random_words(seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS)
-        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
-        store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
-        store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
+        store_tile(data, codes, row, row < end, tile_column, FORMAT.data_width(WIDTH))
+        store_tile(scale, scales, row, row < end, tile_column, FORMAT.num_blocks(WIDTH))
         if bias_sums is not None:
             if bias_scale is not None:
                 x = scale_terms(x, tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None])
@@ -191,18 +180,14 @@ def quantize_columns_kernel(
     signs: tl.int32,
     num_tiles: tl.int32,
     HADAMARD: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tile < num_used:
         group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
@@ -210,8 +195,8 @@ def quantize_columns_kernel(
         if HADAMARD:
             x = hadamard(x, signs)
         words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), LINES, TILE)
-        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
-        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * (TILE // PER_BYTE))
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
+        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * FORMAT.data_width(TILE))
         store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
 
 
@@ -223,10 +208,7 @@ def quantize_weights_kernel(
     scale,
     amax,  # fp32[G] or None
     DTYPE: tl.constexpr,  # of the weight
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_LINES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINE_STRIDE: tl.constexpr,
@@ -240,9 +222,9 @@ def quantize_weights_kernel(
     matrix = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE)
     pointers = matrix + line.to(tl.int64)[:, None] * LINE_STRIDE + column.to(tl.int64)[None, :] * ELEMENT_STRIDE
     x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-    codes, scales = tile_codes(x, global_scale_of(amax, group), None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    codes, scales = tile_codes(x, global_scale_of(amax, group), None, FORMAT, FORMAT.block, FORMAT.block_lines)
     at = group, tl.program_id(0), tile_column
-    store_weight_tile((data, scale), codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+    store_weight_tile((data, scale), codes, scales, at, FORMAT, NUM_LINES, WIDTH)
 
 
 @fast_jit(["weight", "data", "transposed_data"])
@@ -255,10 +237,7 @@ def quantize_weight_pairs_kernel(
     transposed_scale,
     amax,  # fp32[G] or None
     DTYPE: tl.constexpr,  # of the weight
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_LINES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
@@ -271,17 +250,16 @@ def quantize_weight_pairs_kernel(
     pointers = matrix + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
     x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
     global_scale = global_scale_of(amax, group)
-    codes, scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
-    if BLOCK == BLOCK_LINES:  # square blocks have the same numbers either way
+    codes, scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block, FORMAT.block_lines)
+    if FORMAT.block == FORMAT.block_lines:  # square blocks have the same numbers either way
         column_codes, column_scales = codes, scales
     else:
-        column_codes, column_scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK_LINES, BLOCK)
+        column_codes, column_scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block)
     at = group, tile_line, tile_column
-    store_weight_tile((data, scale), codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+    store_weight_tile((data, scale), codes, scales, at, FORMAT, NUM_LINES, WIDTH)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
     turned, scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
-    out = transposed_data, transposed_scale
-    store_weight_tile(out, turned, scales, at, ELEMENT, BLOCK, BLOCK_LINES, WIDTH, NUM_LINES)
+    store_weight_tile((transposed_data, transposed_scale), turned, scales, at, FORMAT, WIDTH, NUM_LINES)
 
 
 @triton.jit
@@ -301,12 +279,11 @@ def group_amax_kernel(
     signs: tl.int32,
     HADAMARD: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tl.program_id(0) < num_tiles:
         group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
@@ -417,18 +394,14 @@ _COLUMNS, _TRANSFORMED = (
 _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 
-def _format(block_format: BlockFormat) -> dict[str, object]:
-    return {"ELEMENT": block_format.element, "SCALE": block_format.scale, "BLOCK": block_format.block}
-
-
 @functools.cache
 def _of_groups(
     block_format: BlockFormat | None, num_groups: int, width: int, tile: tuple[tuple[str, int], ...]
 ) -> Constants:
     """Constants of a kernel of rows in groups."""
-    groups: dict[str, object] = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups), "WIDTH": width}
+    groups: dict[str, object] = {"NUM_GROUPS": num_groups, "WIDTH": width}
     if block_format is not None:
-        groups |= {**_format(block_format), "PER_BYTE": block_format.elements_per_byte}
+        groups["FORMAT"] = block_format
     return Constants({**groups, **dict(tile)})
 
 
@@ -444,5 +417,5 @@ def _of_weights(
     """Constants of a kernel of matrices. strides: of a line and an element, if the kernel takes any."""
     sizes: dict[str, object] = {"DTYPE": TRITON_DTYPES[dtype], "NUM_LINES": num_lines, "WIDTH": width}
     if block_format is not None:
-        sizes |= {**_format(block_format), "BLOCK_LINES": block_format.block_lines}
+        sizes["FORMAT"] = block_format
     return Constants({**sizes, **dict(zip(("LINE_STRIDE", "ELEMENT_STRIDE"), strides)), **dict(tile)})  # noqa: B905

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, operands, quantized_gemm
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.triton.tiles import locate_tile, row_tile_prefix
@@ -25,12 +25,11 @@ def swizzle_scales_kernel(
     extents,  # None; of a table: int32[S, 4]
     NUM_BLOCKS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Grid (rows of tiles, parts of a row of TILES tiles); of a table (matrices, parts, rows of tiles)."""
     if extents is None:
-        prefix, num_tiles = row_tile_prefix(groups, NUM_GROUPS, GROUP_LANES, TILE)
+        prefix, num_tiles = row_tile_prefix(groups, NUM_GROUPS, TILE)
         if tl.program_id(0) < num_tiles:
             _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, groups, NUM_GROUPS, 1, 1, TILE)
             out = swizzled + tile_row_start(tl.program_id(0), NUM_BLOCKS)
@@ -64,10 +63,9 @@ def unswizzle_scales_kernel(
     scale,  # uint8[N, Q]
     NUM_BLOCKS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
 ):
     """Grid (rows of tiles, tiles across)."""
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tl.program_id(0) < num_tiles:
         _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         byte = tl.program_id(1) * TILE_BYTES + tl.arange(0, TILE_BYTES)
@@ -109,8 +107,7 @@ def unswizzle_scales(swizzled, row_range, scale):
 
 @functools.cache
 def _constants(num_blocks: int, num_groups: int, **more: int) -> Constants:
-    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
-    return Constants({"NUM_BLOCKS": num_blocks, **groups, "num_warps": NUM_WARPS, **more})
+    return Constants({"NUM_BLOCKS": num_blocks, "NUM_GROUPS": num_groups, "num_warps": NUM_WARPS, **more})
 
 
 _OF_TABLE = _constants(0, 1, TILES=8)  # the widths are in the table

@@ -11,7 +11,7 @@ ranges that begin elsewhere are cut out of tiles by masks.
 """
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
-from symmoe.kernels.triton.gemm import add_bias
+from symmoe.kernels.launch.launch import Describe, fast_jit
+from symmoe.kernels.triton.gemm import Gemm, add_bias
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
@@ -50,14 +49,11 @@ E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 i
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
 # span of TMA's widest swizzle.
 TCGEN05_CONFIGS = {
-    "e4m3": (
-        (256, TileConfig(block_m=128, block_n=256, block_k=128, num_stages=4, num_warps=8)),
-        (0, TileConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=4)),
-    ),
-    "e2m1": (
-        (256, TileConfig(block_m=128, block_n=256, block_k=256, num_stages=4, num_warps=8)),
-        (0, TileConfig(block_m=128, block_n=128, block_k=256, num_stages=4, num_warps=4)),
-    ),
+    element: (
+        (256, TileConfig(block_m=128, block_n=256, block_k=block_k, num_stages=4, num_warps=8)),
+        (0, TileConfig(block_m=128, block_n=128, block_k=block_k, num_stages=4, num_warps=4)),
+    )
+    for element, block_k in (("e4m3", 128), ("e2m1", 256))
 }
 # Other GPUs: accumulators are in registers, and GPUs with mma have 99 KiB of shared memory.
 CONFIG = TileConfig(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=8)
@@ -71,6 +67,39 @@ def scaled_products(device: torch.device) -> Unit:
     return units.get(architectures.capability(device)[0])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledGemm(Gemm):
+    """The constants of grouped_gemm_scaled_kernel. native: whether the GPU multiplies with block scales."""
+
+    block_format: BlockFormat
+    native: bool
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of in_width elements."""
+        return self.block_format.data_width(self.in_width)
+
+    @property
+    def step(self) -> int:
+        """Bytes of a line in a contraction step."""
+        return self.block_format.data_width(self.config.block_k)
+
+    @property
+    def across(self) -> int:
+        """Tiles of the scales of a step."""
+        return quantized_gemm.tiles_across(self.block_format, self.config.block_k)
+
+    @property
+    def tiles_across(self) -> int:
+        """Tiles of the scales of a whole line."""
+        return quantized_gemm.tiles_across(self.block_format, self.in_width)
+
+    @property
+    def tiles_down(self) -> int:
+        """Tiles of the scales of a weight's lines."""
+        return quantized_gemm.tiles_down(self.columns)
+
+
 @triton.jit
 def tile_scales(desc, down, across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Scales [DOWN * 128 lines, ACROSS * 4 blocks] of DOWN x ACROSS tiles."""
@@ -80,33 +109,26 @@ def tile_scales(desc, down, across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def scattered_scales(
-    table,
-    group,
-    down,
-    across,
-    ELEMENT: tl.constexpr,
-    NUM_DOWN: tl.constexpr,
-    NUM_ACROSS: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACROSS: tl.constexpr,
-):
-    """tile_scales of matrix `group` of a table, which has NUM_DOWN x NUM_ACROSS tiles; zeros outside of it."""
+def scattered_scales(table, group, down, across, DOWN: tl.constexpr, GEMM: tl.constexpr):
+    """tile_scales of a step for matrix `group` of a table; zeros outside of it."""
+    ACROSS: tl.constexpr = GEMM.across
     line = down + tl.arange(0, DOWN)
     place = across + tl.arange(0, ACROSS)
-    tile = line[:, None, None] * NUM_ACROSS + place[None, :, None]
+    tile = line[:, None, None] * GEMM.tiles_across + place[None, :, None]
     pointers = matrix_pointer(table, group, tl.uint8) + tile * TILE_BYTES + tl.arange(0, TILE_BYTES)[None, None, :]
-    inside = (line < NUM_DOWN)[:, None, None] & (place < NUM_ACROSS)[None, :, None]
+    inside = (line < GEMM.tiles_down)[:, None, None] & (place < GEMM.tiles_across)[None, :, None]
     tiles = tl.load(pointers, mask=inside, other=0)
-    if ELEMENT == "e2m1":
+    if GEMM.block_format.element == "e2m1":
         tiles = tiles.to(tl.float8e4nv, bitcast=True)
     tiles = tiles.reshape(DOWN, ACROSS, 32, 4, TILE_BLOCKS)
     return tiles.trans(0, 3, 2, 1, 4).reshape(DOWN * TILE, ACROSS * TILE_BLOCKS)
 
 
 @triton.jit
-def dequantise(codes, scale, LINES: tl.constexpr, BYTES: tl.constexpr):
+def dequantise(codes, scale):
     """E2M1 numbers times their scales, fp16 [LINES, 2 * BYTES]: exact, they have 6 bits between 2^-10 and 2688."""
+    LINES: tl.constexpr = codes.shape[0]
+    BYTES: tl.constexpr = codes.shape[1]
     codes = tl.join(codes & 0xF, codes >> 4).reshape(LINES, 2 * BYTES).to(tl.int32)
     bits = (codes & 7) << 22 | (codes & 8) << 28
     values = (bits.to(tl.float32, bitcast=True) * E2M1_SHIFT).reshape(LINES, BYTES // 8, 16)
@@ -114,25 +136,12 @@ def dequantise(codes, scale, LINES: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def add_products(
-    acc,
-    left,
-    left_scale,
-    right,
-    right_scale,
-    ELEMENT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """acc + left @ right^T of numbers [BLOCK_M, K] and [BLOCK_N, K], STEP bytes of each line."""
+def add_products(acc, left, left_scale, right, right_scale, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
+    """acc + left @ right^T of numbers [rows, K] and [columns, K]."""
     if ELEMENT == "e4m3" or NATIVE:
         acc = tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
     else:
-        rows = dequantise(left, left_scale, BLOCK_M, STEP)
-        columns = dequantise(right, right_scale, BLOCK_N, STEP)
-        acc = tl.dot(rows, columns.T, acc)
+        acc = tl.dot(dequantise(left, left_scale), dequantise(right, right_scale).T, acc)
     return acc
 
 
@@ -146,8 +155,9 @@ def apply_global_scales(acc, left, right, group, is_there):
 
 
 @triton.jit
-def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr):
+def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr):
     """row_tile_prefix of the tiles with rows of ranges; tiles are counted from the groups' first rows."""
+    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(group_range + group, mask=group < NUM_GROUPS, other=0)
     begin = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
@@ -173,31 +183,27 @@ def grouped_gemm_scaled_kernel(
     bias,  # [G, O] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
-    ELEMENT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    LINE_BYTES: tl.constexpr,  # of C elements
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,  # bytes of a line
-    ACROSS: tl.constexpr,  # tiles of their scales
-    TILES_ACROSS: tl.constexpr,  # of a whole line
-    GROUP_M: tl.constexpr,
+    GEMM: tl.constexpr,
 ):
-    tl.static_assert(BLOCK_M == TILE)
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
-    WEIGHT_TILES: tl.constexpr = (OUT_WIDTH + TILE - 1) // TILE  # of a matrix' scales
+    ELEMENT: tl.constexpr = GEMM.block_format.element
+    NATIVE: tl.constexpr = GEMM.native
+    NUM_GROUPS: tl.constexpr = GEMM.num_groups
+    OUT_WIDTH: tl.constexpr = GEMM.columns
+    NUM_N_TILES: tl.constexpr = GEMM.num_n_tiles
+    GROUP_M: tl.constexpr = GEMM.config.group_m
+    BLOCK_N: tl.constexpr = GEMM.config.block_n
+    DOWN: tl.constexpr = BLOCK_N // TILE
+    STEP: tl.constexpr = GEMM.step
+    ACROSS: tl.constexpr = GEMM.across
     if group_range is None:
-        prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+        prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
         scale_prefix = prefix
         start_of = row_range
     else:
-        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, NUM_GROUPS, GROUP_LANES)
-        scale_prefix, _ = row_tile_prefix(group_range, NUM_GROUPS, GROUP_LANES, TILE)
+        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, NUM_GROUPS)
+        scale_prefix, _ = row_tile_prefix(group_range, NUM_GROUPS, TILE)
         start_of = group_range
-    lane = tl.arange(0, GROUP_LANES)
+    lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
         before = prefix * NUM_N_TILES <= tile
         group = tl.sum(before.to(tl.int32), axis=0)
@@ -211,28 +217,25 @@ def grouped_gemm_scaled_kernel(
         first_row = start + m_tile * TILE
         first_column = n_tile * BLOCK_N
         row_tile = tl.max(tl.where(lane < group, scale_prefix, 0), axis=0) + m_tile
-        weight_tile = group * WEIGHT_TILES + first_column // TILE
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for i in tl.range(0, (LINE_BYTES + STEP - 1) // STEP):
+        weight_tile = group * GEMM.tiles_down + first_column // TILE
+        acc = tl.zeros((TILE, BLOCK_N), dtype=tl.float32)
+        for i in tl.range(0, (GEMM.line_bytes + STEP - 1) // STEP):
             left = rows_desc.load([first_row, i * STEP])
             if weight_table is None:
                 right = weight_desc.load([group, first_column, i * STEP]).reshape(BLOCK_N, STEP)
             else:
                 column = first_column + tl.arange(0, BLOCK_N)
-                right = load_lines(weight_table, group, column, i * STEP, OUT_WIDTH, LINE_BYTES, STEP)
+                right = load_lines(weight_table, group, column, i * STEP, OUT_WIDTH, GEMM.line_bytes, STEP)
                 right = right.to(rows_desc.dtype, bitcast=True)
             left_scale = tile_scales(row_scale_desc, row_tile, i * ACROSS, 1, ACROSS)
             if weight_scale_table is None:
-                right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, BLOCK_N // TILE, ACROSS)
+                right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, DOWN, ACROSS)
             else:
-                down: tl.constexpr = BLOCK_N // TILE
                 first_down = first_column // TILE
-                right_scale = scattered_scales(
-                    weight_scale_table, group, first_down, i * ACROSS, ELEMENT, WEIGHT_TILES, TILES_ACROSS, down, ACROSS
-                )
-            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE, BLOCK_M, BLOCK_N, STEP)
+                right_scale = scattered_scales(weight_scale_table, group, first_down, i * ACROSS, DOWN, GEMM)
+            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
         acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
-        row = first_row + tl.arange(0, BLOCK_M)
+        row = first_row + tl.arange(0, TILE)
         column = first_column + tl.arange(0, BLOCK_N)
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
         mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
@@ -257,23 +260,23 @@ def grouped_gemm_wgrad_scaled_kernel(
     out_table,  # int64[G] or None
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     OUT_ROWS: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,  # bytes of TILE tokens: a longer step would run into the next group
-    ACROSS: tl.constexpr,  # tiles of their scales
     GROUP_M: tl.constexpr,
 ):
+    ELEMENT: tl.constexpr = FORMAT.element
+    STEP: tl.constexpr = FORMAT.data_width(TILE)  # of a line: a longer step would run into the next group
+    ACROSS: tl.constexpr = FORMAT.num_blocks(TILE) // TILE_BLOCKS  # tiles of their scales
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
-    lane = tl.arange(0, GROUP_LANES)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    lane = tl.arange(0, prefix.shape[0])
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
         m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
@@ -285,7 +288,7 @@ def grouped_gemm_wgrad_scaled_kernel(
             right = rows_desc.load([n_tile * BLOCK_N, i * STEP])
             left_scale = tile_scales(dout_scale_desc, m_tile * (BLOCK_M // TILE), i * ACROSS, BLOCK_M // TILE, ACROSS)
             right_scale = tile_scales(rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS)
-            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE, BLOCK_M, BLOCK_N, STEP)
+            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
         # Not below the condition, where Triton 3.6 fails to compile it for Blackwell.
         acc = apply_global_scales(acc, dout_global_scale, rows_global_scale, group, first_step < end_step)
         if not ACCUMULATE or first_step < end_step:  # a group without tokens is not even read
@@ -302,21 +305,16 @@ def plan_gemm(
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
-    constants = {
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_WIDTH": out_width,
-        "LINE_BYTES": line_bytes,
-        "TILES_ACROSS": quantized_gemm.tiles_across(block_format, line_bytes * block_format.elements_per_byte),
-        **_tile_constants(config, block_format, unit, step, across),
-    }
+    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width}
+    in_width = line_bytes * block_format.elements_per_byte
+    gemm = ScaledGemm(config=config, **sizes, in_width=in_width, block_format=block_format, native=unit is not None)
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(1, across, block_format),
         2: describe([1, config.block_n, step]),
         4: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
+    return gemm.plan(descriptors)
 
 
 @functools.cache
@@ -329,8 +327,9 @@ def plan_wgrad(
         raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
     step, across = _check_tiles(config, block_format)
     constants = {
-        "GROUP_LANES": next_power_of_2(shape[0]),
-        **_tile_constants(config, block_format, unit, step, across),
+        "FORMAT": block_format,
+        "NATIVE": unit is not None,
+        **output_tile_constants(config),
         # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than
         # the same sum stored and added later.
         "enable_fp_fusion": False,
@@ -358,13 +357,6 @@ def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, in
             f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"
         )
     return config.block_k // block_format.elements_per_byte, config.block_k // unit
-
-
-def _tile_constants(
-    config: TileConfig, block_format: BlockFormat, unit: Unit, step: int, across: int
-) -> dict[str, object]:
-    kind = {"ELEMENT": block_format.element, "NATIVE": unit is not None}
-    return {**kind, "STEP": step, "ACROSS": across, **output_tile_constants(config)}
 
 
 def _describe_scales(down: int, across: int, block_format: BlockFormat) -> Describe:

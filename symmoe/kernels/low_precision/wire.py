@@ -58,8 +58,7 @@ def encode_rows_kernel(
     wire,  # bytes
     scales,  # the wire as fp32, or as bytes
     num_rows: tl.int32,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
@@ -71,10 +70,11 @@ def encode_rows_kernel(
     row, tile_column = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.program_id(1)
     column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
     x = load_tile(rows, row, column, num_rows, WIDTH)
-    codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+    codes, stored = quantize_tile(x, 1.0, None, FORMAT)
     store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
-    block = FIRST_SCALE + tile_column * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-    end: tl.constexpr = FIRST_SCALE + (WIDTH + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = COLUMNS // FORMAT.block
+    block = FIRST_SCALE + tile_column * BLOCKS + tl.arange(0, BLOCKS)
+    end: tl.constexpr = FIRST_SCALE + FORMAT.num_blocks(WIDTH)
     store_items(scales, stored, row, block, num_rows, end, SCALE_ITEMS)
     if tile_column == 0:
         store_padding(scales, row, num_rows, end, SCALE_ITEMS)
@@ -88,7 +88,6 @@ def unpack_rows_kernel(
     data,
     scale,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # width of data
     SCALE_BYTES: tl.constexpr,
@@ -98,7 +97,7 @@ def unpack_rows_kernel(
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns of data)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
         row = first_row + tl.arange(0, LINES)
@@ -115,9 +114,9 @@ def unpack_rows_kernel(
 
 
 @triton.jit
-def scale_number(scale, SCALE: tl.constexpr):
+def scale_number(scale, FORMAT: tl.constexpr):
     """fp32 of scales as they are stored."""
-    if SCALE == "e8m0":
+    if FORMAT.scale == "e8m0":
         number = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
         number = tl.where(scale == E8M0_NAN, float("nan"), number)
     else:
@@ -131,8 +130,7 @@ def decode_rows_kernel(
     scales,  # the wire as fp32, or as bytes
     out,
     num_rows: tl.int32,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,  # features that share a scale
+    FORMAT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
     FIRST_SCALE: tl.constexpr,
@@ -145,9 +143,9 @@ def decode_rows_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
-    block = FIRST_SCALE + column // BLOCK
+    block = FIRST_SCALE + column // FORMAT.block
     scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
-    values = e4m3_value(code) * scale_number(scale, SCALE)
+    values = e4m3_value(code) * scale_number(scale, FORMAT)
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
@@ -162,19 +160,17 @@ def requantize_columns_kernel(
     scale,
     num_tiles: tl.int32,
     DTYPE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,  # features of a row, and tokens of a column, that share a scale
+    FORMAT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
     FIRST_SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     LINES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
     if tile < num_used:
         _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
@@ -183,10 +179,10 @@ def requantize_columns_kernel(
         source = source.to(tl.int64)[None, :]
         mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
         code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
-        block = FIRST_SCALE + feature // BLOCK
+        block = FIRST_SCALE + feature // FORMAT.block
         row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
-        x = (e4m3_value(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
-        codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+        x = (e4m3_value(code) * scale_number(row_scale, FORMAT)).to(DTYPE).to(tl.float32)
+        codes, stored = quantize_tile(x, 1.0, None, FORMAT)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
 
@@ -254,8 +250,7 @@ def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Con
 def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
     item_bytes = block_format.scale_dtype.itemsize
     return {
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
+        "FORMAT": block_format,
         "ROW_BYTES": row_bytes,
         "SCALE_ITEMS": row_bytes // item_bytes,
         "FIRST_SCALE": width // item_bytes,
@@ -265,17 +260,14 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
 
 @functools.cache
 def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
-    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
-    rows = {"ROW_BYTES": row_bytes, "WIDTH": width}
+    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": row_bytes, "WIDTH": width}
     scales = {"SCALE_BYTES": scale_bytes, "SCALE_LANES": next_power_of_2(scale_bytes)}
-    return Constants({**groups, **rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
+    return Constants({**rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
 
 
 @functools.cache
 def _requantize_constants(
     block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> Constants:
-    groups = {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
-    tile = {"LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
-    places = _places(block_format, row_bytes, width)
-    return Constants({"DTYPE": TRITON_DTYPES[dtype], **places, **groups, **tile})
+    tile = {"NUM_GROUPS": num_groups, "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], **_places(block_format, row_bytes, width), **tile})

@@ -148,14 +148,13 @@ def grouped_bias_dot_kernel(
     dscale,  # fp32[N]
     ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
     """Dot products of BLOCK_ROWS rows of one group. One program for every tile of rows that there can be."""
     tile = tl.program_id(0)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, BLOCK_ROWS)
     if tile < num_tiles:
         group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, BLOCK_ROWS)
         row = first_row + tl.arange(0, BLOCK_ROWS)
@@ -224,7 +223,6 @@ def _dot_constants(accumulate: bool, num_groups: int, width: int, dtype: torch.d
         {
             "ACCUMULATE": accumulate,
             "NUM_GROUPS": num_groups,
-            "GROUP_LANES": next_power_of_2(num_groups),
             "WIDTH": width,
             "BLOCK": min(DOT_COLUMN_BYTES // dtype.itemsize, next_power_of_2(width)),
             "BLOCK_ROWS": DOT_ROWS,

@@ -15,6 +15,7 @@ Hopper has other kernels for the common cases (hopper/), with the same bits.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
-from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, fast_launch, launch
+from symmoe.kernels.launch.integers import ceil_div
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
@@ -97,11 +98,6 @@ class Gemm:
     activation: Activation | None = None
 
     @property
-    def group_lanes(self) -> int:
-        """Lanes of a vector over the groups."""
-        return next_power_of_2(self.num_groups)
-
-    @property
     def num_n_tiles(self) -> int:
         """Tiles across the result."""
         return ceil_div(self.columns, self.config.block_n)
@@ -116,11 +112,12 @@ class Gemm:
         """Whether the gates are the first half of the weight's features, and the ups the second."""
         return self.sides == 2 and self.activation is not None and self.activation.interleave is None
 
-    def plan(self) -> Plan:
-        """The plan of a kernel that takes operands_of(...) first."""
+    def plan(self, descriptors: Mapping[int, Describe] | None = None) -> Plan:
+        """The plan of a kernel with these descriptors, or of one that takes operands_of(...) first."""
         config = self.config
         options = {"num_stages": config.num_stages, "num_warps": config.num_warps}
-        descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
+        if descriptors is None:
+            descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
         return Plan(config, self.num_n_tiles, Constants({"GEMM": self, **options}, descriptors))
 
     def _describe_weight(self) -> Describe:
@@ -145,7 +142,7 @@ def operands_of(rows, row_index, weight):
 @triton.jit
 def group_tiles(row_range, GEMM: tl.constexpr):
     """Inclusive prefix sum of the groups' row tiles, and the number of all tiles."""
-    prefix, num_row_tiles = row_tile_prefix(row_range, GEMM.num_groups, GEMM.group_lanes, GEMM.config.block_m)
+    prefix, num_row_tiles = row_tile_prefix(row_range, GEMM.num_groups, GEMM.config.block_m)
     return prefix, num_row_tiles * GEMM.num_n_tiles
 
 
@@ -268,11 +265,7 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
-@fast_launch
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_index", "weight_table", "row_range", "bias", "bias_scale"],
-)
+@fast_jit(["rows_desc", "rows", "weight_desc", "out"], optional=["num_rows"])
 def grouped_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]; None when gathering
     rows,  # [P, K], for gathering

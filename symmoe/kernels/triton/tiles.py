@@ -70,8 +70,9 @@ def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
 
 
 @triton.jit
-def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Inclusive prefix sum of the groups' row tiles [GROUP_LANES], and their total."""
+def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Inclusive prefix sum of the groups' row tiles [lanes, a power of two], and their total."""
+    GROUP_LANES: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
