@@ -153,20 +153,19 @@ def compute_route_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What :func:`route_gradients` returns, for a function that a tape repeats."""
     (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores) = given, kept
-    ops, direct, has_kernels = kernels.for_device(x.device), d_logits, _has_kernels(x, weight)
-    in_parts = has_kernels and direct is None
-    split = weight, x.new_empty((3, *weight.shape)) if in_parts and needs[0] else None
+    ops, direct = kernels.for_device(x.device), d_logits
     with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
         if d_probs is not None or d_scores is not None:
             d_probs, d_scores = (None if each is None else each.contiguous() for each in (d_probs, d_scores))
-            d_logits = x.new_empty((3, *scores.shape)) if in_parts else torch.empty_like(scores)
-            ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule, split=split)
-            d_logits = d_logits if direct is None else d_logits + direct
+            d_logits = torch.empty_like(scores)
+            ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule)
+            if direct is not None:
+                d_logits = d_logits + direct
         assert d_logits is not None  # or autograd would not have called
-        if has_kernels:
+        if _has_kernels(x, weight):
             dx = torch.empty_like(x) if needs[0] else None
             d_weight = torch.empty_like(weight) if needs[1] else None
-            ops.router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight, weight_parts=split[1])
+            ops.router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
         else:
             dx = d_logits.mm(weight).to(x.dtype) if needs[0] else None
             d_weight = d_logits.t().mm(x.float()) if needs[1] else None

@@ -13,9 +13,19 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 import low_precision_oracle as oracle
 import numpy as np
 from gpu_steps import check_replays
-from grouped_cases import PATHS, Case, Sizes, check_buffers, check_fused, make_inputs, run_experts
+from grouped_cases import (
+    PATHS,
+    Buffers,
+    Case,
+    Sizes,
+    assert_buffers_used,
+    assert_same_results,
+    make_inputs,
+    run_experts,
+    run_linear,
+)
 from layers import WAYS
-from low_precision_cases import CASES, NUMBERS, ONE_PRODUCT, TINY, check_bias_gradients, every_recipe, rows_of_groups
+from low_precision_cases import CASES, NUMBERS, TINY, check_bias_gradients, every_recipe, rows_of_groups
 from low_precision_checks import NAMES, check_layer, check_second_bias, check_ways, run_cut
 from low_precision_oracle import relative_error
 from suites.figures import trace_step
@@ -61,12 +71,27 @@ def test_fused_experts_are_three_modules(recipe, path):
         (ScaledSReLU(), True, ODD),
     ):
         case = Case(dtype=BF16, bias=bias, is_nd=bias)
-        check_fused(path, case, sizes, activation=activation, precision=recipe, device="cuda")
+        width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
+        inputs = make_inputs(case, sizes=sizes, width=width, device="cuda")
+        options = {"activation": activation, "precision": recipe}
+        separate = run_experts("modules", replace(case, buffers=()), inputs, **options)
+        buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
+        fused = run_experts(path, case, inputs, buffers, **options)
+        assert_same_results(fused, separate, sizes)
+        assert_buffers_used(fused, buffers, sizes)
 
 
 @every_recipe
 def test_buffers_of_the_caller(recipe):
-    check_buffers(CASES, TINY, 1.5 * ONE_PRODUCT[recipe.row_format.element], device="cuda", precision=recipe)
+    for case in CASES:
+        inputs = make_inputs(case, sizes=TINY, width=32, out_features=32, device="cuda")
+        buffers = Buffers.of(case, inputs, out_features=32)
+        ran = run_linear(case, inputs, buffers, precision=recipe)
+        assert_buffers_used(ran, buffers, TINY)
+        want = run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
+        assert_same_results(ran, want, TINY)
+        discrete = run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe, weights="discrete")
+        assert_same_results(discrete, want, TINY)
 
 
 @every_recipe

@@ -45,10 +45,6 @@ def results(x, weight, d_logits):
     logits, dx, d_weight = d_logits * torch.nan, x * torch.nan, weight * torch.nan
     OURS.router_gemm(x, weight, logits)
     OURS.router_gemm_grads(d_logits, x, weight, dx, d_weight)
-    again = torch.empty_like(x)  # parts that have been made give the same
-    parts = (router_products.bf16_parts(each) for each in (d_logits, weight))
-    OURS.router_gemm_grads(next(parts), x, weight, again, d_weight, weight_parts=next(parts))
-    torch.testing.assert_close(again, dx, rtol=0, atol=0, equal_nan=True)
     return logits, dx, d_weight
 
 
@@ -112,6 +108,13 @@ def test_nan_stays_in_its_token():
         assert not bad[1][70].isfinite().any()
         assert torch.equal(bad[0][others], logits[others])
         assert torch.equal(bad[1][others], dx[others])
+
+
+def test_parts_are_the_matrix():
+    matrix = numbers(300, 77) * 2.0 ** torch.randint(-90, 100, (300, 77), device=DEVICE)
+    parts = router_products.bf16_parts(matrix)
+    assert torch.equal(parts.double().sum(0), matrix.double())
+    assert (parts[1].abs() <= 2.0**-8 * parts[0].abs()).all()
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -12,11 +12,12 @@ from grouped_cases import (
     DTYPES,
     MAIN_GRAD_START,
     PATHS,
+    Buffers,
     Case,
+    assert_buffers_used,
     assert_same_bits,
     assert_same_results,
-    check_buffers,
-    check_fused,
+    linear_oracle,
     make_inputs,
     make_linear,
     mlp_oracle,
@@ -154,7 +155,14 @@ def test_fused_experts_are_three_modules(recipe, path):
     ):
         sizes = replace(SMALL, ffn=ffn)
         case = Case(dtype=dtype, bias=bias, is_nd=bias)
-        check_fused(path, case, sizes, activation=activation, precision=recipe)
+        width = ffn if isinstance(activation, ScaledSReLU) else None
+        inputs = make_inputs(case, sizes=sizes, width=width)
+        options = {"activation": activation, "precision": recipe}
+        separate = run_experts("modules", replace(case, buffers=()), inputs, **options)
+        buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
+        fused = run_experts(path, case, inputs, buffers, **options)
+        assert_same_results(fused, separate, sizes)
+        assert_buffers_used(fused, buffers, sizes)
 
 
 @every_recipe
@@ -177,7 +185,25 @@ def test_layers_of_two_precisions_are_not_fused():
 @every_recipe
 def test_buffers_of_the_caller(recipe):
     """As test_matrix in test_grouped_linear.py: with buffers the same bits as without, tails as they were."""
-    check_buffers(CASES, TINY, 1.5 * ONE_PRODUCT[recipe.row_format.element], precision=recipe)
+    want = {}
+    for case in CASES:
+        inputs = make_inputs(case, sizes=TINY, width=32, out_features=32)
+        buffers = Buffers.of(case, inputs, out_features=32)
+        ran = run_linear(case, inputs, buffers, precision=recipe)
+        assert_buffers_used(ran, buffers, TINY)
+        plain = case.dtype, case.is_nd, case.bias, case.main_grad
+        if plain not in want:
+            internal = replace(case, buffers=(), delayed=False)
+            want[plain] = run_linear(internal, inputs, precision=recipe)
+            for name in ("y", "d_x"):
+                tail = want[plain].tensors[name].flatten(0, -2)[TINY.num_used :]
+                assert not tail.any(), "a tail allocated here is zero"
+        assert_same_results(ran, want[plain], TINY)
+        dtypes = {name: tensor.dtype for name, tensor in ran.tensors.items()}
+        assert dtypes.pop("d_fc.weight") == (torch.float32 if case.main_grad else case.dtype)
+        assert set(dtypes.values()) == {case.dtype}
+        exact = linear_oracle(inputs, replace(case, bias=False))["d_x"]
+        assert relative_error(used(ran.tensors["d_x"], TINY), exact) < 1.5 * ONE_PRODUCT[recipe.row_format.element]
 
 
 @every_recipe

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -489,44 +489,6 @@ def of_groups(name: str, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     if name in ("y", "d_x"):
         return used(tensor, sizes)
     return used_values(tensor, sizes) if name == "d_scale" else tensor
-
-
-def check_fused(path: str, case: Case, sizes: Sizes, *, activation, device: str = "cpu", **options) -> None:
-    """Experts in one call give the bits of three modules, into the caller's buffers."""
-    width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
-    inputs = make_inputs(case, sizes=sizes, width=width, device=device)
-    separate = run_experts("modules", replace(case, buffers=()), inputs, activation=activation, **options)
-    buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
-    fused = run_experts(path, case, inputs, buffers, activation=activation, **options)
-    assert_same_results(fused, separate, sizes)
-    assert_buffers_used(fused, buffers, sizes)
-
-
-def check_buffers(cases: Iterable[Case], sizes: Sizes, limit: float, *, device: str = "cpu", **options) -> None:
-    """Of GroupedLinear: with buffers the same bits as without, tails as they were. limit: of the relative error."""
-    from low_precision_oracle import relative_error  # which needs ml_dtypes
-
-    want = {}
-    for case in cases:
-        inputs = make_inputs(case, sizes=sizes, width=32, out_features=32, device=device)
-        buffers = Buffers.of(case, inputs, out_features=32)
-        ran = run_linear(case, inputs, buffers, **options)
-        assert_buffers_used(ran, buffers, sizes)
-        plain = case.dtype, case.is_nd, case.bias, case.main_grad
-        if plain not in want:
-            internal = replace(case, buffers=(), delayed=False)
-            want[plain] = run_linear(internal, inputs, **options)
-            for name in ("y", "d_x"):
-                tail = want[plain].tensors[name].flatten(0, -2)[sizes.num_used :]
-                assert not tail.any(), "a tail allocated here is zero"
-            discrete = run_linear(internal, inputs, weights="discrete", **options)
-            assert_same_results(discrete, want[plain], sizes)
-        assert_same_results(ran, want[plain], sizes)
-        dtypes = {name: tensor.dtype for name, tensor in ran.tensors.items()}
-        assert dtypes.pop("d_fc.weight") == (torch.float32 if case.main_grad else case.dtype)
-        assert set(dtypes.values()) == {case.dtype}
-        exact = linear_oracle(inputs, replace(case, bias=False))["d_x"]
-        assert relative_error(used(ran.tensors["d_x"], sizes), exact) < limit
 
 
 def assert_same_results(got: Ran, want: Ran, sizes: Sizes, *, close: tuple[str, ...] = ()) -> None:

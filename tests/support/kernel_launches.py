@@ -171,16 +171,13 @@ def launch_router(shape):
     x, weight = meta(num_tokens, width, dtype=BF16), meta(num_experts, width, dtype=FP32)
     logits = meta(num_tokens, num_experts, dtype=FP32)
     router_products.router_gemm(x, weight, logits)
-    d_parts, weight_parts = (meta(3, *matrix.shape, dtype=BF16) for matrix in (logits, weight))
-    router_products.router_gemm_grads(d_parts, x, weight, x, weight, weight_parts=weight_parts)
+    router_products.router_gemm_grads(logits, x, weight, torch.empty_like(x), torch.empty_like(weight))
 
 
-def launch_choice(num_experts, top_k, rule, parts=True):
+def launch_choice(num_experts, top_k, rule):
     logits, probs, topk_idx = meta(8192, num_experts, dtype=FP32), meta(8192, top_k, dtype=FP32), meta(8192, top_k)
     route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule)
-    split = meta(num_experts, 2048, dtype=FP32), meta(3, num_experts, 2048, dtype=BF16)
-    d_logits = meta(3, *logits.shape, dtype=BF16) if parts else logits
-    route.choose_experts_grad(probs, logits, topk_idx, logits, d_logits, rule=rule, split=split)
+    route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
 
 
 def peers_of(num_ranks, rank, arena_bytes=1 << 30):

@@ -10,8 +10,6 @@ from symmoe.kernels.routing_rule import RoutingRule
 
 
 class RouterKernels(Protocol):
-    """The parts of an fp32 matrix are three of bf16, the largest first, whose sum it is; Inf and NaN are the first."""
-
     def router_gemm(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
         """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E].
 
@@ -19,21 +17,12 @@ class RouterKernels(Protocol):
         """
 
     def router_gemm_grads(
-        self,
-        d_logits: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        dx: Tensor | None,
-        d_weight: Tensor | None,
-        *,
-        weight_parts: Tensor | None = None,
+        self, d_logits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, d_weight: Tensor | None
     ) -> None:
         """dx = d_logits @ weight and d_weight = d_logits^T @ x; what is None is not computed.
 
-        d_logits fp32 [T, E] or its parts; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]. dx is rounded to bf16;
-        the sum before that is good to 2^-15 of its terms' magnitudes.
-
-        weight_parts: parts of the weight if they have been made.
+        d_logits fp32 [T, E]; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]. dx is rounded to bf16 once; the sum
+        before that is good to 2^-15 of its terms' magnitudes.
         """
 
     def choose_experts(
@@ -66,10 +55,8 @@ class RouterKernels(Protocol):
         d_logits: Tensor,
         *,
         rule: RoutingRule,
-        split: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         """d_logits fp32 [T, E] of choose_experts, for the gradients of its probs [T, K] and scores [T, E]; None is 0.
 
-        The choice itself has no gradient. d_logits may be bf16 [3, T, E] and gets its parts then. split: the router's
-        weight, fp32 [E, H], and bf16 [3, E, H], which gets its parts unless T is 0; None: nothing.
+        The choice itself has no gradient.
         """

@@ -13,11 +13,9 @@ import triton.language as tl
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
-from symmoe.kernels.triton.router_products import PART_ELEMENTS, split_block, store_parts
 
 SCORES_PER_PROGRAM = 1024
 NUM_WARPS = 4
-BLOCK = tl.constexpr(PART_ELEMENTS)
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
@@ -151,8 +149,10 @@ def choose_experts_kernel(
     tl.store(probs + token[:, None] * CHOICE.top_k + place[None, :], prob * route_scale, mask=mask)
 
 
-@triton.jit
-def grad_of_choice(d_probs, d_scores, topk_idx, scores, d_logits, num_tokens, route_scale, CHOICE: tl.constexpr):
+@fast_jit()
+def choose_experts_grad_kernel(
+    d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, CHOICE: tl.constexpr
+):
     EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
     TOKENS: tl.constexpr = CHOICE.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -185,36 +185,7 @@ def grad_of_choice(d_probs, d_scores, topk_idx, scores, d_logits, num_tokens, ro
         d_logit = score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
     else:
         d_logit = d_score * score * (1.0 - score)
-    if d_logits.dtype.element_ty == tl.bfloat16:
-        # The same bits as in two launches: sums of a row in the same layout (a thread has four neighbours, as of fp32),
-        # and no FMA of the product above with a subtraction below, as `^` hides that it is a product.
-        at = tl.max_contiguous(at, [1, 4])
-        d_logit = (d_logit.to(tl.int32, bitcast=True) ^ (num_tokens >> 31)).to(tl.float32, bitcast=True)
-        store_parts(d_logits, num_tokens.to(tl.int64) * CHOICE.num_experts, at, d_logit, mask)
-    else:
-        tl.store(d_logits + at, d_logit, mask=mask)
-
-
-@fast_jit()
-def choose_experts_grad_kernel(
-    d_probs,
-    d_scores,
-    topk_idx,
-    scores,
-    d_logits,
-    weight,
-    weight_parts,
-    num_tokens: tl.int32,
-    num_weights: tl.int32,
-    route_scale: tl.float32,
-    CHOICE: tl.constexpr,
-):
-    # The programs after those of the tokens split the weight.
-    num_token_programs = tl.cdiv(num_tokens, CHOICE.tokens)
-    if tl.program_id(0) < num_token_programs:
-        grad_of_choice(d_probs, d_scores, topk_idx, scores, d_logits, num_tokens, route_scale, CHOICE)
-    elif weight_parts is not None:
-        split_block(weight, weight_parts, num_weights, tl.program_id(0) - num_token_programs, BLOCK)
+    tl.store(d_logits + at, d_logit, mask=mask)
 
 
 def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
@@ -226,12 +197,10 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
     launch(choose_experts_kernel, (ceil_div(num_tokens, tokens),), constants, *tensors, num_tokens, rule.route_scale)
 
 
-def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule, split=(None, None)):
+def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return
     tokens, constants = _choice(num_experts, topk_idx.shape[1], rule)
-    num_weights = 0 if split[1] is None else split[0].numel()
-    grid = (ceil_div(num_tokens, tokens) + ceil_div(num_weights, PART_ELEMENTS),)
-    tensors = d_probs, d_scores, topk_idx, scores, d_logits, *split
-    launch(choose_experts_grad_kernel, grid, constants, *tensors, num_tokens, num_weights, rule.route_scale)
+    tensors, grid = (d_probs, d_scores, topk_idx, scores, d_logits), (ceil_div(num_tokens, tokens),)
+    launch(choose_experts_grad_kernel, grid, constants, *tensors, num_tokens, rule.route_scale)

@@ -52,26 +52,15 @@ def next_part(rest):
     return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
 
 
-@triton.jit
-def store_parts(parts, num_elements, place, rest, mask):
-    """Stores fp32 numbers at their places in each of the bf16 parts of a matrix of so many elements."""
+@fast_jit()
+def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < num_elements
+    rest = tl.load(matrix + place, mask=mask, other=0.0)
     for _ in tl.static_range(PARTS):
         part, rest = next_part(rest)
         tl.store(parts + place, part, mask=mask)
         parts += num_elements
-
-
-@triton.jit
-def split_block(matrix, parts, num_elements, block, BLOCK: tl.constexpr):
-    """Splits a block of a matrix into its bf16 parts."""
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    mask = place < num_elements
-    store_parts(parts, num_elements, place, tl.load(matrix + place, mask=mask, other=0.0), mask)
-
-
-@fast_jit()
-def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
-    split_block(matrix, parts, num_elements, tl.program_id(0), BLOCK)
 
 
 @triton.jit
@@ -163,20 +152,19 @@ def router_gemm(x, weight, logits):
     launch(router_gemm_kernel, grid, constants, x, bf16_parts(weight), logits, num_tokens)
 
 
-def router_gemm_grads(d_logits, x, weight, dx, d_weight, *, weight_parts=None):
+def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     """A weight gradient is summed over some tokens at a time; these sums are added up in order."""
-    (num_tokens, width), num_experts = x.shape, weight.shape[0]
+    (num_tokens, num_experts), width = d_logits.shape, x.shape[1]
     if num_tokens == 0:
         if d_weight is not None:
             d_weight.zero_()
         return
     num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
-    d_parts = bf16_parts(d_logits) if d_logits.dim() == 2 else d_logits
+    d_parts = bf16_parts(d_logits)
     if dx is not None:
-        weight_parts = bf16_parts(weight) if weight_parts is None else weight_parts
         sizes = num_experts, width, TOKENS, TILE, min(BLOCK_K, block)
         grid, constants = (num_column_tiles, ceil_div(num_tokens, TOKENS)), _sizes(*sizes, num_warps=4, num_stages=2)
-        launch(router_dgrad_kernel, grid, constants, d_parts, weight_parts, dx, num_tokens)
+        launch(router_dgrad_kernel, grid, constants, d_parts, bf16_parts(weight), dx, num_tokens)
     if d_weight is not None:
         block = max(64, block)
         num_expert_tiles = ceil_div(num_experts, block)

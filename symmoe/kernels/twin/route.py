@@ -11,10 +11,7 @@ def router_gemm(x, weight, logits):
     torch.mm(x.float(), weight.t(), out=logits)
 
 
-def router_gemm_grads(d_logits, x, weight, dx, d_weight, *, weight_parts=None):
-    if d_logits.dim() == 3:
-        high, middle, low = d_logits.float()
-        d_logits = low + middle + high
+def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     if dx is not None:
         dx.copy_(d_logits @ weight)
     if d_weight is not None:
@@ -35,7 +32,7 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
     probs.copy_(chosen * rule.route_scale)
 
 
-def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule, split=(None, None)):
+def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
     total = torch.zeros_like(scores) if d_scores is None else d_scores.clone(memory_format=torch.contiguous_format)
     if d_probs is not None:
         chosen, places = _chosen_scores(topk_idx, scores)
@@ -46,19 +43,9 @@ def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule, 
         is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
         total.scatter_add_(1, places, d_chosen.masked_fill(~is_expert, 0.0))
     if rule.score == "softmax":
-        total = scores * (total - (total * scores).sum(1, keepdim=True))
+        d_logits.copy_(scores * (total - (total * scores).sum(1, keepdim=True)))
     else:
-        total = total * scores * (1 - scores)
-    _split(total, d_logits)
-    if split[1] is not None:
-        _split(*split)
-
-
-def _split(matrix: torch.Tensor, parts: torch.Tensor) -> None:
-    """Writes the parts of a matrix, or the matrix if there is one part."""
-    for part in parts if parts.dim() > matrix.dim() else (parts,):
-        part.copy_(matrix)
-        matrix = (matrix - part.float()).masked_fill(~part.isfinite(), 0.0)
+        d_logits.copy_(total * scores * (1 - scores))
 
 
 def _chosen_scores(topk_idx: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
