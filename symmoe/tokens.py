@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import buffer_problem, memory_problem, tensor_problem, words_problem
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import collecting, combine, readable_rows
+from symmoe.combine.trip import Collection, combine, readable_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
@@ -118,8 +118,8 @@ class _Dispatch(Function):
             if needs_x:
                 rows_to_read = readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             with rows_to_read as rows:
-                with collecting(rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients) as collection:
-                    pass
+                with Collection(rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients) as collection:
+                    collection.collect()
         return collection.out, collection.values, None, None, None
 
 

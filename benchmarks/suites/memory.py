@@ -42,7 +42,7 @@ def _layer_step(name: str, layout: str, problem: Problem, run: Run, reference: R
     weights = layer.experts.fc1.weight, layer.experts.fc2.weight
 
     def error(*_: torch.Tensor) -> float:
-        y = routed(x, probs, problem.topk_idx, layer.experts)[0]
+        y = routed.run(x, probs, problem.topk_idx, layer.experts)[0]
         return reference.step_error(y, *torch.autograd.grad(y, (x, probs, *weights), dy))
 
     return Step(name, lambda: layer(x)[0], (x, *layer.parameters()), dy, error)

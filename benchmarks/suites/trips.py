@@ -15,7 +15,7 @@ import torch
 
 from suites.figures import combine_bytes, dispatch_bytes, wire_bytes
 from suites.rows import LocalRows, Places
-from symmoe.combine.trip import collecting, combine
+from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import SymmoeError
@@ -186,8 +186,8 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
         return combine(rows, plan, order=order)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
-        with collecting(rows, plan, order=order, row_values=values) as collection:
-            pass
+        with Collection(rows, plan, order=order, row_values=values) as collection:
+            collection.collect()
         assert collection.out is not None
         assert collection.values is not None
         return collection.out, collection.values

@@ -66,8 +66,8 @@ def combine(
     """
     if division is None:
         compute(None)
-        with collecting(rows, plan, order=order) as collection:
-            pass
+        with Collection(rows, plan, order=order) as collection:
+            collection.collect()
         return given("rows", collection.out)
     branch, nodes, num_ctas = plan.heap.streams.branch(), plan.nodes, division.num_ctas
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
@@ -96,24 +96,15 @@ def combine(
 
 
 @contextmanager
-def collecting(
-    rows: torch.Tensor | None,
-    plan: Plan,
-    *,
-    order: str,
-    row_values: torch.Tensor | None = None,
-    gradients: int = 0,
-    division: Division | None = None,
-) -> Iterator[Collection]:
-    """Context of a :class:`Collection`, complete after it. The caller may compute other things in it, at the same time
-    if there is a division of the SMs. Collective; does not synchronise the host. Arguments: see Collection."""
-    collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
+def collecting(collection: Collection, division: Division | None = None) -> Iterator[Collection]:
+    """Context of a collection, complete after it. The caller may compute other things in it, at the same time if there
+    is a division of the SMs. Collective; does not synchronise the host."""
     if division is None:
         yield collection
         with collection:
             collection.collect()
         return
-    branch = plan.heap.streams.branch()
+    branch = collection.plan.heap.streams.branch()
     with collection:
         point = branch.point()
         yield collection
@@ -136,6 +127,7 @@ class Collection:
         gradients: in backward, index of control.GRADIENTS; the same on all ranks.
 
     Attributes:
+        plan: as given.
         out: [T, H], the sums, complete after :meth:`finish`; None without rows.
         values: fp32 [T, K], complete after :meth:`finish`; None without row_values.
     """
@@ -149,7 +141,7 @@ class Collection:
         row_values: torch.Tensor | None = None,
         gradients: int = 0,
     ) -> None:
-        self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
+        self._rows, self.plan, self._order, self._row_values = rows, plan, order, row_values
         self._pulls = plan.reads_rows_in_place(order)
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
@@ -172,7 +164,7 @@ class Collection:
             self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
 
     def __enter__(self) -> Collection:
-        plan, heap = self._plan, self._plan.heap
+        plan, heap = self.plan, self.plan.heap
         with self._exit:
             values_offset = 0
             if self._row_values is not None:
@@ -194,7 +186,7 @@ class Collection:
         return self
 
     def _lease(self, shape: tuple[int, int], dtype: torch.dtype, name: str) -> Lease:
-        return self._exit.enter_context(self._plan.heap.lease(shape, dtype, name=name, phase=PHASE))
+        return self._exit.enter_context(self.plan.heap.lease(shape, dtype, name=name, phase=PHASE))
 
     def collect(self, *, num_ctas: int | None = None) -> None:
         """Brings home and sums all rows, which are complete. num_ctas: of kernels that move rows; None: no limit."""
@@ -202,33 +194,33 @@ class Collection:
         if num_ctas is None:
             self.send()
         else:  # kernels for few programs take one rank at a time
-            for source in self._plan.arrivals[:0:-1]:
+            for source in self.plan.arrivals[:0:-1]:
                 self.send(source, num_ctas=num_ctas)
         self.finish(num_ctas=num_ctas)
 
     def open(self) -> None:
         """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
         until the rows of tokens of other nodes are, whose sums then leave."""
-        with self._plan.heap.timed("combine"):
-            self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
+        with self.plan.heap.timed("combine"):
+            self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
-                self._pull(Collected(self._plan, rows, self.values))
+                self._pull(Collected(self.plan, rows, self.values))
             else:
                 self._pull(self._from_nodes.foreign)
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
 
     def open_again(self) -> None:
         """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
-        if self._plan.heap.streams.capture:
+        if self.plan.heap.streams.capture:
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
             # barrier, and ranks that do so after it, would wait for each other.
             self._come()
-        self._ready = self._plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
+        self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
     def _pull(self, wanted: Collected) -> None:
         """Sums rows where they are, and brings values."""
-        plan, trip = wanted.plan, (self._plan.heap.peers, self._ready)
+        plan, trip = wanted.plan, (self.plan.heap.peers, self._ready)
         if wanted.rows is not None:
             lines = plan.slot_to_rank, plan.slot_to_row
             if wanted.rows.shape[1] > 1:  # one by one
@@ -242,13 +234,13 @@ class Collection:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""
         if self._rows is None or self._pulls:
             return
-        index, trip = (self._packed_to_row, self._plan.source_to_packed_start), (self._plan.heap.peers, self._ready)
-        with self._plan.heap.timed("combine"):
+        index, trip = (self._packed_to_row, self.plan.source_to_packed_start), (self.plan.heap.peers, self._ready)
+        with self.plan.heap.timed("combine"):
             self._ops.push_sums(self._rows, *index, *trip, column=READY_ROWS, source=source, num_ctas=num_ctas)
 
     def finish(self, *, num_ctas: int | None = None) -> None:
         """Waits until every rank has sent and read everything, and makes the sums at home."""
-        plan, heap = self._plan, self._plan.heap
+        plan, heap = self.plan, self.plan.heap
         with heap.timed("combine"):
             nan_on_failure = None
             if self._from_nodes is not None:

@@ -231,7 +231,7 @@ def make_rail_plan(
     pair[home_row.flatten()] = torch.arange(home_row.numel(), device=home_row.device)
     is_unused, pair = pair[:-1] < 0, pair[:-1].clamp_(min=0)
     index = home_row, pair.div(num_nodes, rounding_mode="floor"), pair, is_unused
-    return RailPlan(heap, *index, tuple(sent), tuple(received), sizes, nodes_of(heap).num_meetings)
+    return RailPlan(heap, *index, tuple(sent), tuple(received), sizes, nodes_of(heap).lane.number)
 
 
 class Region(NamedTuple):

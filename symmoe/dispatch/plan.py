@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -78,20 +78,17 @@ class Plan(PlanIntegers):
         depend on the plan. rails: if the group spans nodes."""
         if (to_fill := self.to_fill) is None:
             return
-        with self.heap.one_call:
-            self.is_next()
-            launch = partial(to_fill.launch, self.heap, rails)
-            is_special = rails is not None or self.heap.first_step is not None
-            self.filled(*launch() if is_special else self.heap.run(to_fill.key, launch, (to_fill.topk_idx,)))
+        heap = self.heap
+        with heap.one_call:
+            self.generation = heap.epoch + 1
+            launch = partial(to_fill.launch, heap, rails)
+            is_special = rails is not None or heap.first_step is not None
+            self.note_filled(*launch() if is_special else heap.run(to_fill.key, launch, (to_fill.topk_idx,)))
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
 
-    def is_next(self) -> None:
-        """The next barrier of the heap is the plan's. In the heap's turn."""
-        self.generation = self.heap.epoch + 1
-
-    def filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
-        """Notes what ToFill.launch has returned. In the same turn."""
+    def note_filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
+        """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
         heap, reports = self.heap, self.to_fill.reports if self.to_fill else None
         self.storage, self.to_fill, self._read_report = storage, None, read_report
         if reports is not None:
@@ -218,11 +215,8 @@ class ToFill(NamedTuple):
     ) -> tuple[torch.Tensor, Callable[[], list[int]] | None]:
         """A new storage of the plan, filled, and, if it is read, what waits for the report. Collective."""
         topk_idx, header, config, is_read, _ = self
-        sizes = num_tokens, _, num_experts, num_ranks = (
-            *topk_idx.shape,
-            header[control.HEAD_NUM_EXPERTS],
-            heap.num_ranks,
-        )
+        num_tokens, num_experts, num_ranks = len(topk_idx), header[control.HEAD_NUM_EXPERTS], heap.num_ranks
+        sizes = *topk_idx.shape, num_experts, num_ranks
         ops = kernels.for_device(heap.device)
         integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
         shape = num_blocks(num_tokens), num_experts + num_ranks + 2
@@ -242,8 +236,7 @@ class ToFill(NamedTuple):
             ranks=range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks,
         )
         ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
-        first = integers.layout["report"][0]
-        return integers.storage, _start_reading(heap, integers.storage, first) if is_read else None
+        return integers.storage, _start_reading(heap, integers.report) if is_read else None
 
 
 class PlanOptions(NamedTuple):
@@ -341,9 +334,8 @@ def begin_plan(
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
-        reports = heap.captured_reports
         room = find_room() if capacity is None else None
-        if capacity is None and (room is None or room.rows < 0) and reports is not None:
+        if capacity is None and (room is None or room.rows < 0) and heap.captured_reports is not None:
             heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
@@ -363,11 +355,10 @@ def begin_plan(
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
         topk_idx = topk_idx.detach().contiguous()
-        if heap.nodes is not None:
-            plan = _plan_between_nodes(topk_idx, heap, words, options, room)
+        if heap.nodes is None:
+            plan = _new_plan(topk_idx, heap, words, options)
         else:
-            reports = reports if capacity is None else None
-            plan = _new_plan(topk_idx, heap, words, options.config, capacity is None and reports is None, reports)
+            plan = _plan_between_nodes(topk_idx, heap, words, options, room)
         if room is not None:
             plan.expected_rows = room.expected_rows
         return plan
@@ -392,15 +383,14 @@ def _plan_between_nodes(
     packed_room = words[control.HEAD_PACKED_CAPACITY] if is_exact else None
     excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
     rails = RailRows(topk_idx, heap, options.num_experts, rail_rows, excess)
-    reports = heap.captured_reports if is_exact else None
-    plan = _new_plan(rails.topk_idx, heap, words, options.config, False, reports)
+    plan = _new_plan(rails.topk_idx, heap, words, options)
     plan.fill(rails)
     if is_exact:
         torch.amax(rails.num_sent, 0, keepdim=True, out=plan.report[control.SUM_MOST_SENT :][:1])
     elif excess is not None and excess.drops:
         plan.num_dropped.add_(rails.told())
     sent, received = [rail_rows] * heap.topology.num_nodes, rails.by_node
-    if is_exact and reports is None:
+    if is_exact and heap.captured_reports is None:
         plan._read_report = heap.streams.read_back(plan.report)
     if is_exact and (room is None or room.rows < 0):
         read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, rails.num_received]))
@@ -411,9 +401,11 @@ def _plan_between_nodes(
     return plan
 
 
-def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], *options: Any) -> Plan:
-    """A plan that is to be filled; `words` of the header are the other arguments of make_plan. options: see ToFill."""
+def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions) -> Plan:
+    """A plan that is to be filled; `words` of the header are the other arguments of make_plan."""
     num_tokens, top_k = topk_idx.shape
+    reports = heap.captured_reports if options.capacity is None else None
+    is_read = options.capacity is None and reports is None and heap.nodes is None
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
@@ -427,7 +419,7 @@ def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int]
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        to_fill=ToFill(topk_idx, header, *options),
+        to_fill=ToFill(topk_idx, header, options.config, is_read, reports),
     )
 
 
@@ -451,9 +443,9 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
 
 
 @recorded
-def _start_reading(heap: SymmetricHeap, storage: torch.Tensor, first: int) -> Callable[[], list[int]]:
-    """What waits for a plan's report, which begins there in the storage."""
-    return heap.streams.read_back(storage[first : first + control.SUMMARY_WORDS])
+def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], list[int]]:
+    """What waits for a plan's report."""
+    return heap.streams.read_back(report)
 
 
 @recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold

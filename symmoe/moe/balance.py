@@ -21,7 +21,7 @@ variant), and evaluation counts for nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -179,11 +179,7 @@ def balance_after(
     Returns:
         a handle; its `remove()` ends this.
     """
-
-    def hook(*_: Any) -> None:
-        balance_step(model, expert_group=expert_group)
-
-    return optimizer.register_step_post_hook(hook)
+    return optimizer.register_step_post_hook(lambda *_: balance_step(model, expert_group=expert_group))
 
 
 def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:

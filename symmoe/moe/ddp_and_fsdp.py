@@ -15,7 +15,7 @@ copies of one. Both would mix experts, which differ from rank to rank. So
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -39,22 +39,13 @@ _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 class Replicas:
     """The other ranks that hold the experts of one layer, as `group` with this one (None: there is one EP group), and
-    the DDP that it is in. Copies of the layer are in none."""
+    a reference to the DDP in which it was last met, if there is one. Copies of the layer are in none."""
 
     def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
         self.group = group  # as the layer was given it
         self.gradient_group = group if gradient_group is None else gradient_group  # for gradients under DDP
-        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self.its_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self.are_reduced = False  # whether reduce_gradients has been called for the layer
-
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The DDP in which the layer was last met, as long as there is one."""
-        return None if self._ddp is None else self._ddp()
-
-    @ddp.setter
-    def ddp(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Replicas:
         return Replicas(self.group, self.gradient_group)
@@ -329,13 +320,13 @@ def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule
     """
     num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)
-    layer.replicas.ddp = ddp
-    its_ddp, its_layer = weakref.ref(ddp), weakref.ref(layer)
+    its_layer = weakref.ref(layer)
+    layer.replicas.its_ddp = its_ddp = weakref.ref(ddp)
 
     def current() -> DistributedDataParallel | None:
         """The DDP, unless it or the layer is gone, or another has wrapped the layer since."""
         wrapper, owner = its_ddp(), its_layer()
-        return wrapper if wrapper is not None and owner is not None and owner.replicas.ddp is wrapper else None
+        return wrapper if wrapper is not None and owner is not None and owner.replicas.its_ddp() is wrapper else None
 
     def scale(gradient: torch.Tensor | None) -> torch.Tensor | None:  # None: torch 2.11, of a compiled graph
         return gradient if gradient is None or current() is None else gradient / num_ranks

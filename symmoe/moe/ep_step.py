@@ -39,15 +39,14 @@ from symmoe.kernels import control
 from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
-from symmoe.moe.routing import Routed, Tokens, checked, compute_route, compute_route_gradients, route_gradients
+from symmoe.moe.routing import Route, Routed, RouteGradients, fail_for_nonfinite
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
 from symmoe.torch_internals import keeps_graph, reshaped_result
 
-RECEIVED = "received rows"
+_RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
 _NUM_ROUTE_KEPT = 4  # tensors that backward of a choice of experts needs: x, weight, topk_idx, scores
 
@@ -96,15 +95,16 @@ def expert_parallel_mlp(
 
 def run_experts(
     x: torch.Tensor,
-    probs: torch.Tensor | Tokens,
+    probs: torch.Tensor | Route,
     experts: GroupedMLP | CallExperts,
     plan: Plan,
     *,
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> tuple[torch.Tensor, Routed | None]:
-    """expert_parallel_mlp. With tokens for probs, which have the values of x, also their route_tokens, as one function
-    of autograd: plan is that of tokens.topk_idx, yet to be filled; on CPUs logits must be finite, on all ranks."""
+    """expert_parallel_mlp. With the route of x for probs, the choice of experts is made in the step, as a part of one
+    function of autograd, and comes with y: plan is that of its topk_idx, yet to be filled; on CPUs logits must be
+    finite, on all ranks."""
     if unknown := words.keys() - _WORDS:
         raise TypeError(f"expert_parallel_mlp takes {', '.join(_WORDS)}, not {', '.join(unknown)}")
     words, problem, heap, phase = _WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
@@ -178,24 +178,11 @@ class _EPStep:
     num_rows: int = 0  # of h
     kind: int | None = None
 
-    def begun(self, x: torch.Tensor, tokens: Tokens | None) -> tuple[_EPStep, Routed | None]:
-        """The step of x [T, H] in full. Where its forward pass cannot make the plan, that is made here, and before it
-        the choice of the tokens, if these are given."""
-        plan, step, routed = self.plan, self, None
-        if plan.row_capacity >= 0:
-            step = self.sized(x)
-        if plan.to_fill is not None and (step.kind is None or plan.heap.first_step is not None):
-            if tokens is not None:
-                routed = checked(tokens.route(plan.heap), plan.heap)
-            plan.fill()
-            step = self.sized(x)
-        return step, routed
-
     def sized(self, x: torch.Tensor) -> _EPStep:
         """The step with a plan whose sizes are known."""
         plan, overlap, kind = self.plan, self._overlap(x), None
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
-        if self.is_taped and plan.num_rows is None:
+        if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
             sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
             key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes
             kind = plan.heap.tapes.number(key)
@@ -224,10 +211,13 @@ class _EPStep:
         )
         return overlap_of(self.schedule, sizes, x.device, form.precision)
 
-    @property
-    def run(self) -> Callable[..., Sequence[Any]]:
-        """SymmetricHeap.run, which may play the tape of an earlier step of this kind; without a kind it never does."""
-        return _at_once if self.kind is None else self.plan.heap.run
+    def run(
+        self, key: tuple[Hashable, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
+    ) -> Sequence[Any]:
+        """The result of function(), maybe from the tape of an earlier step of this kind: see SymmetricHeap.run."""
+        if self.kind is None:
+            return function()
+        return self.plan.heap.run((*key, self.kind), function, inputs, plan=self.plan.generation)
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
@@ -242,12 +232,11 @@ class _EPStep:
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor, inputs: _Inputs
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        b1, b2 = inputs.biases
         weights = expert_weights(
-            self.form, (b1, b2), inputs.tensors, trains=inputs.trains, wire=self.wire, held=inputs.held
+            self.form, inputs.biases, inputs.tensors, trains=inputs.trains, wire=self.wire, held=inputs.held
         )
         row_index = row_to_packed_row if self.layout == "packed" else None
-        bias_scale = None if b2 is None else row_probs
+        bias_scale = None if inputs.biases[1] is None else row_probs
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
@@ -261,10 +250,6 @@ def _is_taped(experts: CallExperts, plan: Plan) -> bool:
         and not experts.form.split(experts.tensors)[2]  # adapters
         and all(experts.form.are_packed)
     )
-
-
-def _at_once(key: object, function: Callable[[], Sequence[Any]], *_: object, **__: object) -> Sequence[Any]:
-    return function()
 
 
 def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
@@ -337,17 +322,21 @@ class _Forward:
     probs: torch.Tensor | None
     inputs: _Inputs
     frees: bool  # whether nobody reads the received rows after FC1
-    tokens: Tokens | None  # whose choice of experts gives probs; None: probs are there
+    route: Route | None  # gives probs; None: they are there
     operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
 
     def planned(self) -> tuple[Any, ...]:
-        """What comes before dispatch, unless it is there: what ToFill.launch returns, logits, probs and scores."""
-        plan = self.step.plan
+        """What comes before dispatch, unless it is there: what ToFill.launch returns, logits, probs and scores. Where
+        the step is not put on a tape, these calls have tapes of their own, and the plan may have its sizes after it."""
+        step, plan, route = self.step, self.step.plan, self.route
         routed: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if self.tokens is not None:
-            routed = checked(compute_route(self.tokens), plan.heap)[:3]
-            self.probs = routed[1]
-        if plan.to_fill is None:
+        if route is not None:
+            routed = logits, self.probs, _ = (route.run(plan.heap) if step.kind is None else route.compute())[:3]
+            if plan.heap.device.type == "cpu":  # on GPUs the host would have to wait
+                fail_for_nonfinite(plan.heap, "the router's logits", logits)
+        if step.kind is None or plan.to_fill is None:
+            plan.fill()
+            self.step = step if step.num_rows else step.sized(self.x)
             return None, None, *routed
         plan.storage, read_report = plan.to_fill.launch(plan.heap)
         return plan.storage, read_report, *routed
@@ -355,9 +344,10 @@ class _Forward:
     def first_half(self) -> tuple[Any, ...]:
         """Plan, dispatch and FC1. What :meth:`planned` returns; the index of the plan; the lease of the received rows,
         their probs, the activation, and the fields of Hidden."""
-        planned, step, plan = self.planned(), self.step, self.step.plan
+        planned = self.planned()
+        step, plan = self.step, self.step.plan
         sent, probs = _on_wire(self.x, step.wire.rows), given("probs", self.probs)
-        received = step.receive(sent, name=RECEIVED)
+        received = step.receive(sent, name=_RECEIVED)
         send = partial(dispatch, layout=step.layout, division=step.overlap.dispatch, is_last=False)
         with send(sent, plan, received.tensor, probs) as arrival:
             row_probs = given("row_probs", arrival.row_probs)
@@ -366,9 +356,7 @@ class _Forward:
         self.operands = rows, experts
         return *planned, *plan.received_index(), received, row_probs, a, *hidden
 
-    def second_half(
-        self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: Lease
-    ) -> tuple[torch.Tensor]:
+    def second_half(self, a: SecondInput, hidden: Hidden, row_probs: torch.Tensor, received: Lease) -> torch.Tensor:
         """FC2 and combine: y [T, H]."""
         step, plan = self.step, self.step.plan
         index = plan.received_index()[1]
@@ -381,13 +369,13 @@ class _Forward:
             def compute(part: Part | None) -> None:
                 experts.second_layer(a, hidden, rows, out.tensor, part=part)
 
-            return (combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine),)
+            return combine(out.tensor, plan, compute, order=step.order, division=step.overlap.combine)
 
     def both_halves(self) -> tuple[Any, ...]:
         """What the first half gives, and y."""
         found = self.first_half()
         received, row_probs, a, *fields = found[-3 - NUM_HIDDEN :]
-        return *found, *self.second_half(a, Hidden(*fields), row_probs, received)
+        return *found, self.second_half(a, Hidden(*fields), row_probs, received)
 
 
 class _ExpertParallelMLP(Function):
@@ -398,7 +386,7 @@ class _ExpertParallelMLP(Function):
         ctx: Context,
         step: _EPStep,
         linears: tuple[GroupedLinear, GroupedLinear],
-        tokens: Tokens | None,
+        route: Route | None,
         x: torch.Tensor,
         probs: torch.Tensor | None,
         _: torch.Tensor | None,
@@ -407,103 +395,80 @@ class _ExpertParallelMLP(Function):
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        plan, x = step.plan, kernel_rows(x)
-        if tokens is not None:
-            tokens = tokens._replace(x=x, weight=given("weight", weight).contiguous())
-        step, routed = step.begun(x, tokens)
-        stash, keeps = step.stash, any(ctx.needs_input_grad)
-        keeps_h = keeps and step.trains and stash.keeps_h
+        plan, stash, x = step.plan, step.stash, kernel_rows(x)
+        step = step if plan.row_capacity < 0 else step.sized(x)
+        keeps = step.trains and any(ctx.needs_input_grad)
+        keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
         trains, held = (keeps_h and ctx.needs_input_grad[3], keeps_h), (linears[0].held_weight, linears[1].held_weight)
-        frees = not (keeps and stash.keeps_rows)
-        probs = probs if routed is None else routed.probs
-        chooses, probs = None if routed is not None else tokens, None if probs is None else probs.contiguous()
-        forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees, chooses)
+        probs = None if probs is None else probs.contiguous()
+        if route is not None:
+            route = route._replace(x=x, weight=given("weight", weight).contiguous())
+        forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees, route)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
-        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees, step.kind
+        key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees
         function = forward.first_half if is_recomputed else forward.both_halves
         inputs = _given(x, probs, plan.storage, b1, b2, *tensors)
-        if chooses is not None:
-            key, inputs = (*key, chooses.key), [*inputs, *_given(chooses.weight, chooses.bias)]
+        if route is not None:
+            key, inputs = (*key, route.key), [*inputs, *_given(route.weight, route.bias)]
         with plan.heap.one_call:
-            if (to_fill := plan.to_fill) is not None:
-                plan.is_next()
-                key = *key, to_fill.key
-            found = step.run(key, function, inputs, plan=plan.generation)
-            if to_fill is not None:
-                plan.filled(*found[:2])
-        logits, probs, scores = found[2:5] if routed is None else routed[:3]
-        packed_to_row, row_to_packed_row, received, row_probs, a, *fields = found[5 : 10 + NUM_HIDDEN]
-        plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
-        hidden = Hidden(*fields)
-
-        def keep() -> None:
-            """Saves what backward needs, in the sizes of the routing: a checkpoint compares them."""
-            plan.settle()
-            if not keeps:
-                return
+            if plan.to_fill is not None:
+                plan.generation = plan.heap.epoch + 1
+                key = *key, plan.to_fill.key
+            found = step.run(key, function, inputs)
+            if plan.to_fill is not None:
+                plan.note_filled(*found[:2])
+        step, scores, hidden = forward.step, found[4], Hidden(*found[10 : 10 + NUM_HIDDEN])
+        plan.packed_to_row, plan.row_to_packed_row, received, row_probs, a = found[5:10]
+        plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
+        if keeps:  # what backward needs, in the sizes of the routing: a checkpoint compares them
             kept: tuple[torch.Tensor | None, ...] = ()
-            if tokens is not None:
-                kept = x, tokens.weight, tokens.topk_idx, scores
+            if route is not None:
+                kept = x, route.weight, route.topk_idx, scores
             if plan.has_room:
-                kept += rows_kept()
+                (max_rows, max_packed_rows), rows = plan.needed_rows, None
+                if stash.keeps_rows:
+                    # The tensor holds its lease: it ends when autograd frees it, or checkpointing drops it.
+                    used = max_packed_rows if step.layout == "packed" else max_rows
+                    rows = _first_rows(received.tensor, used)
+                    if used < received.shape[0]:
+                        received.shrink(used * received.shape[1] * received.dtype.itemsize)
+                num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
+                h = hidden.of_rows(num_rows) if stash.keeps_h else (None,) * NUM_HIDDEN
+                kept = *kept, x if rows is None else None, rows, *h, _first_rows(row_probs, max_rows), b1, b2, *tensors
             ctx.save_for_backward(*kept)
-            ctx.step, ctx.linears, ctx.rule = step, linears, None if tokens is None else tokens.rule
-
-        def rows_kept() -> tuple[torch.Tensor | None, ...]:
-            max_rows, max_packed_rows = plan.needed_rows
-            # The tensor holds its lease: it ends when autograd frees the saved tensor, or checkpointing drops it.
-            kept: tuple[torch.Tensor | None, ...] = (x, None)
-            if stash.keeps_rows:
-                used = max_packed_rows if step.layout == "packed" else max_rows
-                kept = (None, _first_rows(received.tensor, used))
-                if used < received.shape[0]:
-                    received.shrink(used * received.shape[1] * received.dtype.itemsize)
-            num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
-            kept += hidden.of_rows(num_rows) if stash.keeps_h else (None,) * len(hidden)
-            return *kept, _first_rows(row_probs, max_rows), b1, b2, *tensors
-
-        keep()  # everything that is wanted is launched: now the host may wait for the plan
-        y: torch.Tensor = forward.second_half(a, hidden, row_probs, received)[0] if is_recomputed else found[-1]
+            ctx.step, ctx.linears, ctx.rule = step, linears, None if route is None else route.rule
+        y: torch.Tensor = forward.second_half(a, hidden, row_probs, received) if is_recomputed else found[-1]
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
         y = y if step.out_shape is None else reshaped_result(y, step.out_shape)
-        if tokens is None:
+        if route is None:
             return y
         ctx.set_materialize_grads(False)
-        return y, logits, probs, scores
+        return y, *found[2:5]
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Context, dy: torch.Tensor | None, *d_routed: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if dy is None:
-            return _route_backward(ctx, d_routed)
         heap = ctx.step.plan.heap
+        if dy is None:  # nobody differentiates y, but something that comes with it
+            route = RouteGradients(d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, ctx.needs_input_grad[5:7])
+            return *[None] * 5, *route.run(heap), *[None] * len(ctx.needs_input_grad[7:])
         with FailPeersOnError(heap, DISPATCH):
             heap.fail_for(memory_problem("the gradient of y", dy), DISPATCH)
             return _backward(ctx, kernel_rows(dy.reshape(-1, dy.shape[-1])), d_routed)
 
 
-def _route_backward(ctx: Context, d_routed: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """Where nobody differentiates y."""
-    needs_x, needs_weight, *others = ctx.needs_input_grad[5:]
-    heap, needs = ctx.step.plan.heap, (needs_x, needs_weight)
-    dx = d_weight = None
-    if any(one is not None for one in d_routed):
-        dx, d_weight = route_gradients(d_routed, ctx.saved_tensors[:_NUM_ROUTE_KEPT], ctx.rule, needs, heap)
-    return *[None] * 5, dx, d_weight, *[None] * len(others)
-
-
 def _backward(
     ctx: Context, dy: torch.Tensor, d_routed: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    linears, saved = ctx.linears, ctx.saved_tensors
+    linears, saved, route = ctx.linears, ctx.saved_tensors, None
     needs_x, needs_probs, *needs_route = ctx.needs_input_grad[3:7]
-    route_kept = ()
     if ctx.rule is not None:
         route_kept, saved, needs_probs = saved[:_NUM_ROUTE_KEPT], saved[_NUM_ROUTE_KEPT:], any(needs_route)
+        route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
@@ -522,44 +487,24 @@ def _backward(
     held = linears[0].held_weight, linears[1].held_weight
     inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
     spends_h = not (step.stash.keeps_h and keeps_graph())
-    backward = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), (needs_x, needs_probs), spends_h)
+    needs = needs_x, needs_probs
+    backward = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), needs, spends_h, route)
     read = _given(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
     options: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option
-    function: Callable[[], Sequence[Any]] = backward
-    if route_kept and needs_probs:
-        function = partial(_with_route, backward, d_routed, route_kept, ctx.rule, needs_route)
-        read += [tensor for tensor in _given(*d_routed, *route_kept) if tensor is not x]
-        options = *options, ctx.rule, *needs_route, *[one is None for one in d_routed]
+    if route is not None:
+        options, read = (*options, route.key), [*read, *[tensor for tensor in route.inputs if tensor is not x]]
     if "delayed" in options:
-        found = function()
+        found: Sequence[Any] = backward()
     else:
-        key = "backward", options, step.kind
-        found = step.run(key, function, (*read, *fc1.tensors, *fc2.tensors), plan=plan.generation)
+        found = step.run(("backward", options), backward, (*read, *fc1.tensors, *fc2.tensors))
     if spends_h and step.stash.keeps_h:
         wrote_into(hidden.h)  # who else has kept it gets an error
-    d_x, d_weight, dx, d_probs, db1, db2, *rest = (None, None, *found) if function is backward else found
-    dw1, dw2, d_adapters = step.form.split(rest)
+    dw1, dw2, d_adapters = step.form.split(found[6:])
     if fc1.option != "new":
         dw1 = tuple(fc1.placeholders(both[0]))
     if fc2.option != "new":
         dw2 = tuple(fc2.placeholders(both[1]))
-    return None, None, None, dx, d_probs, d_x, d_weight, db1, db2, *dw1, *dw2, *d_adapters
-
-
-def _with_route(
-    backward: _Backward,
-    d_routed: tuple[torch.Tensor | None, ...],
-    kept: tuple[torch.Tensor, ...],
-    rule: RoutingRule,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    """The router's gradients of x and weight, and what `backward` returns, with none of probs. d_routed: gradients of
-    logits, probs and scores that come from elsewhere; the rest: see route_gradients."""
-    dx, d_probs, *rest = backward()
-    d_logits, other_d_probs, d_scores = d_routed
-    if other_d_probs is not None:
-        d_probs = other_d_probs if d_probs is None else d_probs + other_d_probs
-    return *compute_route_gradients((d_logits, d_probs, d_scores), kept, rule, needs), dx, None, *rest
+    return None, None, None, *found[:6], *dw1, *dw2, *d_adapters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -576,10 +521,11 @@ class _Backward:
     targets: tuple[Target, Target]  # of the weight gradients
     needs: tuple[bool, bool]  # whether x and probs need gradients
     spends_h: bool  # whether this pass is the last that reads h
+    route: RouteGradients | None  # which takes the gradient of probs, too
 
     def __call__(self) -> tuple[torch.Tensor | None, ...]:
-        """dx, d_probs, gradients of the biases, of the weights (those that are not for autograd are None) and of the
-        adapters."""
+        """dx; d_probs, or with a route its gradients of x and weight; gradients of the biases, of the weights (those
+        that are not for autograd are None) and of the adapters."""
         step, plan, dy, hidden = self.step, self.step.plan, self.dy, self.hidden
         (needs_x, needs_probs), (fc1, fc2) = self.needs, self.targets
         gradients = control.gradients_index(x=needs_x, probs=needs_probs)
@@ -588,7 +534,7 @@ class _Backward:
         received, arrived = self.received, None
         if received is None:
             sent = _on_wire(given("x", self.x), step.wire.rows)
-            received = step.receive(sent, name=RECEIVED).tensor
+            received = step.receive(sent, name=_RECEIVED).tensor
             arrived = send(sent, buffer=received, is_last=False)  # who goes where is in the plan
         rows, experts = step.operands(received, plan.received_index()[1], self.row_probs, self.inputs)
         with nullcontext() if arrived is None else arrived as arrival:
@@ -619,12 +565,19 @@ class _Backward:
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None
-                trip = collecting(
-                    d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients, division=division
-                )
+                sums = Collection(d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients)
+                trip = collecting(sums, division)
             num_sms = division.num_sms if gradients and division is not None else None
             with trip as collection:
                 dw1 = fc1.add(weights1, partial(experts_backward.w1_gradient, num_sms=num_sms))
                 d_adapters = experts_backward.adapter_gradients()
         dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
-        return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters
+        d_route: tuple[torch.Tensor | None, ...] = (None, None)
+        if (route := self.route) is not None:
+            d_logits, other_d_probs, d_scores = route.given
+            if d_probs is not None and other_d_probs is not None:
+                d_probs = d_probs + other_d_probs
+            d_route = route._replace(given=(d_logits, d_probs, d_scores)).compute()
+            d_probs = None
+        biases = experts_backward.db1, experts_backward.db2
+        return dx, d_probs, *d_route, *biases, *dw1, *dw2, *d_adapters

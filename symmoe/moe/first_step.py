@@ -84,7 +84,7 @@ class FirstStep:
                     "them with those of the rank to which it gives their update: give it the dense parameters only, "
                     "and the experts an optimizer of their own"
                 )
-        in_ddp = any(layer.replicas.ddp is not None for layer in layers)
+        in_ddp = any(layer.replicas.its_ddp() is not None for layer in layers)
         if in_ddp or any(hasattr(parameter, "device_mesh") for parameter in given.values()):
             dense = []
         elif not any(parameter.requires_grad for parameter in dense):  # then what is outside of the layers tells more

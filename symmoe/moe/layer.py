@@ -22,9 +22,10 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas, device_problem
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
-from symmoe.moe.routed_experts import RoutedExperts, experts_of, is_traced
+from symmoe.moe.routed_experts import RoutedExperts, experts_of
 from symmoe.moe.router import Choice, Router, RouterOutput, arguments_problem, choice_of, router_problem
 from symmoe.moe.routing import Routed, fail_for_nonfinite
+from symmoe.moe.torch_operators import is_traced, run_routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.torch_internals import has_hooks, hooks_of, register_namedtuple
 
@@ -211,13 +212,14 @@ class MoELayer(ExpertParallelModule):
             own = None  # what the step routes by itself
             if token_mask is None and topk_idx is None and probs is None and shared is None and dtype == x.dtype:
                 if self.router is not None and self.heap.nodes is None and not is_traced(self.experts):
-                    own = self.router.tokens(x.reshape(-1, self.config.hidden))
+                    own = self.router.route_of(x.reshape(-1, self.config.hidden))
             if own is not None:
-                chosen_idx = given("topk_idx", own.topk_idx)
-                y, plan, found = self._routed_experts.run(tokens, own, chosen_idx, self.experts, out_shape=x.shape)
-                expert_load, num_dropped = plan.expert_load, plan.num_dropped
+                idx = given("topk_idx", own.topk_idx)
+                y, expert_load, num_dropped, found = self._routed_experts.run(
+                    tokens, own, idx, self.experts, out_shape=x.shape
+                )
                 logits, its_probs, scores, _ = cast(Routed, found)
-                routed: Choice = RouterOutput(chosen_idx, its_probs, chosen_idx, None, scores, logits)
+                routed: Choice = RouterOutput(idx, its_probs, idx, None, scores, logits)
             else:
                 routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
                 if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
@@ -226,9 +228,8 @@ class MoELayer(ExpertParallelModule):
                         what, numbers = "the router's logits", routed.logits
                     fail_for_nonfinite(self.heap, what, numbers)
                 start = None if shared is None else shared.start
-                y, expert_load, num_dropped = self._routed_experts(
-                    tokens, routed.probs, routed.topk_idx, self.experts, out_shape=x.shape, before_trips=start
-                )
+                arguments = tokens, routed.probs, routed.topk_idx, self.experts, x.shape
+                y, expert_load, num_dropped = run_routed(self._routed_experts, *arguments, before_trips=start)
         step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
         if step_load is not None and self.training and torch.is_grad_enabled():
             y = balance.count_in_backward(y, expert_load, step_load)  # for the optimizer step
@@ -362,22 +363,18 @@ class _SideCall:
     def start(self) -> None:
         """Enqueues the call, from where the current stream is now."""
         stream = self._heap.streams.side_stream
-        if stream is None:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._x.device))
+            self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             self._y = self._module(self._x)
-            return
-        stream.wait_stream(torch.cuda.current_stream(self._x.device))
-        with torch.cuda.stream(stream):
-            self._y = self._module(self._x)
-        self._x.record_stream(stream)  # or its memory might go to somebody else while `stream` still reads it
 
     def join(self) -> torch.Tensor:
         """The result, for use on the current stream. A call that has not been started runs there, now."""
-        if self._y is None:
-            y: torch.Tensor = self._module(self._x)
-            return y
-        stream = self._heap.streams.side_stream
-        if stream is not None:
-            current = torch.cuda.current_stream(self._y.device)
+        y, stream = self._y, self._heap.streams.side_stream
+        if y is not None and stream is not None:
+            current = torch.cuda.current_stream(y.device)
             current.wait_stream(stream)
-            self._y.record_stream(current)
-        return self._y
+            y.record_stream(current)
+        joined: torch.Tensor = self._module(self._x) if y is None else y
+        return joined

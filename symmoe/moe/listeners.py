@@ -65,11 +65,8 @@ def layers_with_listeners(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ArgumentError: there is none.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "listeners", None), Listeners)
-    }
+    modules = model.named_modules()
+    layers = {name: each for name, each in modules if isinstance(getattr(each, "listeners", None), Listeners)}
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers

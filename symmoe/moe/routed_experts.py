@@ -7,91 +7,83 @@ the step is one operator of torch (moe/torch_operators.py); otherwise it is not.
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from symmoe.dispatch.plan import Plan, PlanOptions, begin_plan, plan_call
+from symmoe.dispatch.plan import PlanOptions, begin_plan, plan_call
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.experts import CallExperts, evaluated
 from symmoe.grouped.mlp import GroupedMLP, kind_of, without_memory
 from symmoe.kernels import control
-from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ddp_and_fsdp import device_problem, gradients_option
+from symmoe.moe.ddp_and_fsdp import device_problem
 from symmoe.moe.ep_step import keeps_d_out, most_bytes, run_experts
-from symmoe.moe.routing import Routed, Tokens
+from symmoe.moe.routing import Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
-from symmoe.torch_internals import num_dispatch_modes
 
 _FIELDS = tuple(field.name for field in fields(MoEConfig))
 
 
-class RoutedExperts(torch_operators.EagerStep):
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
     """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts.
 
     Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
+    Operators take tensors and numbers only, so it has a number in this process.
     """
+
+    config: MoEConfig
+    heap: SymmetricHeap
+    meta_experts: GroupedMLP  # of the shape and activation of the layers' experts, without memory
+    kind: tuple[object, ...]  # see kind_of
+    number: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
         """The RoutedExperts for a layer with these experts. Only the layers keep it alive. Local."""
         kind = kind_of(experts)
-        for other in torch_operators.BY_NUMBER.values():
-            if isinstance(other, cls) and other.heap is heap and other.config == config and other.kind == kind:
+        for other in BY_NUMBER.values():
+            if other.heap is heap and other.config == config and other.kind == kind:
                 return other
         new = cls(config, heap, without_memory(experts), kind)
-        torch_operators.BY_NUMBER[new.number] = new
+        BY_NUMBER[new.number] = new
         return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> RoutedExperts:
         """Copies of a layer share this with it, as they share the heap."""
         return self
 
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        topk_idx: torch.Tensor,
-        experts: GroupedMLP | CallExperts,
-        *,
-        out_shape: torch.Size | None = None,
-        before_trips: Callable[[], object] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """y [T, H] or out_shape; the plan's expert_load int32 [E] and num_dropped int32 [1].
-
-        Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
-        device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
-        rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan and run_as_operator do.
-
-        Args:
-            tokens: [T, H] in the dtype to compute in. probs: fp32 [T, K].
-            topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
-            before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
-                stream that shall fill the waits of the trips. Not called where the step is one operator.
-        """
-        if isinstance(experts, GroupedMLP) and is_traced(experts):
-            y, expert_load, num_dropped = torch_operators.run_as_operator(self, tokens, probs, topk_idx, experts)
-            return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
-        y, plan, _ = self.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)
-        return y, plan.expert_load, plan.num_dropped
-
     def run(
         self,
         x: torch.Tensor,
-        probs: torch.Tensor | Tokens,
+        probs: torch.Tensor | Route,
         topk_idx: torch.Tensor,
         experts: GroupedMLP | CallExperts,
         *,
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
-    ) -> tuple[torch.Tensor, Plan, Routed | None]:
-        """A call that nobody traces: y, its plan, and, with tokens for probs, their route_tokens, which is a part of
-        the step then; topk_idx is theirs."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Routed | None]:
+        """y [T, H] or out_shape; the plan's expert_load int32 [E] and num_dropped int32 [1]; with a route for probs,
+        the choice of experts, which is a part of the step then. Who may be traced calls torch_operators.run_routed.
+
+        Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
+        device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
+        rows than recent ones (symm_mem/row_budget.py), before that. Raises what make_plan does.
+
+        Args:
+            x: [T, H] in the dtype to compute in. probs: fp32 [T, K].
+            topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert; that of the route, if there is
+                one.
+            before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
+                stream that shall fill the waits of the trips.
+        """
         heap, options = self.heap, self.plan_options(x.dtype)
         if not isinstance(experts, CallExperts):
             heap.fail_for(device_problem("experts", experts, heap.device), control.PHASE_PLAN)
@@ -110,7 +102,7 @@ class RoutedExperts(torch_operators.EagerStep):
             y, _ = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:
             self._history.note(plan.num_tokens, *plan.needed_rows, plan.most_sent)
-        return y, plan, routed
+        return y, plan.expert_load, plan.num_dropped, routed
 
     @functools.cached_property
     def words(self) -> dict[str, str]:
@@ -134,9 +126,9 @@ class RoutedExperts(torch_operators.EagerStep):
             return room
         received = room.packed_rows if self.words["layout"] == "packed" else room.rows
         sizes, row_bytes = (received, room.rows, room.packed_rows), config.hidden * item_bytes
-        if heap.memory.lacks(most_bytes(sizes, num_tokens, heap, row_bytes, keeps_d_out(experts))):
-            return replace(room, rows=-1, packed_rows=-1)  # what the routing needs may fit
-        return room
+        needed = most_bytes(sizes, num_tokens, heap, row_bytes, keeps_d_out(experts))
+        # Where there is no memory for that, what the routing needs may fit.
+        return replace(room, rows=-1, packed_rows=-1) if heap.memory.lacks(needed) else room
 
     def plan_options(self, dtype: torch.dtype) -> PlanOptions:
         """Those of plan_call for tokens of `dtype`, as the configuration says."""
@@ -145,17 +137,10 @@ class RoutedExperts(torch_operators.EagerStep):
         return PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity, self._config_number)
 
 
+BY_NUMBER: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
+
+
 def experts_of(config: MoEConfig, num_ranks: int, **options: Any) -> GroupedMLP:
     """Experts of one of so many ranks, as the configuration has them, with these other options of GroupedMLP."""
     sizes = config.experts_per_rank(num_ranks), config.hidden, config.ffn
     return GroupedMLP(*sizes, activation=ScaledActivation(config.activation), precision=config.precision, **options)
-
-
-def is_traced(experts: GroupedMLP) -> bool:
-    """Whether a compiler or a dispatch mode traces the call, which both see operators only.
-
-    A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    return num_dispatch_modes() > 0 and gradients_option(experts) is None

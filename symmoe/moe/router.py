@@ -18,7 +18,7 @@ from symmoe.checks.arguments import memory_problem, tensor_problem, wrapped_prob
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.routing import Tokens, route_tokens
+from symmoe.moe.routing import Route, route_tokens
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import has_hooks
 
@@ -119,14 +119,14 @@ class Router(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
 
-    def tokens(self, x: torch.Tensor) -> Tokens | None:
-        """Tokens [T, H] without a mask, with how this router routes them, for who does it in its place. None: its call
-        does more, that of a subclass or with hooks, or is followed by drops over a capacity."""
+    def route_of(self, x: torch.Tensor) -> Route | None:
+        """How this router routes tokens [T, H] without a mask, for who does it in its place. None: its call does more,
+        that of a subclass or with hooks, or is followed by drops over a capacity."""
         config = self.config
         if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
             return None
         topk_idx = torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
-        return Tokens(x.contiguous(), self.weight, self.expert_bias, None, config.top_k, self._rule, topk_idx)
+        return Route(x.contiguous(), self.weight, self.expert_bias, None, config.top_k, self._rule, topk_idx)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""
@@ -169,7 +169,8 @@ def choice_of(
     chosen_idx = topk_idx = _int32(topk_idx)
     num_over_capacity = None
     if config.capacity_factor is not None:
-        capacity = expert_capacity(len(topk_idx), config.top_k, config.num_experts, config.capacity_factor)
+        # So many times what balance would give an expert (GShard, arXiv:2006.16668).
+        capacity = math.ceil(topk_idx.numel() / config.num_experts * config.capacity_factor)
         topk_idx, probs, num_over_capacity = drop_over_capacity(
             topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
         )
@@ -205,11 +206,6 @@ def arguments_problem(
     if topk_idx is None:
         return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
     return tensor_problem("probs", probs, shape=choice, dtypes=control.DTYPES, device=x.device)
-
-
-def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """ceil(factor * T * K / E), `factor` times what balance would give an expert (GShard, arXiv:2006.16668)."""
-    return math.ceil(num_tokens * top_k / num_experts * factor)
 
 
 def drop_over_capacity(

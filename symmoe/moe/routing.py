@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +30,9 @@ class Routed(NamedTuple):
     topk_idx: torch.Tensor  # int32 [T, K]
 
 
-class Tokens(NamedTuple):
-    """The arguments of :func:`route_tokens`, without the heap. topk_idx: int32 [T, K], which gets the choice; None: it
-    goes to a new tensor."""
+class Route(NamedTuple):
+    """A choice that is to be made: the arguments of :func:`route_tokens`, without the heap. topk_idx: int32 [T, K],
+    which gets the choice; None: it goes to a new tensor."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -45,22 +44,72 @@ class Tokens(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """On what it depends what is launched, besides :attr:`inputs`."""
+        """On what it depends what is launched, besides tensors."""
         return "route", self.top_k, self.rule, self.bias is None, self.given_idx is None, self.topk_idx is None
+
+    def compute(self) -> Routed:
+        """What route_tokens returns, without a gradient."""
+        x, weight, bias, given_idx, top_k, rule, topk_idx = self
+        ops = kernels.for_device(x.device)
+        logits, probs, scores, topk_idx = _empty(x, weight, top_k, topk_idx)
+        if _has_kernels(x, weight):
+            ops.router_gemm(x, weight, logits)
+        else:
+            torch.mm(x.float(), weight.t(), out=logits)  # which autocast leaves alone
+        ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule)
+        return Routed(logits, probs, scores, topk_idx)
+
+    def run(self, heap: SymmetricHeap | None) -> Routed:
+        """The same; from a tape of the heap, if such calls repeat."""
+        if heap is None:
+            return self.compute()
+        tensors = self.x, self.weight, self.bias, self.given_idx, self.topk_idx
+        return Routed(*heap.run(self.key, self.compute, [tensor for tensor in tensors if tensor is not None]))
+
+
+class RouteGradients(NamedTuple):
+    """Gradients of x and weight that are to be made, where they are needed. given: those of logits, probs and scores;
+    kept: x, weight, topk_idx, scores."""
+
+    given: tuple[torch.Tensor | None, ...]
+    kept: tuple[torch.Tensor, ...]
+    rule: RoutingRule
+    needs: Sequence[bool]
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """On what it depends what is launched, besides :attr:`inputs`."""
+        return "gradients of the route", self.rule, *self.needs, *[one is None for one in self.given]
 
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors."""
-        tensors = self.x, self.weight, self.bias, self.given_idx, self.topk_idx
-        return [tensor for tensor in tensors if tensor is not None]
+        return [tensor for tensor in (*self.given, *self.kept) if tensor is not None]
 
-    def route(self, heap: SymmetricHeap | None) -> Routed:
-        """What route_tokens returns, without a gradient."""
-        return (
-            compute_route(self)
-            if heap is None
-            else Routed(*heap.run(self.key, partial(compute_route, self), self.inputs))
-        )
+    def compute(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients; None, too, where nothing given depends on the logits."""
+        (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores), rule, needs = self
+        ops, direct = kernels.for_device(x.device), d_logits
+        with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
+            if d_probs is not None or d_scores is not None:
+                d_probs, d_scores = (None if each is None else each.contiguous() for each in (d_probs, d_scores))
+                d_logits = torch.empty_like(scores)
+                ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule)
+                d_logits = d_logits if direct is None else d_logits + direct
+            if d_logits is None:
+                return None, None
+            if _has_kernels(x, weight):
+                dx = torch.empty_like(x) if needs[0] else None
+                d_weight = torch.empty_like(weight) if needs[1] else None
+                ops.router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
+            else:
+                dx = d_logits.mm(weight).to(x.dtype) if needs[0] else None
+                d_weight = d_logits.t().mm(x.float()) if needs[1] else None
+        return dx, d_weight
+
+    def run(self, heap: SymmetricHeap | None) -> Sequence[torch.Tensor | None]:
+        """The same; from a tape of the heap, if such calls repeat."""
+        return self.compute() if heap is None else heap.run(self.key, self.compute, self.inputs)
 
 
 def route_tokens(
@@ -85,19 +134,13 @@ def route_tokens(
     given_idx = None if given_idx is None else given_idx.contiguous()
     if torch.compiler.is_compiling():
         return Routed(*_route(x, weight, bias, given_idx, _packed(top_k, rule, heap)))
-    return Routed(*_Route.apply(heap, x, weight, bias, given_idx, top_k, rule))
-
-
-def checked(routed: Routed, heap: SymmetricHeap) -> Routed:
-    """The same. On CPUs it fails the call if logits are not finite; elsewhere the host would have to wait."""
-    if heap.device.type == "cpu":
-        fail_for_nonfinite(heap, "the router's logits", routed.logits)
-    return routed
+    route = Route(x, weight, bias, given_idx, top_k, rule)
+    return Routed(*_RouteFunction.apply(heap, route, x, weight))
 
 
 @recorded
 def fail_for_nonfinite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) -> None:
-    """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host."""
+    """Fails the call, before its plan, if numbers of a token are not finite. Synchronises the host: for CPUs."""
     bad = (~numbers.isfinite()).any(1).nonzero()
     if len(bad):
         text = f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)"
@@ -108,90 +151,32 @@ def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
-def compute_route(tokens: Tokens) -> Routed:
-    """What :meth:`Tokens.route` returns, for a function that a tape repeats."""
-    x, weight, bias, given_idx, top_k, rule, chosen_idx = tokens
-    ops = kernels.for_device(x.device)
-    logits, probs, scores, topk_idx = _empty(x, weight, top_k, chosen_idx)
-    if _has_kernels(x, weight):
-        ops.router_gemm(x, weight, logits)
-    else:
-        torch.mm(x.float(), weight.t(), out=logits)  # which autocast leaves alone
-    ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule)
+def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None) -> Routed:
+    num_tokens, num_experts = x.shape[0], weight.shape[0]
+    logits, probs, scores = (
+        x.new_empty((num_tokens, width), dtype=torch.float32) for width in (num_experts, top_k, num_experts)
+    )
+    topk_idx = x.new_empty((num_tokens, top_k), dtype=torch.int32) if topk_idx is None else topk_idx
     return Routed(logits, probs, scores, topk_idx)
 
 
-def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None) -> Routed:
-    num_tokens, num_experts = x.shape[0], weight.shape[0]
+class _RouteFunction(Function):
+    """Of a route, and its x and weight once more, for autograd."""
 
-    def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty((num_tokens, width), dtype=dtype, device=x.device)
-
-    topk_idx = empty(top_k, torch.int32) if topk_idx is None else topk_idx
-    return Routed(empty(num_experts), empty(top_k), empty(num_experts), topk_idx)
-
-
-def route_gradients(
-    given: tuple[torch.Tensor | None, ...],
-    kept: tuple[torch.Tensor, ...],
-    rule: RoutingRule,
-    needs: Sequence[bool],
-    heap: SymmetricHeap | None,
-) -> Sequence[torch.Tensor | None]:
-    """The gradients of x and weight, where they are needed. given: those of logits, probs and scores; kept: x, weight,
-    topk_idx, scores."""
-    function = partial(compute_route_gradients, given, kept, rule, needs)
-    if heap is None:
-        return function()
-    inputs = [tensor for tensor in (*given, *kept) if tensor is not None]
-    options = "gradients of the route", rule, *needs, *[one is None for one in given]
-    return heap.run(options, function, inputs)
-
-
-def compute_route_gradients(
-    given: tuple[torch.Tensor | None, ...], kept: tuple[torch.Tensor, ...], rule: RoutingRule, needs: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What :func:`route_gradients` returns, for a function that a tape repeats."""
-    (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores) = given, kept
-    ops, direct = kernels.for_device(x.device), d_logits
-    with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
-        if d_probs is not None or d_scores is not None:
-            d_probs, d_scores = (None if each is None else each.contiguous() for each in (d_probs, d_scores))
-            d_logits = torch.empty_like(scores)
-            ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule)
-            if direct is not None:
-                d_logits = d_logits + direct
-        assert d_logits is not None  # or autograd would not have called
-        if _has_kernels(x, weight):
-            dx = torch.empty_like(x) if needs[0] else None
-            d_weight = torch.empty_like(weight) if needs[1] else None
-            ops.router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
-        else:
-            dx = d_logits.mm(weight).to(x.dtype) if needs[0] else None
-            d_weight = d_logits.t().mm(x.float()) if needs[1] else None
-    return dx, d_weight
-
-
-class _Route(Function):
     @staticmethod
-    def forward(ctx: Context, heap: SymmetricHeap | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        tokens = Tokens(*arguments)
-        routed = tokens.route(heap)
+    def forward(ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        routed = route.run(heap)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.topk_idx)
-        ctx.save_for_backward(tokens.x, tokens.weight, routed.topk_idx, routed.scores)
-        ctx.rule, ctx.heap = tokens.rule, heap
+        ctx.save_for_backward(route.x, route.weight, routed.topk_idx, routed.scores)
+        ctx.rule, ctx.heap = route.rule, heap
         return tuple(routed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        given = gradients[:3]  # of logits, probs and scores
-        if all(one is None for one in given):
-            return (None,) * 7
-        needs_x, needs_weight = ctx.needs_input_grad[1:3]
-        dx, d_weight = route_gradients(given, ctx.saved_tensors, ctx.rule, (needs_x, needs_weight), ctx.heap)
-        return None, dx, d_weight, *[None] * 4
+        found = RouteGradients(gradients[:3], ctx.saved_tensors, ctx.rule, ctx.needs_input_grad[2:])
+        return None, None, *found.run(ctx.heap)
 
 
 # For torch.compile, operators, which take numbers in place of a rule and a heap. They stand next to those of the step,
@@ -222,7 +207,7 @@ def _route(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     top_k, rule, heap = _unpacked(numbers)
-    return tuple(Tokens(x, weight, bias, given_idx, top_k, rule).route(heap))  # type: ignore[return-value]  # of four
+    return tuple(Route(x, weight, bias, given_idx, top_k, rule).run(heap))  # type: ignore[return-value]  # of four
 
 
 @_route.register_fake
@@ -240,10 +225,8 @@ def _route_gradients(
     numbers: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, rule, heap = _unpacked(numbers)
-    dx, d_weight = route_gradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True), heap)
-    assert dx is not None
-    assert d_weight is not None
-    return dx, d_weight
+    found = RouteGradients((d_logits, d_probs, d_scores), tuple(kept), rule, (True, True)).run(heap)
+    return tuple(found)  # type: ignore[return-value]  # both
 
 
 @_route_gradients.register_fake

@@ -6,7 +6,7 @@ backward is another:
     symmoe::moe_forward    plan, dispatch, experts, combine
     symmoe::moe_backward   dispatch, experts, combine
 
-RoutedExperts calls them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
+Layers call them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
 operator around it. Results have the same bits.
 
 Operators take tensors and numbers only. Their tensors are the tokens [T, H], probs [T, K], the layers' *own*: biases of
@@ -17,10 +17,8 @@ compiled graph or the checkpoint drops that.
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple, cast
 
@@ -34,45 +32,24 @@ from symmoe.grouped.experts import CallExperts, of_tensors
 from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
-from symmoe.moe.config import MoEConfig
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_option
 from symmoe.moe.ep_step import STASHES
-from symmoe.symm_mem.heap import SymmetricHeap
-
-
-@dataclass(frozen=True, eq=False)
-class EagerStep:
-    """What the operators run, for layers of this configuration, heap and kind of experts: a RoutedExperts
-    (moe/routed_experts.py). Operators take tensors and numbers only, so it has a number in this process."""
-
-    config: MoEConfig
-    heap: SymmetricHeap
-    meta_experts: GroupedMLP  # of the shape and activation of the layers' experts, without memory
-    kind: tuple[object, ...]  # see kind_of
-    number: int = field(default_factory=itertools.count().__next__)
-
-    def __call__(
-        self, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: CallExperts
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(y, expert_load, num_dropped); collective, forward and backward."""
-        raise NotImplementedError
-
-
-BY_NUMBER: weakref.WeakValueDictionary[int, EagerStep] = weakref.WeakValueDictionary()
+from symmoe.moe.routed_experts import BY_NUMBER, RoutedExperts
+from symmoe.torch_internals import num_dispatch_modes
 
 
 class _Call(NamedTuple):
     """The numbers of an operator."""
 
-    step: int  # of an EagerStep, found in a table that holds nothing alive
+    step: int  # of a RoutedExperts, found in a table that holds nothing alive
     num_own: int  # tensors of the layers
     trains: int  # whether there will be a backward pass,
     trains_own: int  # and whether it makes gradients of the layers' own
     gradients: int  # of x and probs, one of control.GRADIENTS
 
     @property
-    def eager(self) -> EagerStep:
-        """The step."""
+    def eager(self) -> RoutedExperts:
+        """What runs the step."""
         return BY_NUMBER[self.step]
 
     def are_trained(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -91,15 +68,32 @@ class _Call(NamedTuple):
         return tensors[2 + self.num_own :]
 
 
-def run_as_operator(
-    step: EagerStep, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
+def is_traced(experts: GroupedMLP) -> bool:
+    """Whether a compiler or a dispatch mode traces the call, which both see operators only.
+
+    A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
+    """
+    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_option(experts) is None)
+
+
+def run_routed(
+    step: RoutedExperts,
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    experts: GroupedMLP,
+    out_shape: torch.Size | None = None,
+    *,
+    before_trips: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The step as one operator: y [T, H]; the plan's expert_load and num_dropped, as new tensors. Collective.
+    """RoutedExperts.run, if nobody traces the call; else the step as one operator, without before_trips.
 
     Raises:
-        ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the
-            layer has been given experts of another kind since it was made.
+        ArgumentError: as run does; or, traced, weight gradients are to be delayed, or to go to main_grad: the operator
+            returns them. Or the layer has been given experts of another kind since it was made.
     """
+    if not is_traced(experts):
+        return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:3]
     if (option := gradients_option(experts)) is not None:
         raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
     if (problem := fsdp_problem(experts, step.heap.num_ranks)) is not None:
@@ -115,7 +109,7 @@ def run_as_operator(
     gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
     y, expert_load, num_dropped, _ = _moe_forward([tokens, probs, *own, *adapters], topk_idx, list(call))
-    return y, expert_load, num_dropped
+    return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
 
 
 class _Arguments:
@@ -176,13 +170,13 @@ def _moe_forward(
     eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     if not call.trains:
-        y, expert_load, num_dropped = eager(tensors[0], tensors[1], topk_idx, call.experts(tensors))
+        y, expert_load, num_dropped, _ = eager.run(tensors[0], tensors[1], topk_idx, call.experts(tensors))
         return y, expert_load.clone(), num_dropped.clone(), state
     arguments, trained = _Arguments(tensors), call.are_trained(tensors)
     # Leaves of an autograd graph that only this call has.
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
     with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
-        y, expert_load, num_dropped = eager(leaves[0], leaves[1], topk_idx, call.experts(leaves))
+        y, expert_load, num_dropped, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
     kept = _State(arguments, [*compress(leaves, trained)], _end_of(y), expert_load)
     state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
@@ -254,7 +248,7 @@ def _(*arguments: Any, out_val: object) -> int:
     return _num_rows(call.eager, tensors[1], load) * _backward_flops(call, call.adapters(tensors))
 
 
-def _num_rows(eager: EagerStep, probs: torch.Tensor, load: torch.Tensor | None) -> int:
+def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:
     """The rows that the experts of a rank multiply in a call: its expert_load [E], cut to a static capacity. Slots that
     a mask or a capacity factor has taken away are not in it. Waits for the device.
 

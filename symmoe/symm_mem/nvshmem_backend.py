@@ -23,7 +23,8 @@ from symmoe.symm_mem.bootstrap import Bootstrap
 
 _UNIQUE_ID_BYTES = 128
 _DL_CUDA, _DL_UINT = 2, 1
-_CAPSULE_NAME = b"dltensor"
+_capsule_type = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_new_capsule = _capsule_type(("PyCapsule_New", ctypes.pythonapi))
 
 # Plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
 _ENVIRONMENT = {
@@ -149,28 +150,23 @@ def _files_of_this_user() -> Iterator[None]:
         os.umask(old)
 
 
-class _DLDevice(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+class _DLManagedTensor(ctypes.Structure):
+    """DLPack's, with the fields of the structures in it."""
 
-
-class _DLDataType(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("device", _DLDevice),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
         ("ndim", ctypes.c_int32),
-        ("dtype", _DLDataType),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),  # none: there is nothing to free
     ]
-
-
-class _DLManagedTensor(ctypes.Structure):
-    _fields_ = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
 class AddressRange:
@@ -180,18 +176,11 @@ class AddressRange:
 
     def __init__(self, address: int, num_bytes: int, device: torch.device) -> None:
         self._shape = (ctypes.c_int64 * 1)(num_bytes)
-        self._managed = _DLManagedTensor(
-            _DLTensor(address, _DLDevice(_DL_CUDA, device.index), 1, _DLDataType(_DL_UINT, 8, 1), self._shape, None, 0),
-            None,
-            None,  # no deleter: there is nothing to free
-        )
+        self._managed = _DLManagedTensor(address, _DL_CUDA, device.index, 1, _DL_UINT, 8, 1, self._shape)
         # A tensor reads the deleter field when it dies, maybe after this object: these 100 bytes are never freed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._managed))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shape))
 
     def tensor(self) -> torch.Tensor:
         """A new uint8 tensor over the whole range, with a separate version counter."""
-        new_capsule = ctypes.pythonapi.PyCapsule_New
-        new_capsule.restype = ctypes.py_object
-        new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return from_dlpack(new_capsule(ctypes.addressof(self._managed), _CAPSULE_NAME, None))
+        return from_dlpack(_new_capsule(ctypes.addressof(self._managed), b"dltensor", None))

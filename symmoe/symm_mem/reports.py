@@ -149,9 +149,7 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
 def read_report(peers: Peers, sender: int) -> Report:
     """Why rank `sender` has given up. Waits for the current stream."""
     message = _read(peers, sender, _word_of(sender))
-    if message is None:
-        return Report("it has not said why")
-    return Report.unpack(message[_WORD.size :])
+    return Report("it has not said why") if message is None else Report.unpack(message[_WORD.size :])
 
 
 def _word_of(rank: int) -> int:

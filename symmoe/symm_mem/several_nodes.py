@@ -89,11 +89,6 @@ class Nodes(OneNode):
         self._hear_of_faults()  # so that it is not launched for the first time while ranks exchange, see reports.py
 
     @property
-    def num_meetings(self) -> int:
-        """Meetings of this rank's rail so far: it is the same for the ranks on it."""
-        return self.lane.number
-
-    @property
     def failed_so_far(self) -> torch.Tensor:
         """int64 [] on the device: not 0 if the call has failed here, or on a node of which this rank has heard."""
         return self._counters[_WORD].amax()
@@ -395,13 +390,8 @@ def make_count_peers(peers: Peers, topology: Topology) -> Peers:
     """Of the count table, which has a row for each rank of the group: in place of a rank of another node, the rank with
     its index here."""
     local = [ranks.index(rank) for rank in range(peers.layout.num_rows) for ranks in topology.nodes if rank in ranks]
-    return Peers(
-        rank=topology.rank,
-        num_ranks=peers.layout.num_rows,
-        bases=peers.bases[torch.tensor(local, device=peers.bases.device)],
-        views=tuple(peers.views[rank] for rank in local),
-        layout=peers.layout,
-    )
+    bases, views = peers.bases[torch.tensor(local, device=peers.bases.device)], [peers.views[rank] for rank in local]
+    return Peers(topology.rank, peers.layout.num_rows, bases, tuple(views), peers.layout)
 
 
 def start_rail(

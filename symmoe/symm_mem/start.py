@@ -97,7 +97,9 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
     heap.bootstrap, whole = Bootstrap(group), Bootstrap(group, start_s)
     heap._tape_mode = whole.attempt(partial(_check_options, options, whole))
     _agree_on(options, whole)
-    heap.topology = topology = find_topology(_find_domains(name, whole), whole.rank, options.ranks_per_node)
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if name == "nvshmem" else None
+    domains = whole.gather(whole.attempt(partial(find_place, gpu)).domain)  # by rank, whose memory it can reach
+    heap.topology = topology = find_topology(domains, whole.rank, options.ranks_per_node)
     node, is_single = topology.ranks, topology.num_nodes == 1
     logger.info("rank %d: backend %s (%s)", whole.rank, name, reason)
     heap.rank, heap.num_ranks, heap.num_bytes = whole.rank, whole.num_ranks, options.num_bytes
@@ -196,11 +198,3 @@ def _agree_on(options: HeapOptions, bootstrap: Bootstrap) -> None:
         values = [each[field] for each in gathered]
         if len(set(values)) > 1:
             raise ConfigMismatch(f"{field} differs between ranks: {values}")
-
-
-def _find_domains(backend: str, bootstrap: Bootstrap) -> list[str]:
-    """Of each rank, what it has in common with those whose memory it can reach. Collective."""
-    gpu = None
-    if backend == "nvshmem":
-        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return bootstrap.gather(bootstrap.attempt(partial(find_place, gpu)).domain)

@@ -53,7 +53,7 @@ def reduce_gradients(
     """
     group = group or default_group()
     layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
-    if any(layer.replicas.ddp is not None for layer in layers):
+    if any(layer.replicas.its_ddp() is not None for layer in layers):
         raise ArgumentError(
             "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
             "reduce_gradients would do it again"

@@ -24,7 +24,7 @@ import symmoe
 import symmoe.moe.torch_operators
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe import routing, torch_operators
+from symmoe.moe import routed_experts, routing, torch_operators
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
@@ -156,11 +156,11 @@ def test_nothing_is_left_behind(heap):
     step(compiled, x)
     assert heap.leased_bytes == 0
     number = module.moe._routed_experts.number
-    assert number in torch_operators.BY_NUMBER
+    assert number in routed_experts.BY_NUMBER
     del module, compiled, outputs
     torch._dynamo.reset()
     gc.collect()
-    assert number not in torch_operators.BY_NUMBER
+    assert number not in routed_experts.BY_NUMBER
 
 
 def test_backward_twice_through_a_retained_graph(heap):
@@ -185,21 +185,17 @@ def test_frozen_experts_and_frozen_router(heap):
     assert module.moe.experts.fc1.weight.grad is None
 
 
-def test_errors_keep_their_types(heap):
+def test_errors_keep_their_types(heap, monkeypatch):
     module = block(heap, capacity=8, max_tokens=64)
     with pytest.raises(CapacityError, match="8"):
         torch.compile(module, fullgraph=True, backend="aot_eager")(tokens())
+    monkeypatch.setattr(torch_operators, "is_traced", lambda experts: True)
     for option in ("delay_wgrad", "accumulate_into_main_grad"):
         experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, **{option: True})
         layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
+        arguments = torch.ones(2, HIDDEN), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int32)
         with pytest.raises(ArgumentError, match=option):
-            torch_operators.run_as_operator(
-                layer._routed_experts,
-                torch.ones(2, HIDDEN),
-                torch.ones(2, 2),
-                torch.zeros(2, 2, dtype=torch.int32),
-                experts,
-            )
+            torch_operators.run_routed(layer._routed_experts, *arguments, experts)
 
 
 def test_experts_of_another_kind_are_refused(heap):

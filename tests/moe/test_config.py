@@ -63,6 +63,12 @@ def test_kernels_number_the_words_that_a_configuration_takes():
         ({"route_scale": float("nan")}, r"route_scale \(nan\) must be finite"),
         ({"aux_loss_coef": -0.1}, r"aux_loss_coef \(-0.1\) must be finite and at least 0"),
         ({"z_loss_coef": None}, r"z_loss_coef \(None\) must be a number, not NoneType"),
+        ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be more than 0"),
+        ({"capacity_factor": -1.0}, r"capacity_factor \(-1.0\)"),
+        ({"drop_policy": "position"}, r"drop_policy \('position'\) needs a capacity_factor"),
+        ({"capacity_factor": 1.0, "drop_policy": "last"}, r"drop_policy \('last'\) must be one of"),
+        ({"capacity_factor": 1.0, "aux_loss": "global"}, r"aux_loss \('global'\) must be .* capacity_factor \(1.0\)"),
+        ({"aux_loss": "batch"}, r"aux_loss \('batch'\) must be one of"),
     ],
 )
 def test_error_names_field_and_values(changes: dict[str, object], message: str):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.combine.trip import collecting
+from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import dispatch
 from symmoe.errors import CapacityError
@@ -311,8 +311,8 @@ def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findin
     values[: len(encoded)] = torch.tensor(encoded, device=values.device)
     with plan.heap.lease((plan.row_capacity, 8), torch.float32) as lease:
         lease.tensor.zero_()
-        with collecting(lease.tensor, plan, order="slot", row_values=values) as collection:
-            pass
+        with Collection(lease.tensor, plan, order="slot", row_values=values) as collection:
+            collection.collect()
         got = collection.values
     to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
     findings.equal("values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32))

@@ -111,7 +111,7 @@ def mlp_with_room(
     config = MoEConfig(**sizes, **options)
     num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
     give_room(heap, (num_experts, top_k), len(x), num_rows)
-    return RoutedExperts.of(config, heap, experts)(x, probs, topk_idx, experts)[0]
+    return RoutedExperts.of(config, heap, experts).run(x, probs, topk_idx, experts)[0]
 
 
 def without_semaphores() -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import re
-import threading
-import time
 import types
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from heap_calls import outcome, round_trip
-from limits import PROMPT_S
 from worker import Findings
 
 from symmoe import SymmetricHeap
@@ -258,41 +254,3 @@ def test_owns(heap: SymmetricHeap):
     assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
     with pytest.raises(StaleLease):  # half of it is past the end of the lease
         heap.offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])
-
-
-def test_leases_dropped_by_the_garbage_collector_never_overlap():
-    """The collector may run in any thread at any time, in the middle of the arena's own work too."""
-    stop = threading.Event()
-
-    def collect() -> None:
-        while not stop.is_set():
-            gc.collect(0)
-
-    thread = threading.Thread(target=collect)
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        thread.start()
-        try:
-            kept = []
-            for turn in range(600):
-                deadline = time.monotonic() + PROMPT_S
-                while heap.leased_bytes > heap.num_bytes // 2:  # the collector is behind
-                    assert time.monotonic() < deadline
-                    gc.collect()
-                lease = heap.lease((1 + turn % 7, 128), torch.float32)
-                if turn % 3:
-                    holder = {"lease": lease}
-                    holder["self"] = holder  # only the collector can free it
-                    del holder
-                elif len(kept) < 16:
-                    kept.append(lease)
-                else:
-                    kept[turn % 16] = lease
-                spans = sorted((held.offset, held.num_bytes) for held in kept)
-                assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
-                del lease
-        finally:
-            stop.set()
-            thread.join()
-        kept.clear()
-        gc.collect()
-        assert heap.leased_bytes == 0

@@ -217,7 +217,7 @@ def check_audit(rank: int, num_ranks: int, tapes: str) -> tuple[int, int, list[s
     findings, added = Findings(), []
     real = _Forward.second_half
 
-    def more(self: _Forward, a: torch.Tensor, *rest: object) -> tuple[torch.Tensor]:
+    def more(self: _Forward, a: torch.Tensor, *rest: object) -> torch.Tensor:
         if added:
             a.mul_(1.0)
         return real(self, a, *rest)

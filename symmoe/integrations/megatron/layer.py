@@ -142,7 +142,7 @@ class FusedTokenDispatcher(SymmTokenDispatcher):
         """(y [T, H], expert_load, num_dropped) of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
         shared = self.shared_experts
         before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
-        return routed(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)
+        return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)[:3]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns its arguments. Local."""

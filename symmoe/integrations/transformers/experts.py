@@ -19,6 +19,7 @@ from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.first_step import watch_first_step
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe.torch_operators import run_routed
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _ENDS = "ranks that generate end at different lengths, unless all pass synced_gpus=True to generate"
@@ -138,7 +139,7 @@ class ExpertParallelExperts(ExpertParallelModule):
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
-        y, expert_load, num_dropped = self._routed_experts(tokens, probs, top_k_index, self.mlp)
+        y, expert_load, num_dropped = run_routed(self._routed_experts, tokens, probs, top_k_index, self.mlp)
         if self.listeners.callbacks:
             ids, config = top_k_index, self.config
             size, sent = config.hidden * dtype.itemsize, config.sent_row_bytes("forward", dtype.itemsize)
@@ -147,8 +148,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
-        mlp = self.mlp
-        return f"experts={self.num_experts}, ranks={self.heap.num_ranks}, hidden={mlp.hidden}, ffn={mlp.ffn}"
+        return f"experts={self.num_experts}, ranks={self.heap.num_ranks}, hidden={self.mlp.hidden}, ffn={self.mlp.ffn}"
 
     def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Problem:
         if x.dim() != 2 or x.shape[1] != self.mlp.hidden:

@@ -105,7 +105,7 @@ def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tu
     weights = layer.experts.fc1.weight, layer.experts.fc2.weight
 
     def routed() -> tuple[torch.Tensor, ...]:
-        y, _, _ = experts(x, probs, problem.topk_idx, layer.experts)
+        y, *_ = experts.run(x, probs, problem.topk_idx, layer.experts)
         return (y, *torch.autograd.grad(y, (x, probs, *weights), dy))
 
     def whole() -> tuple[torch.Tensor, ...]:
