@@ -156,7 +156,7 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 class RankMaps:
     """Where ranks are, for kernels. Made once, because a host that copies numbers to a GPU waits for it."""
 
-    to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is that of -1, which is -1
+    to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is of -1, for which it is any
     is_on_other: torch.Tensor  # bool [R + 2, N], whether a rank is on a node, but this one; R is no rank, nor is -1
     to_local: torch.Tensor  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
     by_node: torch.Tensor  # int64 [N, G], the ranks of each node
@@ -173,7 +173,7 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     others_before = [node - (node > here) for node in range(len(nodes))]
     with torch.inference_mode(False):
         return RankMaps(
-            to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), -1], device=device),
+            to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), here], device=device),
             is_on_other=torch.tensor(is_on_other, device=device),
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
