@@ -68,9 +68,8 @@ class Lane:
         self._last: list[torch.Tensor] = []  # while it travels
         self._sent, self._reports, self._probes = Started(), Started(), Started()
         self._nothing = [torch.empty(0, dtype=torch.uint8, device="cpu")] * num_nodes
-        self._words, self._received = (
-            [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(num_nodes)] for _ in range(2)
-        )
+        room = torch.zeros((2, num_nodes, _HEADER_BYTES), dtype=torch.uint8, device="cpu")
+        self._words, self._received = (list(each.unbind()) for each in room)
         self._awaited_words = self._listen_on(last_words, self._words)
         self.number = 0
         self._awaited = self._listen_on(rail, self._received)

@@ -162,6 +162,7 @@ class RankMaps:
     by_node: torch.Tensor  # int64 [N, G], the ranks of each node
     other_ranks: torch.Tensor  # int64 [R - G], the ranks of the other nodes, in their order
     others_before: torch.Tensor  # int32 [N], how many other nodes have smaller numbers
+    first_with: torch.Tensor  # int64 [R + 1], the first rank whose rows come with those of a rank; R for the end of all
 
 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
@@ -170,7 +171,8 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     others = [ranks for ranks in nodes if ranks != topology.ranks]
     is_on_other = [[rank in ranks and ranks in others for ranks in nodes] for rank in range(num_ranks + 2)]
     to_local = [ranks.index(rank) if rank in ranks else -1 for ranks in nodes for rank in range(num_ranks + 1)]
-    others_before = [node - (node > here) for node in range(len(nodes))]
+    others_before, own = [node - (node > here) for node in range(len(nodes))], topology.ranks
+    first_with = [own[0] if rank < own[0] else min(rank, own[-1] + 1) for rank in range(1, num_ranks)]
     with torch.inference_mode(False):
         return RankMaps(
             to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), here], device=device),
@@ -179,4 +181,5 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
             by_node=torch.tensor(nodes, device=device),
             other_ranks=torch.tensor(others, device=device).flatten(),
             others_before=torch.tensor(others_before, dtype=torch.int32, device=device),
+            first_with=torch.tensor([0, *first_with, num_ranks], device=device),
         )
