@@ -99,10 +99,9 @@ class FromNodes:
     def _slot_to_row(self) -> torch.Tensor:
         """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
         plan = self._plan
-        slot_to_node = nodes_of(plan.heap).maps.to_node[plan.slot_to_rank.long()]
-        row = self._token_to_row.gather(1, slot_to_node.clamp(min=0)) * plan.top_k
-        row += torch.arange(plan.top_k, dtype=torch.int32, device=row.device)
-        return row.masked_fill_(slot_to_node < 0, -1)
+        row = self._token_to_row.gather(1, nodes_of(plan.heap).maps.to_node[plan.slot_to_rank])
+        row.mul_(plan.top_k).add_(torch.arange(plan.top_k, dtype=torch.int32, device=row.device))
+        return row.masked_fill_(plan.slot_to_rank < 0, -1)
 
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip, and before its last barrier, see Nodes.meet."""

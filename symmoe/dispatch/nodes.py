@@ -337,9 +337,7 @@ def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
 def split_by_arrival(heap: SymmetricHeap, plans: tuple[PlanIntegers, PlanIntegers]) -> torch.Tensor:
     """Has both plans say which packed rows come with each of their sources; NodesPlan.own_rows."""
     plan, first, end = plans[0], heap.topology.ranks[0], heap.topology.ranks[-1] + 1
-    packed_start = plan.source_to_packed_start.clone()
-    packed_start[1:first] = plan.source_to_packed_start[first]
-    packed_start[end : heap.num_ranks] = plan.source_to_packed_start[end]
+    packed_start = plan.source_to_packed_start.index_select(0, nodes_of(heap).maps.first_with)
     for each in plans:
         vars(each).update(source_to_packed_start=packed_start)
     return torch.stack([plan.source_to_rows[first, 0], plan.source_to_rows[end - 1, 1]])

@@ -67,9 +67,12 @@ class Lane:
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
         self._sent, self._reports, self._probes = Started(), Started(), Started()
-        self._words, self._awaited_words = self._listen_on(last_words)
+        self._nothing = [torch.empty(0, dtype=torch.uint8, device="cpu")] * num_nodes
+        room = torch.zeros((2, num_nodes, _HEADER_BYTES), dtype=torch.uint8, device="cpu")
+        self._words, self._received = (list(each.unbind()) for each in room)
+        self._awaited_words = self._listen_on(last_words, self._words)
         self.number = 0
-        self._received, self._awaited = self._listen_on(rail)
+        self._awaited = self._listen_on(rail, self._received)
 
     def say(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
@@ -102,7 +105,7 @@ class Lane:
             if last := self._has_given_up():
                 return [last]
             raise
-        self._received, self._awaited = self._listen_on(self._rail)
+        self._awaited = self._listen_on(self._rail, self._received)
         self._rail.wait(self._sent, timeout_s)
         return headers
 
@@ -168,14 +171,8 @@ class Lane:
                     return said
         return None
 
-    def _listen_on(self, rail: GlooRail) -> tuple[list[torch.Tensor], Started]:
-        """Where the next headers of all nodes are going to be, and what brings them."""
-        received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._num_nodes)]
-        awaited: Started = []
+    def _listen_on(self, rail: GlooRail, received: list[torch.Tensor]) -> Started:
+        """What brings the next headers of all nodes."""
         with contextlib.suppress(RailBroken):  # a peer has closed after the last meeting: the next one finds that out
-            awaited = rail.start(self._nothing, received, tag=TO_LANE)
-        return received, awaited
-
-    @property
-    def _nothing(self) -> list[torch.Tensor]:
-        return [torch.empty(0, dtype=torch.uint8, device="cpu")] * self._num_nodes
+            return rail.start(self._nothing, received, tag=TO_LANE)
+        return []

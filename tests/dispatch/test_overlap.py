@@ -32,7 +32,7 @@ from symmoe.moe.overlap import (
     overlap_everything,
     rates_of,
 )
-from symmoe.nodes.topology import find_topology
+from symmoe.nodes.topology import find_topology, make_rank_maps
 from symmoe.precision import MXFP8, Float8Block
 
 H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
@@ -104,7 +104,8 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     experts = draw_rows(data, num_ranks)
     topology = find_topology([source * num_nodes // num_ranks for source in range(num_ranks)], rank, None)
     packed_start = torch.cat([torch.zeros(1), torch.tensor(experts).sum(0).cumsum(0)]).int()
-    heap = SimpleNamespace(topology=topology, num_ranks=num_ranks)
+    maps = make_rank_maps(topology, torch.device("cpu"))
+    heap = SimpleNamespace(topology=topology, num_ranks=num_ranks, nodes=SimpleNamespace(maps=maps))
     rows = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
     split_rows(starts_of(experts), rows, rank, topology.ranks)
     plans = [SimpleNamespace(source_to_rows=rows, source_to_packed_start=packed_start) for _ in range(2)]

@@ -104,15 +104,13 @@ def _break_at(heap: SymmetricHeap, relay: Relay, how: str, phase: int, number: i
     """The network breaks at a meeting of a step."""
     original, left = heap.nodes.meet, number
 
-    def meet(its_phase: int, **agreed: int) -> None:
+    def meet(its_phase: int, **agreed: int) -> list[int]:
         nonlocal left
         left -= its_phase == phase
-        if is_after:
-            original(its_phase, **agreed)
+        found = original(its_phase, **agreed) if is_after else []
         if left == 0:
             getattr(relay, how)()
-        if not is_after:
-            original(its_phase, **agreed)
+        return found if is_after else original(its_phase, **agreed)
 
     heap.nodes.meet = meet  # type: ignore[method-assign]
 
