@@ -64,10 +64,9 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = file.readall().decode(errors="replace") or "a process"
-            text = (
+            raise CheckpointError(
                 f"another job is saving to {path.parent}: {holder} has {path.name}. Every job needs its own directory"
-            )
-            raise CheckpointError(text) from None
+            ) from None
         except OSError as error:
             _LOG.warning("%s cannot be locked (%s): another job that saves there goes unnoticed", path, error.strerror)
         with contextlib.suppress(OSError):  # a full disk is not full for this one

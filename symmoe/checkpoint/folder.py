@@ -158,15 +158,13 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
             )
 
 
-def _check_sizes(checkpoint: Path, manifest: Manifest) -> None:
-    found = {path.name: path.lstat() for path in checkpoint.glob("*.safetensors")}  # all of these would be read
+def _check_sizes(place: Path, manifest: Manifest) -> None:
+    found = {path.name: path.lstat() for path in place.glob("*.safetensors")}  # all of these would be read
     for name in sorted({*found, *manifest.files}):
         here = found[name].st_size if name in found and stat.S_ISREG(found[name].st_mode) else None
         there = manifest.files[name].bytes if name in manifest.files else None
         if here != there:
-            raise CheckpointError(
-                f"{checkpoint / name} has {here} bytes (None: is no plain file); {MANIFEST} says {there}"
-            )
+            raise CheckpointError(f"{place / name} has {here} bytes (None: is no plain file); {MANIFEST} says {there}")
 
 
 def _complete(directory: Path) -> dict[str, int]:

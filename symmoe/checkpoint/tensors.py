@@ -45,8 +45,7 @@ class Place:
     @property
     def rows(self) -> torch.Tensor:
         """The tensor, detached, with a dimension of rows if it is cut."""
-        own = self.tensor.detach()
-        return own.unsqueeze(0) if self.is_row else own
+        return self.tensor.detach()[None] if self.is_row else self.tensor.detach()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,9 +135,7 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
     elif isinstance(node, torch.Tensor):
         yield Place(key=prefix, tensor=node)
     else:
-        raise ArgumentError(
-            f"{prefix} is of type {type(node).__name__}; it must be a tensor, a module or a dict of them"
-        )
+        raise ArgumentError(f"{prefix} is of type {type(node).__name__}; it must be a tensor, module or dict of them")
 
 
 def _of_module(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:

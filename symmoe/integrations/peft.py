@@ -160,14 +160,12 @@ class _StandIn(nn.Module):
 
     def __init__(self, experts: ExpertParallelExperts) -> None:
         super().__init__()
-        mlp, num_experts = experts.mlp, experts.num_experts
-        self.is_transposed = isinstance(mlp.activation, ScaledClampedSwiGLU)
-        shapes = {"gate_up_proj": mlp.fc1.weight.shape[1:], "down_proj": mlp.fc2.weight.shape[1:]}
-        for name, shape in shapes.items():
-            shape = shape[::-1] if self.is_transposed else shape
+        self.is_transposed = isinstance(experts.mlp.activation, ScaledClampedSwiGLU)
+        for name, linear in (("gate_up_proj", experts.mlp.fc1), ("down_proj", experts.mlp.fc2)):
+            shape = linear.weight.mT.shape if self.is_transposed else linear.weight.shape
             # For peft's initialisation they have a device, unlike those of the meta device.
-            value = torch.zeros((), dtype=mlp.fc1.weight.dtype, device=mlp.fc1.weight.device)
-            setattr(self, name, nn.Parameter(value.expand(num_experts, *shape)))
+            value = torch.zeros((), dtype=linear.weight.dtype, device=linear.weight.device)
+            setattr(self, name, nn.Parameter(value.expand(experts.num_experts, *shape[1:])))
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNames]]:

@@ -15,7 +15,7 @@ from symmoe.moe.layer import MoELayer
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Timeline, table
-from symmoe.timeline.recording import Recording, capture_step, record, record_replays
+from symmoe.timeline.recording import Recording, capture_step, directed, record
 from symmoe.tools.bench.cases import PRESETS, add_shape_arguments, config_of, shape_of
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
@@ -101,7 +101,7 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
             if replays:
                 graph = capture_step(forward, backward)
                 try:
-                    timeline = _record(record_replays(path, heap), graph.replay)
+                    timeline = _record(record(path, heap, directed), graph.replay)
                 finally:
                     del graph
                     heap.release_graphs()

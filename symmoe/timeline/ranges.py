@@ -78,15 +78,12 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             prefix, *named = item["name"].split("/")
             if prefix == _PREFIX and len(named) == 2 and named[1] in BY_OPERATOR:
                 ranges[thread].append((begin, begin + float(item["dur"]), *named))
-    if not on_gpu:
-        spans = [span for of_thread in ranges.values() for span in of_thread if span[0] >= started]
-        return sorted(
-            (Event("host", BY_OPERATOR[name], direction, name, *span) for *span, direction, name in spans), key=_span
-        )
     events = []
     for of_thread in ranges.values():
         of_thread.sort()
-    for item in ran:
+        spans = [] if on_gpu else [span for span in of_thread if span[0] >= started]
+        events += [Event("host", BY_OPERATOR[name], direction, name, *span) for *span, direction, name in spans]
+    for item in ran if on_gpu else ():
         begin, name = float(item["ts"]), item["name"]
         thread, launched = launches.get(item["args"].get("correlation"), (None, begin))
         if launched >= started:
@@ -97,8 +94,4 @@ def events_of(trace: Trace, *, on_gpu: bool) -> list[Event]:
             phase = BY_OPERATOR.get(operator) or BY_KERNEL.get(name, OTHER)
             lane = f"stream {item['args'].get('stream', item['tid'])}"
             events.append(Event(lane, phase, direction, name[:_NAME_LENGTH], begin, begin + float(item["dur"])))
-    return sorted(events, key=_span)
-
-
-def _span(event: Event) -> tuple[float, float]:
-    return event.begin_us, event.end_us
+    return sorted(events, key=lambda event: (event.begin_us, event.end_us))

@@ -12,7 +12,7 @@ import json
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -30,12 +30,11 @@ from symmoe.torch_internals import SLEEP_KERNEL, gpu_sleep
 _Outputs = TypeVar("_Outputs")
 
 _ALIGNING_BARRIERS = 16
-_ALIGNING_NAMES = ("barrier", "barrier_kernel")
+_BARRIERS = ("barrier", "barrier_kernel")
 _NOT_STARTED = "the recording was not started: call recording.start() in the context, after a step or two"
 # About thirty milliseconds, in which the host launches the aligning barriers and, slowed down by the profiler, a step
 # of a layer. With two, the barriers took all of it: ranks began forward 0.3 ms apart, backward up to 3.
 _HEAD_START_CYCLES = 60_000_000
-_MARK = SLEEP_KERNEL  # of passes in a graph; a step does not launch it
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
 _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 
@@ -93,8 +92,8 @@ def record(
     path, on_gpu = Path(path), heap.device.type == "cuda"
     heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
     heap.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]
     with annotate(heap), torch.profiler.profile(activities=activities) as profiler:
         recording = Recording(heap)
         yield recording
@@ -120,9 +119,7 @@ def record(
 def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
     """The timeline, on the clock of rank 0, of events by begin, each rank's on its own clock, that start with so many
     barriers."""
-    barriers = [
-        [(e.begin_us, e.end_us) for e in events if e.name in _ALIGNING_NAMES][:num_barriers] for events in ranks
-    ]
+    barriers = [[(e.begin_us, e.end_us) for e in events if e.name in _BARRIERS][:num_barriers] for events in ranks]
     offsets, errors = align(barriers)
     start = min(mine[-1][1] - offset for mine, offset in zip(barriers, offsets, strict=True))
     moved = []
@@ -182,13 +179,9 @@ def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs],
     return graph
 
 
-def record_replays(path: str | Path, heap: SymmetricHeap) -> AbstractContextManager[Recording]:
-    """Same as :func:`symmoe.timeline.record`, but only for replays of what :func:`capture_step` returns."""
-    return record(path, heap, directed)
-
-
 def directed(timeline: Timeline) -> Timeline:
-    """The events of replays with directions from the marks, which are removed, and with lanes from their phases.
+    """The events of replays of what :func:`capture_step` returns, with directions from the marks, which are removed,
+    and with lanes from their phases: for :func:`record`, as `finish`.
 
     Events before the first mark keep their direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them.
     """
@@ -196,10 +189,10 @@ def directed(timeline: Timeline) -> Timeline:
 
 
 def _directed(events: Sequence[Event]) -> list[Event]:
-    marks = [event.begin_us for event in events if _MARK in event.name]
+    marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]  # a step does not launch it
     found = []
     for event in events:
-        if _MARK not in event.name:
+        if SLEEP_KERNEL not in event.name:
             passed = bisect_right(marks, event.begin_us)
             direction = _AFTER_MARKS[passed % 2] if passed else event.direction
             phase = _GEMMS.get(direction, event.phase) if event.phase == "GEMM" else event.phase

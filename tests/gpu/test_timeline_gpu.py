@@ -15,7 +15,7 @@ from worker import open_heap
 
 from symmoe import timeline
 from symmoe.timeline.events import Timeline
-from symmoe.timeline.recording import capture_step, record_replays
+from symmoe.timeline.recording import capture_step, directed, record
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         heap.synchronize()
-        with record_replays(path, heap) as recording:
+        with record(path, heap, directed) as recording:
             graph.replay()
             recording.start()
             for _ in range(NUM_REPLAYS):

@@ -23,7 +23,7 @@ from symmoe.timeline.command import trace_layer
 from symmoe.timeline.events import DIRECTIONS, Event, Timeline, chrome_trace, lanes_of, table
 from symmoe.timeline.phases import _TABLE, BY_KERNEL, BY_OPERATOR, COMMUNICATION, GEMMS, PHASES
 from symmoe.timeline.ranges import events_of
-from symmoe.timeline.recording import align, directed, record_replays, timeline_of
+from symmoe.timeline.recording import align, directed, record, timeline_of
 
 KERNELS = Path(kernels.__file__).parent
 
@@ -267,7 +267,7 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
 def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
-        with record_replays(tmp_path / "replays.json", heap) as recording:
+        with record(tmp_path / "replays.json", heap, directed) as recording:
             recording.start()
             layer(torch.randn(8, 16))[0]
         lanes = {e.lane for e in recording.timeline.ranks[0]}

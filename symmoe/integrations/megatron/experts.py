@@ -95,9 +95,7 @@ class SymmExperts(MegatronModule):
                 weights="packed",
                 accumulate_into_main_grad=config.gradient_accumulation_fusion,
                 delay_wgrad=config.delay_wgrad_compute,
-                init_method=init_method
-                if config.perform_initialization
-                else (lambda weight: None),  # a checkpoint will
+                init_method=init_method if config.perform_initialization else lambda weight: None,  # a checkpoint will
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
             )
@@ -205,19 +203,15 @@ def _split(
                 half_key += ("_w", "_v")[h]
             elif is_gated:
                 half_offsets = (*offsets, (len(offsets), h, 2))
-            shards.append(
-                ShardedTensor.from_rank_offsets(
-                    half_key, half, *half_offsets, replica_id=replica_id, prepend_axis_num=len(offsets)
-                )
-            )
+            where = {"replica_id": replica_id, "prepend_axis_num": len(offsets)}
+            shards.append(ShardedTensor.from_rank_offsets(half_key, half, *half_offsets, **where))
     return shards
 
 
 @torch.no_grad()
 def _join(shards: list[torch.Tensor], *, num_halves: int) -> torch.Tensor:
     """The inverse of :func:`_split`: the weight."""
-    matrices = [torch.cat(shards[i : i + num_halves]) for i in range(0, len(shards), num_halves)]
-    return torch.stack(matrices)
+    return torch.stack([torch.cat(shards[i : i + num_halves]) for i in range(0, len(shards), num_halves)])
 
 
 def activation_of(config: TransformerConfig) -> ScaledActivation:

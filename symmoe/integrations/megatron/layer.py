@@ -210,8 +210,7 @@ class SymmMoELayer(MoELayer):
 
     def _tell(self, rows: torch.Tensor, expert_load: torch.Tensor, num_dropped: torch.Tensor) -> None:
         ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
-        report = RoutingReport(ids, ids, expert_load, num_dropped, size, size, is_training=self.training)
-        self.listeners.tell(report)
+        self.listeners.tell(RoutingReport(ids, ids, expert_load, num_dropped, size, size, is_training=self.training))
 
 
 def begun(value: _Value | None) -> _Value:

@@ -117,11 +117,10 @@ def _replaced(spec: Spec, experts: type | None, module: type | None, params: dic
         if experts is not None:
             submodules = dataclasses.replace(submodules, experts=experts)
         if is_spec:
-            others = {"submodules": submodules, "params": {**layer.params, **params}}
-            return dataclasses.replace(layer, module=module or layer.module, **others)
-        return functools.partial(
-            module or layer.func, *layer.args, **{**layer.keywords, **params, "submodules": submodules}
-        )
+            more = layer.params | params
+            return dataclasses.replace(layer, module=module or layer.module, submodules=submodules, params=more)
+        keywords = layer.keywords | params | {"submodules": submodules}
+        return functools.partial(module or layer.func, *layer.args, **keywords)
 
     new: Spec = _with_layers(spec, replace)
     if new is spec:

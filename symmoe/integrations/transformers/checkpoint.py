@@ -20,7 +20,7 @@ from torch import nn
 from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import check_replicas, digest
-from symmoe.errors import CheckpointError, SymmoeError
+from symmoe.errors import CheckpointError, SymmoeError, raise_for
 from symmoe.integrations.transformers.layout import (
     INDEX,
     WEIGHTS,
@@ -57,17 +57,9 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         CheckpointError: on every rank, if any rank cannot read it, or if keys are missing, not in the model or of
             another shape. The model is untouched unless a file broke while it was read.
     """
-    folder, heap = Path(folder), heap_of(model)
-
-    def plan() -> tuple[Layout, list[Piece]]:
-        layout = read_layout(folder)
-        pieces = pieces_of(model, layout.tensors)
-        if (problem := layout_problem(pieces, layout, _ignored_keys(model))) is not None:
-            raise problem
-        return layout, pieces
-
-    with Peers(heap.bootstrap) as peers:
-        layout, pieces = peers.together(plan)
+    folder = Path(folder)
+    with Peers(heap_of(model).bootstrap) as peers:
+        layout, pieces = peers.together(lambda: _layout_there(model, folder))
         peers.together(lambda: _read(folder, layout, pieces), is_last=True)
 
 
@@ -108,14 +100,11 @@ def save_checkpoint(
     def plan() -> tuple[Layout, list[Piece]]:
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is a file; a checkpoint is written to a folder")
-        layout = None if like is None else read_layout(like)
-        pieces = pieces_of(model, None if layout is None else layout.tensors)
-        if layout is None:
-            tensors = {piece.key: (piece.dtype, piece.shape) for piece in pieces}
-            return new_layout(tensors, max_shard_bytes=max_shard_bytes), pieces
-        if (problem := layout_problem(pieces, layout, _ignored_keys(model))) is not None:
-            raise problem
-        return layout, pieces
+        if like is not None:
+            return _layout_there(model, like)
+        pieces = pieces_of(model, None)
+        tensors = {piece.key: (piece.dtype, piece.shape) for piece in pieces}
+        return new_layout(tensors, max_shard_bytes=max_shard_bytes), pieces
 
     def lay_out() -> None:
         if heap.rank == 0:
@@ -145,9 +134,14 @@ def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     check_replicas(((key, range(peers.num_ranks)) for key in tensors), digests)
 
 
-def _ignored_keys(model: nn.Module) -> set[str]:
-    """Patterns of keys that checkpoints of this model may have in addition to its own, as in transformers."""
-    return {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+def _layout_there(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
+    """The layout of a checkpoint, and the model's pieces in it. CheckpointError: it is not that of the model."""
+    layout = read_layout(folder)
+    pieces = pieces_of(model, layout.tensors)
+    # Patterns of keys that it may have in addition to its own, as in transformers.
+    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+    raise_for(layout_problem(pieces, layout, ignored))
+    return layout, pieces
 
 
 def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:

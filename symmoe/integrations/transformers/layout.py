@@ -80,8 +80,7 @@ def read_layout(folder: Path) -> Layout:
             raise CheckpointError(f"{folder / name} has {file_bytes[name]} bytes; its header says {end}")
         tensors.update(stored)
     if expected is not None and expected != {key: tensor.file for key, tensor in tensors.items()}:
-        differing = sorted(set(expected.items()) ^ {(key, tensor.file) for key, tensor in tensors.items()})
-        key, file = differing[0]
+        key, file = min(set(expected.items()) ^ {(key, tensor.file) for key, tensor in tensors.items()})
         raise CheckpointError(f"{folder / INDEX} and the files disagree on where {key} is ({file} or elsewhere)")
     return Layout(headers, file_bytes, tensors, index)
 
@@ -145,15 +144,13 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
         aliases.setdefault(id(tensor), []).append(_replace_prefix(name, renamed))
     pieces: list[Piece] = []
     for name, tensor in tensors.items():
-        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
-        if path is not None:
+        if (path := next((path for path in blocks if name.startswith(f"{path}.")), None)) is not None:
             if name.removeprefix(f"{path}.") not in _KNOWN:
                 raise CheckpointError(f"{name} has no place in a checkpoint of transformers; merge or remove it")
             if path in names:  # its first tensor
                 pieces += _expert_pieces(family, blocks[path], names.pop(path), stored)
             continue
-        key = _replace_prefix(name, renamed)
-        keys = aliases[id(tensor)]
+        key, keys = _replace_prefix(name, renamed), aliases[id(tensor)]
         on_disk = keys[:1] if stored is None else [k for k in keys if k in stored] or keys[:1]
         if key in on_disk:
             pieces.append(Piece(key, tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0, True))
@@ -247,8 +244,7 @@ def _expert_pieces(
         rank, i = divmod(expert, num_local)
         w1, w2 = fc1.weight.detach()[i], fc2.weight.detach()[i]  # on other ranks only their shapes count
         if matrices is not None:
-            names = (f"{expert}.{matrix}.weight" for matrix in matrices)
-            parts = dict(zip(names, (*w1.chunk(2), w2), strict=True))
+            parts = dict(zip((f"{expert}.{matrix}.weight" for matrix in matrices), (*w1.chunk(2), w2), strict=True))
         elif not family.clamped:
             parts = {"gate_up_proj": w1, "down_proj": w2}
         else:

@@ -49,9 +49,7 @@ def from_pretrained(
 
     def read_config() -> PretrainedConfig:
         if not folder.is_dir():
-            raise CheckpointError(
-                f"folder ({folder}) is not there: it must be local (huggingface_hub.snapshot_download)"
-            )
+            raise CheckpointError(f"folder ({folder}) is not there; huggingface_hub.snapshot_download makes one")
         return AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)  # building changes it
 
     with Peers(heap.bootstrap) as peers:
@@ -70,7 +68,9 @@ def from_pretrained(
 
 def _materialise(model: PreTrainedModel, device: torch.device) -> None:
     """Memory for everything on the meta device; ties and marks of parameters stay."""
-    kept_in_fp32 = _kept_in_fp32(model)
+    # Names of modules and tensors that transformers loads in fp32 whatever the dtype asked for.
+    kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
+    kept_in_fp32 |= set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else set()
     made: dict[int, nn.Parameter] = {}
 
     def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,9 +91,3 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             value = fresh[name].to(device) if name in computed else empty(f"{path}.{name}", buffer)
             setattr(module, name, value)
-
-
-def _kept_in_fp32(model: PreTrainedModel) -> set[str]:
-    """Names of modules and tensors that transformers loads in fp32 whatever the dtype asked for."""
-    strict = set(model._keep_in_fp32_modules_strict or ())
-    return strict | set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else strict

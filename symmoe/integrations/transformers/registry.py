@@ -29,7 +29,6 @@ def register(heap: SymmetricHeap, *, step: StepConfig | None = None) -> None:
         heap: over the ranks of the mesh's "ep" dimension, in their order.
         step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
     """
-
     own = {"heap": heap, "step": step or StepConfig()}
     EPImplementationInterface.register(NAME, type("SymmoeEPOverHeap", (SymmoeEP,), own))
 

@@ -48,9 +48,8 @@ _SIZES |= {"top_k": "K, experts per token"}
 def add_shape_arguments(parser: argparse.ArgumentParser, *, several: bool = False, default: str = "") -> None:
     """Adds what :func:`shapes_of`, or unless `several` :func:`shape_of`, reads."""
     what = "comma-separated names, or all" if several else "one"
-    parser.add_argument(
-        "--preset", default="", help=f"{what}: {', '.join(PRESETS)}{f' ({default})' if default else ''}"
-    )
+    known = ", ".join(PRESETS) + (f" ({default})" if default else "")
+    parser.add_argument("--preset", default="", help=f"{what}: {known}")
     for name, text in _SIZES.items():
         more = "; with the other three instead of a preset" if name == "hidden" else ""
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text + more)

@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Collection[str] = tup
     add_shape_arguments(parser, several=True, default=next(iter(PRESETS)))
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
-    parser.add_argument(
-        "--repetitions", type=int, default=30, help="of every variant (%(default)s; show none of fewer)"
-    )
+    parser.add_argument("--repetitions", type=int, default=30, help="of each variant (%(default)s; show none of fewer)")
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
     parser.add_argument("--ranks-per-node", type=int, help="cuts machines into virtual nodes, see docs/nodes.md")
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")

@@ -26,7 +26,7 @@ from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, case_record, median_ms, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference
 from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
-from symmoe.tools.bench.timing import DIRECTIONS, HostClock, Mark, Run, StreamMark, Variant, in_steps
+from symmoe.tools.bench.timing import DIRECTIONS, HostClock, Run, StreamMark, Variant, in_steps
 from symmoe.training.memory_plan import plan_memory
 
 Forward = Callable[[], torch.Tensor]
@@ -169,14 +169,8 @@ class Step:
 
     def eager(self) -> Variant:
         """The step as the host launches it."""
-
-        def call(clock: HostClock) -> list[Mark]:
-            marks = [clock.mark()]
-            y = self.forward()
-            marks.append(clock.mark())
-            self.backward(y)
-            return [*marks, clock.mark()]
-
+        kept = list[torch.Tensor]()
+        call = in_steps(lambda: kept.append(self.forward()), lambda: self.backward(kept.pop()))
         return Variant(self.name, DIRECTIONS, call, lambda: self.error(*self.results()), self.max_error)
 
     def captured(self) -> Variant:

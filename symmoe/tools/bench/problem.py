@@ -85,8 +85,7 @@ class Problem:
         generator = torch.Generator(self.device).manual_seed(_seed(_TOKENS, rank))
         shape = (self.case.num_tokens, self.case.shape.hidden)
         x, dy = (torch.randn(shape, dtype=DTYPE, generator=generator, device=self.device) for _ in range(2))
-        slots = (self.case.num_tokens, self.case.shape.top_k)
-        probs = 0.1 + torch.rand(slots, generator=generator, device=self.device)
+        probs = 0.1 + torch.rand((self.case.num_tokens, self.case.shape.top_k), generator=generator, device=self.device)
         return Tokens(x, dy, probs / probs.sum(1, keepdim=True))
 
     def weights_of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:

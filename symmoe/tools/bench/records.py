@@ -103,10 +103,8 @@ def ratio(record: Record) -> float | None:
 
 
 def render(records: Sequence[Record]) -> str:
-    """A line for each record, without columns that no record has, then what was skipped and why.
-
-    "ratio" is to the yardstick of the same run.
-    """
+    """A line for each record, without columns that no record has, then what was skipped and why. "ratio" is to the
+    yardstick of the same run."""
     columns = [column for column in _COLUMNS if any(record.get(column[2]) is not None for record in records)]
     lines = [" ".join(f"{head:{align}}" for head, align, _, _ in columns) + "   ratio"]
     for record in records:
@@ -145,9 +143,8 @@ def commit(folder: Path) -> str:
     git = ("git", "--no-optional-locks", "-C", str(folder))  # without a lock: a commit at the same time would fail
     if not output_of(*git, "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
-    return (output_of(*git, "rev-parse", "HEAD") or "unknown") + "-dirty" * bool(
-        output_of(*git, "status", "--porcelain")
-    )
+    head = output_of(*git, "rev-parse", "HEAD") or "unknown"
+    return f"{head}-dirty" if output_of(*git, "status", "--porcelain") else head
 
 
 def _cpu_model() -> str:

@@ -30,9 +30,8 @@ class Reference:
     """Results of a few tokens of this rank, spread over the batch, and of its busiest and its last expert."""
 
     def __init__(self, problem: Problem) -> None:
-        num_tokens = problem.case.num_tokens
-        count = min(_SAMPLED_TOKENS, num_tokens)
-        self.token_index = torch.linspace(0, num_tokens - 1, count).long().to(problem.device)
+        count = min(_SAMPLED_TOKENS, problem.case.num_tokens)
+        self.token_index = torch.linspace(0, problem.case.num_tokens - 1, count).long().to(problem.device)
         self.y, self.dx, self.dprobs = _tokens(problem, self.token_index)
         splits = problem.routing.splits[problem.rank]
         self.experts = [_expert(problem, local) for local in sorted({int(splits.argmax()), len(splits) - 1})]

@@ -110,11 +110,8 @@ def _make(kind: Kind, problem: Problem, run: Run) -> tuple[Step, Callable[[], tu
 
     def whole() -> tuple[torch.Tensor, ...]:
         y, metrics = layer(x)
-        outputs, gradients = [y], [dy]
-        if kind.losses:
-            outputs.append(metrics.aux_loss)
-            gradients.append(torch.ones_like(metrics.aux_loss))
-        return torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
+        more = [metrics.aux_loss] if kind.losses else []
+        return torch.autograd.grad((y, *more), (x, *layer.parameters()), (dy, *map(torch.ones_like, more)))
 
     return whole if kind.routes else routed, routed
 

@@ -112,8 +112,7 @@ def join_and_examine(
     first one of each node. Raises ArgumentError without torchrun."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if missing := [name for name in names if not environment.get(name, "").isdigit()]:
-        text = f"--nodes needs ranks that torchrun has started: {', '.join(missing)} not set (docs/nodes.md)"
-        raise ArgumentError(text)
+        raise ArgumentError(f"--nodes needs ranks of torchrun: {', '.join(missing)} not set (docs/nodes.md)")
     rank, num_ranks, local_rank = (int(environment[name]) for name in names)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))  # type: ignore[attr-defined]
@@ -204,9 +203,8 @@ def read_nics(folder: Path = Path("/sys/class/infiniband")) -> dict[str, bool]:
     nics = {}
     for device in sorted(folder.glob("*")):
         about = [text for name in ("link_layer", "rate") for text in said(device, f"1/{name}") if text]
-        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = any(
-            "ACTIVE" in text for text in said(device, "*/state")
-        )
+        has_link = any("ACTIVE" in text for text in said(device, "*/state"))
+        nics[f"{device.name} ({', '.join(about) or 'RDMA'})"] = has_link
     return nics
 
 
