@@ -343,8 +343,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
             continue
         if any(has_hooks(call.module) for call in stage.calls):  # a hook may cast what goes in or comes out
             rows = rows._replace(dtype=None)
-        error = stage.problem(rows)
-        if error is not None:
+        if (error := stage.problem(rows)) is not None:
             return error
     results, gradients = (
         [(i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer(name)) is not None]
@@ -366,8 +365,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         # Delayed weight gradients still read tensors after the backward pass.
         modules = () if reader is None else (part for call in stages[reader].calls for part in call.module.modules())
         delays = any(getattr(module, "delay_wgrad", False) for module in modules)
-        last = math.inf if reader is None or delays else -reader
-        return replace(buffer, first=-i, last=last)
+        return replace(buffer, first=-i, last=math.inf if reader is None or delays else -reader)
 
     error = overlap_problem([result(*each) for each in results], read)
     written = [buffer.tensor for _, buffer in results]
