@@ -79,8 +79,7 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
 
     def choice(_name: str, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        num_tokens = math.prod(x.shape[:-1])
-        return balanced_choice(num_tokens, layer.config.top_k, layer.config.num_experts, device=x.device)
+        return balanced_choice(math.prod(x.shape[:-1]), layer.config.top_k, layer.config.num_experts, device=x.device)
 
     with _choose(_layers(model), choice):
         yield
@@ -130,8 +129,7 @@ def _choose(
                 if kwargs.get("probs") is not None:
                     problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
                     module.heap.fail_for(problem, control.PHASE_PLAN)
-                x = args[0] if args else kwargs["x"]
-                return args, {**kwargs, "topk_idx": choice(name, module, x)}
+                return args, {**kwargs, "topk_idx": choice(name, module, args[0] if args else kwargs["x"])}
 
             hooks.callback(layer.register_forward_pre_hook(give, with_kwargs=True).remove)
         yield
