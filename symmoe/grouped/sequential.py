@@ -97,8 +97,7 @@ class Sequential(nn.Module):
                 module of another kind comes before it. A nested Sequential with hooks is of another kind: it checks its
                 op_kwargs when it runs, and its buffers are not compared with what modules outside of it use.
         """
-        inputs = iter(_complete(list(self), extra_inputs))
-        calls = list(_calls(self, inputs, op_kwargs))
+        calls = list(_calls(self, iter(_complete(list(self), extra_inputs)), op_kwargs))
         stages = [Stage(part) for part in _split(calls, _are_fusible)]
         if len(stages) > 1:  # a single stage checks its own arguments
             raise_for(_stages_problem(stages, x))

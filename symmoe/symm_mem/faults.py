@@ -23,7 +23,6 @@ others raise at the latest; then all of a rail have raised it, and what they exc
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -127,7 +126,7 @@ class Faults:
         self.poison: str | None = None
         self.unraised: SymmoeError | None = None
         self._waits, self._streams, self._one_call = waits, streams, one_call
-        self._others, self._forget, self._folder = others, forget, os.environ.get("SYMMOE_FLIGHT_DIR", "")
+        self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
         self._peers, self._flight, self._words = waits.peers, waits.flight, waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
         self._counters, self._num_messages = counters(waits.peers), 0  # sent to the peers

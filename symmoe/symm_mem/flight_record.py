@@ -62,8 +62,13 @@ def describe(
     }
 
 
+def find_folder() -> str:
+    """Where records are written, by SYMMOE_FLIGHT_DIR in the environment; "": nowhere."""
+    return os.environ.get("SYMMOE_FLIGHT_DIR", "")
+
+
 def write(record: dict[str, Any], folder: str) -> str:
-    """Writes a record that only this user can read, if there is a folder; returns what to add to the error's text."""
+    """Writes a record that only this user can read; returns what to add to the error's text, or ""."""
     if not folder:
         return ""
     try:

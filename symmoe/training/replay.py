@@ -96,8 +96,7 @@ def balanced_choice(
     step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
     while math.gcd(step, num_experts) > 1:
         step += 1
-    slot = torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k)
-    return (slot * step % num_experts).int()
+    return (torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) * step % num_experts).int()
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
