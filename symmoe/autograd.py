@@ -118,30 +118,26 @@ class GradientBuffer:
         )
 
     def hand_on(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What backward returns for `gradient`, which is the buffer if there is one and it has been written."""
-        return gradient if self.tensor is None else _hand_on(gradient)
+        """What backward returns for `gradient`, which is the buffer if there is one and it has been written.
+
+        A second reference to it lives until the pass ends: it keeps autograd from making the buffer's memory the
+        `.grad` of a leaf, and it tells :func:`in_flight_problem` whether autograd still needs it.
+        """
+        if self.tensor is None:
+            return gradient
+        storage, gradient = gradient.untyped_storage(), wrote_into(gradient).detach()
+        held, start = [gradient], gradient.data_ptr()
+        # Cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
+        call_after_backward(held.clear)
+        pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
+        pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
+        storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
+        return gradient
 
     def end_backward(self) -> None:
         """Releases the buffer unless the graph is retained. Called at the end of a successful backward."""
         if not keeps_graph():
             self.tensor = None
-
-
-def _hand_on(buffer: torch.Tensor) -> torch.Tensor:
-    """What a backward pass returns for a gradient that it has written into a caller's buffer.
-
-    A second reference to it lives until the pass ends: it keeps autograd from making the buffer's memory the `.grad`
-    of a leaf, and it tells :func:`in_flight_problem` whether autograd still needs it.
-    """
-    gradient = wrote_into(buffer).detach()
-    held = [gradient]
-    # The list is cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
-    call_after_backward(held.clear)
-    start, storage = gradient.data_ptr(), buffer.untyped_storage()
-    pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
-    pending.append((start, start + gradient.nbytes, weakref.ref(gradient)))
-    storage._gradients = pending  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
-    return gradient
 
 
 def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:

@@ -148,15 +148,11 @@ def _dispatch_problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> SymmoeError | None:
     error: SymmoeError | None = words_problem(order=order)
-    if error is not None:
-        return error
-    if probs is not None:
+    if error is None and probs is not None:
         shape = plan.num_tokens, plan.top_k
         error = tensor_problem("probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device)
-        if error is not None:
-            return error
-    if out is None:
-        return None
+    if error is not None or out is None:
+        return error
     shape = (plan.row_capacity, x.shape[1])
     return buffer_problem("out", out, shape=shape, dtype=x.dtype, device=x.device, inputs=(x,), heap=plan.heap)
 
@@ -240,15 +236,8 @@ def _combine_problem(
     error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:
         return error
-    return buffer_problem(
-        "grad_out",
-        grad_out,
-        shape=tuple(expert_out.shape),
-        dtype=expert_out.dtype,
-        device=expert_out.device,
-        inputs=(expert_out,),
-        heap=plan.heap,
-    )
+    shape, dtype, device, inputs = tuple(expert_out.shape), expert_out.dtype, expert_out.device, (expert_out,)
+    return buffer_problem("grad_out", grad_out, shape=shape, dtype=dtype, device=device, inputs=inputs, heap=plan.heap)
 
 
 def _rows_problem(name: str, rows: torch.Tensor, plan: Plan, *num_rows: int) -> ArgumentError | StaleLease | None:

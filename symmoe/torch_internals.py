@@ -26,8 +26,7 @@ _GONE = object()
 
 
 def _missing(name: str, *args: object) -> NoReturn:
-    text = f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested"
-    raise BackendUnavailable(text)
+    raise BackendUnavailable(f"torch {torch.__version__} has no {name}, which symmoe needs: install one that is tested")
 
 
 def _named(path: str, otherwise: Callable[..., Any] | None = None) -> Any:

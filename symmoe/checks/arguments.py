@@ -221,10 +221,8 @@ def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[object]) -> Argu
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first element and of the end of the last one."""
     start = tensor.data_ptr()
-    if tensor.is_contiguous():
+    if tensor.is_contiguous():  # or empty
         return start, start + tensor.numel() * tensor.element_size()
-    if tensor.numel() == 0:
-        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
 

@@ -6,7 +6,6 @@ a tail that is never read: it stays as it is in a buffer of the caller, and is z
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only t
 from symmoe.kernels.operands import Operand, given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
-from symmoe.precision.recipes import Recipe
 
 
 class GroupedLinear(GroupedParameters):
@@ -203,8 +201,19 @@ class LinearGradients:
 
     def weight_gradients(self) -> tuple[Compute, ...]:
         """Needs no weights, so a delayed gradient keeps none of them alive."""
-        x, row_range, d_out = self._rows.x, self._rows.row_range, self._d_out
-        return (functools.partial(_weight_gradient, self._recipe, x, row_range, d_out, Unmodified(x=x, d_y=d_out)),)
+        recipe, x, row_range, d_out = self._recipe, self._rows.x, self._rows.row_range, self._d_out
+        inputs = Unmodified(x=x, d_y=d_out)
+
+        def compute(out: torch.Tensor | TensorTable, accumulate: bool) -> None:  # d_out_g^T x_g
+            inputs.check()
+            ops = kernels.for_device(x.device)
+            if recipe is None:
+                ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
+                return
+            left, right = gradient_columns(recipe, d_out, row_range), recipe.quantize_columns(x, row_range).operand()
+            ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
+
+        return (compute,)
 
     def adapter_gradients(self) -> Gradients:
         """dA and dB; none without adapters."""
@@ -212,25 +221,6 @@ class LinearGradients:
             return ()
         t = given("t", self._kept[0])
         return self._low.gradients(self._rows.x, t, self._d_out, self._d_t, self._rows.row_range)
-
-
-def _weight_gradient(
-    recipe: Recipe | None,
-    x: torch.Tensor,
-    row_range: torch.Tensor,
-    d_out: torch.Tensor,
-    inputs: Unmodified,
-    out: torch.Tensor | TensorTable,
-    accumulate: bool,
-) -> None:
-    """out [G, O, C] (+)= d_out_g^T x_g."""
-    inputs.check()
-    ops = kernels.for_device(x.device)
-    if recipe is None:
-        ops.grouped_gemm_wgrad(d_out, x, row_range, out, accumulate=accumulate)
-        return
-    left, right = gradient_columns(recipe, d_out, row_range), recipe.quantize_columns(x, row_range).operand()
-    ops.grouped_gemm_wgrad_quantized(left, right, row_range, out, accumulate=accumulate)
 
 
 def _split(layer: GroupedParameters, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], LowRank | None]:

@@ -171,8 +171,7 @@ class GroupedParameters(nn.Module):
         found = cast("tuple[nn.Parameter, ...]", parameters)
         if not self.delay_wgrad:
             return MainGrads(found, overwrite=overwrite_main_grad)
-        overwrite = overwrite_main_grad if self.accumulate_into_main_grad else None
-        return DelayedGradients(found, self._delayed, overwrite)
+        return DelayedGradients(found, self._delayed, overwrite_main_grad if self.accumulate_into_main_grad else None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedParameters:
         before = None if self.is_packed else addresses(self.weight_parameters())

@@ -186,8 +186,7 @@ class _RowsFunction(Function):
         inputs = _inputs(len(layers), *saved[ctx.num_kept :])
         needs_x, _, needs_scale, *needs_biases = ctx.needs_input_grad[2:]
         d_y = kernel_rows(d_y).view(-1, d_y.shape[-1])
-        needs = needs_x, needs_scale, *needs_biases
-        gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, needs)
+        gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, (needs_x, needs_scale, *needs_biases))
         d_x = d_scale = None
         if needs_x:
             d_x = _gradient_rows(buffer, x, d_y)
@@ -199,8 +198,7 @@ class _RowsFunction(Function):
         end = sum(len(layer.weight_names) for layer in layers)
         for layer, compute, overwrite in [*zip(layers, gradients.weight_gradients(), overwrites, strict=True)][::-1]:
             end, weights = end - len(layer.weight_names), inputs.tensors[end - len(layer.weight_names) : end]
-            target = layer.gradient_target(weights, overwrite_main_grad=overwrite)
-            d_weights[:0] = target.for_autograd(weights, compute)
+            d_weights[:0] = layer.gradient_target(weights, overwrite_main_grad=overwrite).for_autograd(weights, compute)
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
         return None, None, d_x, None, d_scale, *gradients.bias_gradients(), *d_weights, *d_adapters

@@ -97,8 +97,7 @@ class Sequential(nn.Module):
                 module of another kind comes before it. A nested Sequential with hooks is of another kind: it checks its
                 op_kwargs when it runs, and its buffers are not compared with what modules outside of it use.
         """
-        inputs = iter(_complete(list(self), extra_inputs))
-        calls = list(_calls(self, inputs, op_kwargs))
+        calls = list(_calls(self, iter(_complete(list(self), extra_inputs)), op_kwargs))
         stages = [Stage(part) for part in _split(calls, _are_fusible)]
         if len(stages) > 1:  # a single stage checks its own arguments
             raise_for(_stages_problem(stages, x))
@@ -343,8 +342,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
             continue
         if any(has_hooks(call.module) for call in stage.calls):  # a hook may cast what goes in or comes out
             rows = rows._replace(dtype=None)
-        error = stage.problem(rows)
-        if error is not None:
+        if (error := stage.problem(rows)) is not None:
             return error
     results, gradients = (
         [(i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer(name)) is not None]
@@ -366,8 +364,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         # Delayed weight gradients still read tensors after the backward pass.
         modules = () if reader is None else (part for call in stages[reader].calls for part in call.module.modules())
         delays = any(getattr(module, "delay_wgrad", False) for module in modules)
-        last = math.inf if reader is None or delays else -reader
-        return replace(buffer, first=-i, last=last)
+        return replace(buffer, first=-i, last=math.inf if reader is None or delays else -reader)
 
     error = overlap_problem([result(*each) for each in results], read)
     written = [buffer.tensor for _, buffer in results]

@@ -151,8 +151,7 @@ class HeldWeight:
             for tensor in (*made.directions[0], *(made.directions[1] or ())):
                 if tensor is not None:
                     tensor.record_stream(stream)
-        forward, transposed_operand = made.directions
-        return forward, transposed_operand if transposed else None
+        return made.directions[0], made.directions[1] if transposed else None
 
     def _versions_now(self) -> list[int]:
         return [0 if parameter.is_inference() else version_of(parameter) for parameter in self._parameters]

@@ -120,8 +120,7 @@ class Quantized:
         begin, end = self._row_range
         tiles = (end - begin + formats.TILE - 1) // formats.TILE
         first = formats.TILE * (tiles.cumsum(0) - tiles)
-        row = torch.arange(self.num_rows, device=self.data.device)
-        place = (first - begin)[groups] + row
+        place = (first - begin)[groups] + torch.arange(self.num_rows, device=self.data.device)
         width = self.data.shape[1] * self.block_format.elements_per_byte
         # The group of each padded token; tiles of no group may get any.
         token = torch.arange(width, device=self.data.device)

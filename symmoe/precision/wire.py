@@ -79,8 +79,7 @@ class WireFormat:
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows [P, H] that have been sent, up to rounding. Bytes that were never received give any numbers."""
         out = torch.empty((received.shape[0], self.hidden), dtype=dtype, device=received.device)
-        ops = kernels.for_device(received.device)
-        ops.decode_rows(received.view(torch.uint8), out, self.recipe.row_format)
+        kernels.for_device(received.device).decode_rows(received.view(torch.uint8), out, self.recipe.row_format)
         return out
 
 

@@ -20,7 +20,7 @@ from symmoe.symm_mem.streams import Access, NoStreams
 from symmoe.symm_mem.waits import Waits
 
 _META = torch.device("meta")
-_ENDLESS_BYTES = 1 << 62
+ENDLESS_BYTES = 1 << 62
 Event = tuple[int | None, Any]  # (bytes of a lease where it begins or None where it ends, the lease)
 
 
@@ -49,7 +49,7 @@ class DryHeap(SymmetricHeap):
         memory: Any = _DryMemory(peers, self.events)
         faults: Any = SimpleNamespace(poison=None, unraised=None, fail=lambda error, phase: error, tell=_nothing)
         none: Any = None
-        self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, _ENDLESS_BYTES
+        self.rank, self.num_ranks, self.num_bytes = 0, num_ranks, ENDLESS_BYTES
         self.backend, self.backend_reason, self._tape_mode = "none", "a dry step", "off"
         self.peers = self.count_peers = peers
         self.topology, self.bootstrap, self.nodes, self._arenas, self._others = none, none, None, none, none
@@ -81,7 +81,7 @@ class _DryMemory:
     def __init__(self, peers: Peers, events: list[Event]) -> None:
         self.peers, self.statistics, self._events = peers, HeapStatistics(), events
         self.dropped = events  # a dropped lease appends its end
-        self.arenas = [partial(torch.empty, _ENDLESS_BYTES, dtype=torch.uint8, device=_META)]
+        self.arenas = [partial(torch.empty, ENDLESS_BYTES, dtype=torch.uint8, device=_META)]
 
     def take(self, num_bytes: int, name: str) -> Span:
         """Notes the begin of a lease."""

@@ -186,8 +186,7 @@ class Faults:
             self._write_down(error)
             return words, error
         if self._is_captured:
-            text = "an earlier call has failed; end the capture and call heap.check() for the error"
-            return words, SymmoeError(text)
+            return words, SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
         self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED : control.RAIL_FAULT + 1].zero_()
         self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # some launched barriers have not counted

@@ -191,8 +191,7 @@ class Nodes(OneNode):
         return fault
 
     def say(self, fault: Fault) -> None:
-        kind = UNRAISED if fault.is_unraised else FAILED
-        self.lane.say(Header(kind, origin=fault.origin, message=fault.message))
+        self.lane.say(Header(UNRAISED if fault.is_unraised else FAILED, origin=fault.origin, message=fault.message))
         self._has_said = True
 
     def tell(self, fault: Fault) -> Fault | Report:

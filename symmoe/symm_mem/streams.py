@@ -285,8 +285,7 @@ class Access:
         if not self.is_given:
             self.check()
         if not self._turn.acquire(blocking=False):
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            other = names.get(self._thread, self._thread)
+            other = {thread.ident: thread.name for thread in threading.enumerate()}.get(self._thread, self._thread)
             raise ConcurrentUse(
                 f"thread '{threading.current_thread().name}' calls a heap on which thread '{other}' "
                 "is in a call: threads take turns on a heap, in the same order on all ranks, or have a heap each"

@@ -119,8 +119,7 @@ def clip_grad_norm(
     for num_copies, gradients in sorted(copies.items()):
         # In fp32 at least, from the beginning: the norm of a half-precision gradient need not fit into its dtype.
         dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
-        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))
-        square = norms.square().sum().float().to(device)
+        square = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)).square().sum().float().to(device)
         if num_copies == num_ranks:
             everywhere += square
         else:

@@ -90,8 +90,7 @@ class LoRAGroupedLinear(GroupedLinear):
         if self.training and self.rank_dropout:
             keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
             a = a * nn.functional.dropout(keep, self.rank_dropout)
-        missing = -a.shape[1] % RANK_MULTIPLE
-        if missing:
+        if missing := -a.shape[1] % RANK_MULTIPLE:
             a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
         return a, b
 
@@ -132,8 +131,7 @@ class LoRAGroupedLinear(GroupedLinear):
             self.unmerge()  # weights that have adapters are stored without what these add
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.is_merged:
-            missing_keys = args[2]
-            missing_keys[:] = [key for key in missing_keys if key not in names]
+            args[2][:] = [key for key in args[2] if key not in names]  # the missing keys
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.lora_a.shape[1]}, scaling={self.scaling}"
@@ -173,8 +171,7 @@ def add_lora(
         mlp.fc1, mlp.fc2 = adapt(mlp.fc1), adapt(mlp.fc2)
     for module in model.modules():
         # MoELayer and layers of integrations: compiled steps hold their weights.
-        set_experts = getattr(module, "set_experts", None)
-        if set_experts is not None:
+        if (set_experts := getattr(module, "set_experts", None)) is not None:
             set_experts(module.experts)
     return [parameter for linear in _adapted(model) for parameter in (linear.lora_a, linear.lora_b)]
 

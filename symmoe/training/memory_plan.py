@@ -25,12 +25,11 @@ from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
 from symmoe.moe.routing import route_tokens
-from symmoe.symm_mem.dry_heap import DryHeap, Event
+from symmoe.symm_mem.dry_heap import ENDLESS_BYTES, DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.torch_internals import storage_of
 
-_ENDLESS_BYTES = 1 << 62
 _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
 
 
@@ -104,7 +103,7 @@ def plan_memory(
         rows = num_tokens * top_k
         packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
     lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
-    if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
+    if lines * max(config.hidden, config.ffn) * _MOST_BYTES > ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
     plan, passes, activation_bytes, peak_bytes = _dry_call(config, heap, num_tokens, dtype)
@@ -139,7 +138,7 @@ class _Memory(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and (key := storage_of(result)) not in given:
             storage, events = result.untyped_storage(), self._heap.events
-            if storage.nbytes() < _ENDLESS_BYTES:  # or it is an arena, of which leases are parts
+            if storage.nbytes() < ENDLESS_BYTES:  # or it is an arena, of which leases are parts
                 events.append((storage.nbytes(), key))
                 weakref.finalize(storage, events.append, (None, key))
         return result
@@ -209,7 +208,7 @@ def _heap_bytes(
 ) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes
-    whole = Arena(control_bytes, _ENDLESS_BYTES)
+    whole = Arena(control_bytes, ENDLESS_BYTES)
     arena = Arena(0, 0) if in_graph else whole
     end = control_bytes + ALIGNMENT_BYTES
     live: dict[object, tuple[int, int]] = {}
@@ -228,4 +227,4 @@ def _heap_bytes(
 
 
 def _too_large() -> ArgumentError:
-    return ArgumentError(f"these sizes would need a heap of more than {_ENDLESS_BYTES} bytes")
+    return ArgumentError(f"these sizes would need a heap of more than {ENDLESS_BYTES} bytes")

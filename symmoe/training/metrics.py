@@ -160,8 +160,12 @@ class _Watched:
         if not _counts(report.is_training):
             return
         num_experts, heap = self.listeners.num_experts, self.listeners.heap
-        of_group = {"experts_per_rank": num_experts // heap.num_ranks, "rank": heap.rank, "num_ranks": heap.num_ranks}
-        sent, read = wire_rows(report.topk_idx, **of_group, order=self.listeners.order)
+        # Dispatch sends a token once to every other rank that has an expert of it (-1 is none). Combine reads as many
+        # rows back with order "rank", and a row for every slot with order "slot".
+        rank_TK = torch.div(report.topk_idx, num_experts // heap.num_ranks, rounding_mode="floor")
+        is_remote = (rank_TK >= 0) & (rank_TK != heap.rank)
+        sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), heap.num_ranks).sum()
+        read = is_remote.sum() if self.listeners.order == "slot" else sent
         self._totals[:num_experts].add_(report.expert_load)
         num_calls, aux_loss, num_dropped, num_over_capacity, dispatch_bytes, combine_bytes = self._totals[num_experts:]
         num_calls.add_(1)
@@ -244,20 +248,6 @@ class _Timer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def wire_rows(
-    topk_idx: torch.Tensor, *, experts_per_rank: int, rank: int, num_ranks: int, order: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [] that this rank sends to other ranks in dispatch, and reads from them in combine. Does not synchronise.
-
-    Dispatch sends a token once to every rank that has an expert of it (ids [T, K]; -1 is none). Combine reads as many
-    back with order "rank", and a row for every slot with order "slot".
-    """
-    rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
-    is_remote = (rank_TK >= 0) & (rank_TK != rank)
-    num_sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), num_ranks).sum()
-    return num_sent, is_remote.sum() if order == "slot" else num_sent
 
 
 def _counts(is_training: bool) -> bool:

@@ -75,8 +75,7 @@ def choose_precision(
         raise ArgumentError("precision (None) must be a recipe for choose_precision to take or to leave")
     if not _was_measured(torch.device(device)) or not isinstance(config.precision, Float8Block):
         return in_full(config)
-    numbers = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_micro_batches": num_micro_batches}
-    _, speed_up = best_measured(config, **numbers)
+    _, speed_up = best_measured(config, num_ranks=num_ranks, num_tokens=num_tokens, num_micro_batches=num_micro_batches)
     return config if speed_up >= LEAST_SPEED_UP else in_full(config)
 
 

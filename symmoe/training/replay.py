@@ -79,8 +79,7 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
 
     def choice(_name: str, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-        num_tokens = math.prod(x.shape[:-1])
-        return balanced_choice(num_tokens, layer.config.top_k, layer.config.num_experts, device=x.device)
+        return balanced_choice(math.prod(x.shape[:-1]), layer.config.top_k, layer.config.num_experts, device=x.device)
 
     with _choose(_layers(model), choice):
         yield
@@ -97,8 +96,7 @@ def balanced_choice(
     step = max(1, round(num_experts / ((1 + math.sqrt(5)) / 2)))
     while math.gcd(step, num_experts) > 1:
         step += 1
-    slot = torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k)
-    return (slot * step % num_experts).int()
+    return (torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) * step % num_experts).int()
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -130,8 +128,7 @@ def _choose(
                 if kwargs.get("probs") is not None:
                     problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
                     module.heap.fail_for(problem, control.PHASE_PLAN)
-                x = args[0] if args else kwargs["x"]
-                return args, {**kwargs, "topk_idx": choice(name, module, x)}
+                return args, {**kwargs, "topk_idx": choice(name, module, args[0] if args else kwargs["x"])}
 
             hooks.callback(layer.register_forward_pre_hook(give, with_kwargs=True).remove)
         yield
