@@ -35,7 +35,7 @@ from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_option
 from symmoe.moe.ep_step import STASHES
 from symmoe.moe.routed_experts import BY_NUMBER, RoutedExperts
-from symmoe.torch_internals import num_dispatch_modes
+from symmoe.torch_internals import keeps_graph, num_dispatch_modes
 
 
 class _Call(NamedTuple):
@@ -199,10 +199,10 @@ def _moe_backward(
     kept = _kept(state)
     if kept is None:
         raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
-    kept.arguments.tensors = tensors
+    kept.arguments.tensors, keeps = tensors, keeps_graph()  # of the caller's backward pass
     try:
         outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation has no list of either
-        return list(torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=True))
+        return list(torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=keeps))
     finally:
         kept.arguments.tensors = ()
 

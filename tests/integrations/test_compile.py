@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import symmoe
 import symmoe.moe.torch_operators
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.moe import routed_experts, routing, torch_operators
+from symmoe.moe import ep_step, routed_experts, routing, torch_operators
 from symmoe.precision import Float8Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
@@ -169,9 +170,11 @@ def test_backward_twice_through_a_retained_graph(heap):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     y, _ = compiled(x)
     loss = y.square().sum()
-    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, x)
+    with mock.patch.object(ep_step, "_Backward", wraps=ep_step._Backward) as passes:
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x)
     assert torch.equal(first, second)
+    assert [call.args[9] for call in passes.call_args_list] == [False, True]  # whether h is spent
 
 
 def test_frozen_experts_and_frozen_router(heap):
