@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton import JITFunction, OutOfResources
 
 from symmoe.kernels.launch import driver, triton_internals
@@ -73,8 +74,8 @@ def fast_jit(
     in `aligned`; None: for all."""
 
     def decorate(function: Any) -> Any:
-        parameters = inspect.signature(function).parameters.values()
-        kinds = {each.name: each.annotation for each in parameters if "constexpr" not in str(each.annotation)}
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        kinds = {each.name: each.annotation for each in parameters if each.annotation is not tl.constexpr}
         numbers = [name for name, kind in kinds.items() if kind is not inspect.Parameter.empty or name in optional]
         anywhere = [] if aligned is None else [name for name in kinds if name not in (*aligned, *numbers)]
         return fast_launch(jit(do_not_specialize=numbers, do_not_specialize_on_alignment=anywhere)(function))
