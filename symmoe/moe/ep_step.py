@@ -144,8 +144,7 @@ def run_experts(
         if isinstance(probs, torch.Tensor):
             return _ExpertParallelMLP.apply(step, linears, None, x, probs, None, None, *tensors), None
         # The router gets its own x: autograd adds the gradients up as it does those of two functions.
-        found = _ExpertParallelMLP.apply(step, linears, probs, x, None, probs.x, probs.weight, *tensors)
-        y, *of_route = found
+        y, *of_route = _ExpertParallelMLP.apply(step, linears, probs, x, None, probs.x, probs.weight, *tensors)
         return y, Routed._make([*of_route, probs.topk_idx])
 
 

@@ -209,20 +209,19 @@ class MoELayer(ExpertParallelModule):
             token_mask = None if token_mask is None else token_mask.reshape(-1)
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
-            own = None  # what the step routes by itself
+            traced, own = is_traced(self.experts), None  # own: what the step routes by itself
             if token_mask is None and topk_idx is None and probs is None and shared is None and dtype == x.dtype:
-                if self.router is not None and self.heap.nodes is None and not is_traced(self.experts):
-                    own = self.router.route_of(x.reshape(-1, self.config.hidden))
+                if self.router is not None and self.heap.nodes is None and not traced:
+                    own = self.router.route_of(x.reshape(-1, self.config.hidden))  # not `tokens`: see run_experts
             if own is not None:
-                idx = given("topk_idx", own.topk_idx)
                 y, expert_load, num_dropped, found = self._routed_experts.run(
-                    tokens, own, idx, self.experts, out_shape=x.shape
+                    tokens, own, given("topk_idx", own.topk_idx), self.experts, out_shape=x.shape
                 )
-                logits, its_probs, scores, _ = cast(Routed, found)
+                logits, its_probs, scores, idx = cast(Routed, found)
                 routed: Choice = RouterOutput(idx, its_probs, idx, None, scores, logits)
             else:
                 routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
-                if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
+                if x.device.type == "cpu" and not traced:  # on GPUs the host would have to wait
                     what, numbers = "probs", routed.probs
                     if isinstance(routed, RouterOutput):
                         what, numbers = "the router's logits", routed.logits

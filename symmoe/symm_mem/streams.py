@@ -212,7 +212,7 @@ class StreamOrder:
 
     def _notice_stream(self) -> _Order:
         """Notes the current stream. Marks are kept once it differs from that of the last call."""
-        order = self._eager if self.eager_thread == threading.get_ident() else self._order()
+        order = self._order()
         if not order.has_several and order.last is not None and current_stream(self._device.index) != order.last:
             order.has_several = True
             # No marks have been kept yet: everything so far counts as the last call.
