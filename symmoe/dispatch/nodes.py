@@ -81,11 +81,12 @@ class RailRows:
             return
         has_no_room = self.token_to_rail_row >= rail_rows
         self.token_to_rail_row.masked_fill_(has_no_room, -1)
-        most = self.num_sent.amax(0, keepdim=True)
         if excess.drops:
             lost = (slot_goes & has_no_room[:, None]).any(2)
             self.topk_idx, self._number = topk_idx.masked_fill(lost, -1), lost.sum(dtype=torch.int32).view(1)
-        elif excess.room is None:
+            return
+        most = self.num_sent.amax(0, keepdim=True)
+        if excess.room is None:
             self._number = most.where(most > rail_rows, 0)
         else:
             self._word = control.HEAD_PACKED_CAPACITY

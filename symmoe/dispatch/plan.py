@@ -78,8 +78,7 @@ class Plan(PlanIntegers):
         depend on the plan. rails: if the group spans nodes."""
         if (to_fill := self.to_fill) is None:
             return
-        heap = self.heap
-        with heap.one_call:
+        with (heap := self.heap).one_call:
             self.generation = heap.epoch + 1
             launch = partial(to_fill.launch, heap, rails)
             is_special = rails is not None or heap.first_step is not None
