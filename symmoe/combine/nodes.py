@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.nodes import NodesPlan
+from symmoe.dispatch.nodes import NodesPlan, RailPlan
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import nodes_of
@@ -60,13 +59,19 @@ class FromNodes:
     def __init__(
         self, plan: Plan, nodes: NodesPlan[Plan], like: torch.Tensor | None, *, has_values: bool, order: str
     ) -> None:
-        self._plan, self._rails, self._order = plan, nodes.rails, order
-        self._token_to_row = nodes.rails.token_to_home_row
+        self._plan, self._rails = plan, nodes.rails
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
         self._home = _room_for(plan, len(nodes.rails.home_row_to_token), like, has_values, num_rows)
         self.own = self._home.first(nodes.own)
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
+        # Here, for `add` may run on another stream.
+        row = self._slot_to_row = nodes.rails.token_to_home_row
+        if has_values or order == "slot":
+            self._slot_to_row = _slot_to_home_row(plan, nodes.rails)
+            row = self._slot_to_row if order == "slot" else row
+            self._num_values = row.new_full((1,), plan.num_tokens)
+        self._maps = row, row.new_zeros(1), row.clamp(max=0), row
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
@@ -77,7 +82,7 @@ class FromNodes:
         """
         sends = [self._rails.by_node(tensor) for tensor in self.foreign.tensors]
         receives = [self._rails.to_nodes(tensor[self._plan.num_tokens :]) for tensor in self._home.tensors]
-        self.meet(agreed)
+        self._rails.meet(control.PHASE_NODES_HOME, agreed)
         with nodes_of(self._plan.heap).moving(sends, receives) as wait:
             yield wait
 
@@ -85,27 +90,23 @@ class FromNodes:
         """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own. ready:
         what the trip's first barrier returned; if the call has failed, `out` gets NaN."""
         ops = kernels.for_device(self._plan.heap.device)
-        index = self._slot_to_row if self._order == "slot" else self._token_to_row
         if out is not None and self._home.rows is not None:
             # To this kernel, home is a group of one rank, on which a token has all that has come for it as its rows.
-            rows, zero = self._home.rows.flatten(0, 1), index.new_zeros(1)
-            maps = index, zero, index.clamp(max=0), index
-            ops.sum_home((rows, rows), maps, (ready, ready), out, rank=0)
+            rows = self._home.rows.flatten(0, 1)
+            ops.sum_home((rows, rows), self._maps, (ready, ready), out, rank=0)
         if values is not None and self._home.values is not None:
-            index = self._slot_to_row
-            ops.gather_values(self._home.values.flatten(), index, index.new_full((1,), len(values)), values)
-
-    @cached_property
-    def _slot_to_row(self) -> torch.Tensor:
-        """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
-        plan = self._plan
-        row = self._token_to_row.gather(1, nodes_of(plan.heap).maps.to_node[plan.slot_to_rank])
-        row.mul_(plan.top_k).add_(torch.arange(plan.top_k, dtype=torch.int32, device=row.device))
-        return row.masked_fill_(plan.slot_to_rank < 0, -1)
+            ops.gather_values(self._home.values.flatten(), self._slot_to_row, self._num_values, values)
 
     def meet(self, agreed: control.CallFields) -> None:
-        """The meeting before the trip, and before its last barrier, see Nodes.meet."""
-        nodes_of(self._plan.heap).meet(control.PHASE_NODES_HOME, **self._rails.agreed_on_rail(agreed))
+        """The meeting before the trip's last barrier, see Nodes.meet."""
+        self._rails.meet(control.PHASE_NODES_HOME, agreed)
+
+
+def _slot_to_home_row(plan: Plan, rails: RailPlan) -> torch.Tensor:
+    """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
+    row = rails.token_to_home_row.gather(1, nodes_of(plan.heap).maps.to_node[plan.slot_to_rank])
+    row.mul_(plan.top_k).add_(torch.arange(plan.top_k, dtype=torch.int32, device=row.device))
+    return row.masked_fill_(plan.slot_to_rank < 0, -1)
 
 
 def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:

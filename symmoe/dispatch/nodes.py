@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -111,7 +111,8 @@ class RailRows:
         sends = [ours] * topology.num_nodes, self.num_sent.split(1)
         receives = [*theirs[: topology.node], ours, *theirs[topology.node :]], self.num_received.split(1)
         phase, (rail_rows,) = control.PHASE_NODES_PLAN, self.by_node
-        self.by_node = nodes.exchange(sends, receives, phase, rail_rows=rail_rows, config=config)
+        nodes.exchange(sends, receives, phase, rail_rows=rail_rows, config=config)
+        self.by_node = nodes.rail_rows
         table.index_copy_(0, self._rows_of(nodes.maps.other_ranks), theirs.flatten(0, 1))
 
     def told(self) -> torch.Tensor:
@@ -177,7 +178,7 @@ class RailPlan:
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         sent = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
         messages = [*zip(sent, map(self.by_node, foreign), strict=True), *self.maps]
-        nodes_of(heap).meet(phase, sizes=self.sizes, **self.agreed_on_rail(agreed))
+        self.meet(phase, agreed)
         self.maps = ()
         with ExitStack() as travels:
             moving = nodes_of(heap).moving(*zip(*messages, strict=True))
@@ -192,9 +193,14 @@ class RailPlan:
 
             yield come
 
-    def agreed_on_rail(self, agreed: control.CallFields) -> control.CallFields:
-        """Fields of a call on which the ranks of a rail must agree, from those of the ranks of a node."""
-        return {**agreed, "plan": self.number}
+    @property
+    def key(self) -> Hashable:
+        """On what it depends what travels, besides tensors; see also :attr:`maps`."""
+        return self.num_sent, self.num_received, self.sizes
+
+    def meet(self, phase: int, agreed: control.CallFields) -> None:
+        """The ranks of the rail meet, see Nodes.meet. agreed: on what those of a node agree."""
+        nodes_of(self.heap).meet(phase, sizes=self.sizes, rail_plan=self.number, **agreed)
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
@@ -261,12 +267,14 @@ class NodesPlan(Generic[P]):
             of a group that is on one node.
         own_rows: int32 [2, e], rows that can be computed when the tokens of this node's ranks have come; None: ranks of
             this node do not follow each other, so these rows are in several places.
+        tensors: all of this is in their memory, and in that of the plan over all ranks.
     """
 
     rails: RailPlan
     own: P
     foreign: P
     own_rows: torch.Tensor | None
+    tensors: list[torch.Tensor]
 
 
 def plan_in_node(plan: P, rails: RailPlan) -> NodesPlan[P]:
@@ -314,7 +322,9 @@ def plan_in_node(plan: P, rails: RailPlan) -> NodesPlan[P]:
         for source, (first, end) in enumerate(rails.foreign_ranges)
         if end > first
     )
-    return NodesPlan(rails, own, foreign, own_rows)
+    tensors = [rails.token_to_home_row, rails.home_row_to_token, *lines, room, regions, foreign_regions]
+    tensors += [] if own_rows is None else [own_rows, own.source_to_packed_start]
+    return NodesPlan(rails, own, foreign, own_rows, tensors)
 
 
 def _pick(lines: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

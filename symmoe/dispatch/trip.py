@@ -29,7 +29,6 @@ from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.symm_mem.heap import nodes_of
 from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
@@ -123,7 +122,7 @@ def _travelling(
             yield nodes.own, tensors
             yield nodes.foreign, come()
             if is_last:
-                nodes_of(plan.heap).meet(control.PHASE_NODES_OUT, **rails.agreed_on_rail(agreed))
+                rails.meet(control.PHASE_NODES_OUT, agreed)
 
         yield both()
 

@@ -182,7 +182,8 @@ class _EPStep:
         plan, overlap, kind = self.plan, self._overlap(x), None
         num_rows = plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows)
         if self.is_taped and plan.num_rows is None and plan.heap.first_step is None:
-            sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
+            sizes: tuple[Hashable, ...] = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity
+            sizes = *sizes, plan.num_experts, plan.top_k, None if plan.nodes is None else plan.nodes.rails.key
             key = overlap, self.order, self.stash, self.layout, self.form, self.have_biases, *sizes
             kind = plan.heap.tapes.number(key)
         return replace(self, overlap=overlap, num_rows=num_rows, kind=kind)
@@ -216,7 +217,14 @@ class _EPStep:
         """The result of function(), maybe from the tape of an earlier step of this kind: see SymmetricHeap.run."""
         if self.kind is None:
             return function()
-        return self.plan.heap.run((*key, self.kind), function, inputs, plan=self.plan.generation)
+        plan, nodes = self.plan, self.plan.nodes
+        if nodes is None:
+            return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
+        rails, inputs = nodes.rails, [*inputs, *nodes.tensors]
+        key, numbers = (*key, self.kind, bool(rails.maps)), {"plan": plan.generation, "rail_plan": rails.number}
+        found = plan.heap.run(key, function, inputs, **numbers)
+        rails.maps = ()  # they have travelled
+        return found
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
@@ -244,7 +252,6 @@ def _is_taped(experts: CallExperts, plan: Plan) -> bool:
     quantised weight is among their operands."""
     return (
         plan.heap.device.type != "meta"
-        and plan.heap.nodes is None
         and experts.form.precision is None
         and not experts.form.split(experts.tensors)[2]  # adapters
         and all(experts.form.are_packed)

@@ -62,12 +62,11 @@ class Lane:
             closes the connections of its rail: those that wait for this rank would take it for lost.
     """
 
-    def __init__(self, rail: GlooRail, last_words: GlooRail, *, node: int, num_nodes: int) -> None:
-        self._rail, self._last_words, self._node, self._num_nodes = rail, last_words, node, num_nodes
+    def __init__(self, rail: GlooRail, last_words: GlooRail, *, num_nodes: int) -> None:
+        self._rail, self._last_words, self._num_nodes = rail, last_words, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
         self._sent, self._reports, self._probes = Started(), Started(), Started()
-        self._nothing = [torch.empty(0, dtype=torch.uint8, device="cpu")] * num_nodes
         room = torch.zeros((2, num_nodes, _HEADER_BYTES), dtype=torch.uint8, device="cpu")
         self._words, self._received = (list(each.unbind()) for each in room)
         self._awaited_words = self._listen_on(last_words, self._words)
@@ -82,7 +81,7 @@ class Lane:
         self._last = [packed]  # also if a wait fails
         self._problem: RailBroken | None = None
         try:
-            self._sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=TO_LANE)
+            self._sent = self._rail.start([*enumerate([packed] * self._num_nodes)], [], tag=TO_LANE)
         except RailBroken as broken:
             self._problem = broken
 
@@ -118,11 +117,9 @@ class Lane:
         packed = Header(GAVE_UP, self.number + 1, origin=origin, message=message).pack()
         self._last.append(packed)
         for node in range(self._num_nodes):
-            # One by one: where one connection is closed, the others may stand.
-            sends = [packed if each == node else packed[:0] for each in range(self._num_nodes)]
             for rail in (self._last_words, self._rail):
-                with contextlib.suppress(RailBroken):
-                    self._reports += rail.start(sends, self._nothing, tag=TO_LANE)
+                with contextlib.suppress(RailBroken):  # one by one: others may stand
+                    self._reports += rail.start([(node, packed)], [], tag=TO_LANE)
 
     def last_words(self, node: int) -> Header | None:
         """What a node whose connection has closed has said when it gave up, if it did."""
@@ -136,14 +133,11 @@ class Lane:
     def find_lost(self) -> int | None:
         """The first node whose connection is known to have closed, or None. Local; from any thread."""
         for node in range(self._num_nodes):
-            if node != self._node:
-                awaited = [
-                    torch.zeros(int(each == node), dtype=torch.uint8, device="cpu") for each in range(self._num_nodes)
-                ]
-                try:
-                    self._probes += self._rail.start(self._nothing, awaited, tag=_TO_NOBODY)
-                except RailBroken:
-                    return node
+            try:
+                awaited = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                self._probes += self._rail.start([], [(node, awaited)], tag=_TO_NOBODY)
+            except RailBroken:
+                return node
         return None
 
     def close(self) -> None:
@@ -174,5 +168,5 @@ class Lane:
     def _listen_on(self, rail: GlooRail, received: list[torch.Tensor]) -> Started:
         """What brings the next headers of all nodes."""
         with contextlib.suppress(RailBroken):  # a peer has closed after the last meeting: the next one finds that out
-            return rail.start(self._nothing, received, tag=TO_LANE)
+            return rail.start([], [*enumerate(received)], tag=TO_LANE)
         return []

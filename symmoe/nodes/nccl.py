@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.rail import Messages, Payload, Started
+from symmoe.nodes.rail import Pairs, Payload, Started
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
@@ -159,7 +159,7 @@ class NcclRail(Payload):
             self.end()  # first messages that wait for ever
             raise
 
-    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
                 # A longer bound of earlier exchanges holds until they have ended.
@@ -216,20 +216,17 @@ class NcclRail(Payload):
         with torch.cuda.stream(torch.cuda.Stream(self._device)), torch.inference_mode(False):
             sent = torch.full((self._num_nodes,), self._node, dtype=torch.int64, device=self._device)
             received = torch.full_like(sent, self._node)
-            self._exchange([[sent[:1]] * self._num_nodes], [list(received.split(1))])
+            self._exchange([*enumerate([sent[:1]] * self._num_nodes)], [*enumerate(received.split(1))])
             if received.tolist() != list(range(self._num_nodes)):
                 raise NcclError(f"the ranks of the rail have sent {received.tolist()}")
 
-    def _exchange(self, sends: Messages, receives: Messages) -> None:
+    def _exchange(self, sends: Pairs, receives: Pairs) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._library.exchange(self._communicator, self._addresses(sends), self._addresses(receives), stream)
 
-    def _addresses(self, messages: Messages) -> list[tuple[int, int, int]]:
+    def _addresses(self, pairs: Pairs) -> list[tuple[int, int, int]]:
         return [
-            (tensor.data_ptr(), tensor.numel() * tensor.element_size(), node)
-            for by_node in messages
-            for node, tensor in enumerate(by_node)
-            if node != self._node and tensor.numel()
+            (tensor.data_ptr(), tensor.nbytes, node) for node, tensor in pairs if node != self._node and tensor.numel()
         ]
 
     def _count(self, which: int) -> None:

@@ -33,6 +33,7 @@ class RailBroken(Exception):
 
 Started = list[tuple[int, Any]]  # the node, and torch's work
 Messages = Sequence[Sequence[torch.Tensor]]  # by message, and in it by node
+Pairs = Sequence[tuple[int, torch.Tensor]]  # nodes, and messages for them or from them
 TO_LANE, PAYLOAD = 0, 1  # tags
 
 
@@ -48,8 +49,9 @@ class Payload:
     progress: torch.Tensor | None = None
     bound_s = math.inf
 
-    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
-        """Begins to send sends[m][n] to node n, and to fill receives[m][n] with what it sends. Does not wait.
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+        """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
+        wait.
 
         On GPUs that is work of the current stream, and no error is raised.
 
@@ -96,20 +98,18 @@ class GlooRail(Payload):
         bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
 
-    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
-        """Begins one message as Payload.begin does several. tag: messages of one tag keep their order."""
+    def start(self, sends: Pairs, receives: Pairs, *, tag: int) -> Started:
+        """Same as :meth:`begin`. tag: messages of one tag keep their order."""
         started = []
         with _unprofiled():
-            for node, (sent, received) in enumerate(zip(sends, receives, strict=True)):
-                if node == self._node:
-                    continue
-                try:
-                    if received.numel():
-                        started.append((node, self._group.recv([received], node, tag)))
-                    if sent.numel():
-                        started.append((node, self._group.send([sent], node, tag)))
-                except RuntimeError as error:
-                    raise _broken(node, error, is_late=False) from error
+            for move, pairs in ((self._group.recv, receives), (self._group.send, sends)):
+                for node, tensor in pairs:
+                    if node == self._node or not tensor.numel():
+                        continue
+                    try:
+                        started.append((node, move([tensor], node, tag)))
+                    except RuntimeError as error:
+                        raise _broken(node, error, is_late=False) from error
         return started
 
     def wait(self, started: Started, timeout_s: float) -> None:
@@ -122,11 +122,8 @@ class GlooRail(Payload):
             except RuntimeError as error:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
 
-    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
-        started: Started = []
-        for to_nodes, from_nodes in zip(sends, receives, strict=True):
-            started += self.start(to_nodes, from_nodes, tag=PAYLOAD)
-        return started
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+        return self.start(sends, receives, tag=PAYLOAD)
 
     def abort(self) -> None:
         """Ends the rail. Local; waits for nobody."""

@@ -16,9 +16,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
-from symmoe.nodes.rail import GlooRail, Messages, Payload, RailBroken, Started
+from symmoe.nodes.rail import GlooRail, Messages, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -36,6 +36,7 @@ from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.reports import Fault, Report, counters, mailbox, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
+from symmoe.tape.recorder import recorded_in_order
 
 logger = logging.getLogger("symmoe")
 
@@ -58,6 +59,7 @@ class Nodes(OneNode):
         topology: which ranks are on which node.
         maps: the same, as tensors on the device.
         lane, payload: between the hosts of this rank's rail, and for tensors of the heap's device.
+        rail_rows: by node, those of :meth:`meet` of the rank with this rank's index, as it has said in the last one.
         faults: of the heap.
     """
 
@@ -76,12 +78,12 @@ class Nodes(OneNode):
         self.lane, self.payload, self.turn = lane, payload, access
         self._waits, self._peers, self._streams = waits, waits.peers, streams
         self._counters, self._phase = counters(waits.peers), control.PHASE_START
-        self._rail_rows: list[int] = []  # by node, what its rank has said in the last meeting
+        self.rail_rows: list[int] = []
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
         self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
         self._exchange, self._begun_s, self._probed_s, self._is_marked = 0, 0.0, 0.0, False  # as _look has seen it
-        self._branch = Branch(None)
+        self._branch, self._is_moving = Branch(streams.rail_stream), False
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             self._told = torch.zeros_like(self._counters[_WORD])
@@ -95,7 +97,8 @@ class Nodes(OneNode):
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
-    def meet(self, phase: int, *, sizes: int = 0, rail_rows: int = 0, **agreed: int) -> list[int]:
+    @recorded_in_order
+    def meet(self, phase: int, *, sizes: int = 0, rail_rows: int = 0, rail_plan: int = 0, **agreed: Any) -> None:
         """The host waits for those of the ranks with this rank's index on the other nodes, bounded a little longer than
         a barrier is. Collective over the group. If the last barrier of a call comes right after a meeting, an error of
         any rank before that gets to all ranks of all nodes. Does not wait for the device.
@@ -103,18 +106,15 @@ class Nodes(OneNode):
         Args:
             sizes: a number on which these ranks must agree, as on the other arguments: of what says how long messages
                 are.
-            rail_rows: that fit in messages of this rank, if the others have to know.
+            rail_rows: that fit in messages of this rank, if the others have to know: see :attr:`rail_rows`.
+            rail_plan: the number of the plan for these ranks, in place of that for the ranks of a node.
             phase, agreed: as in :meth:`SymmetricHeap.barrier`.
-
-        Returns:
-            by node, the rail_rows of the rank with this rank's index.
         """
-        call = control.pack_call(phase=phase, **agreed)
+        call = control.pack_call(**{**agreed, "phase": phase, "plan": rail_plan})
         with self.turn:
             raise_for(self.faults.after_meeting(self.enter(call, sizes, rail_rows), call))
-            return self._rail_rows
 
-    def exchange(self, sends: Messages, receives: Messages, phase: int, **options: int) -> list[int]:
+    def exchange(self, sends: Messages, receives: Messages, phase: int, **options: int) -> None:
         """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
         is work of the current stream. What is received may be used as it is only after the next barrier, or where
         :attr:`failed_so_far` is 0.
@@ -122,13 +122,12 @@ class Nodes(OneNode):
         Args:
             sends, receives: by message, and in it by node; contiguous, and of sizes that fit each other. Tensors for
                 this node itself do not travel.
-            phase, options: of :meth:`meet`, whose result this returns.
+            phase, options: of :meth:`meet`.
         """
         with self.turn:
-            rail_rows = self.meet(phase, **options)
+            self.meet(phase, **options)
             with self.moving(sends, receives):
                 pass
-        return rail_rows
 
     @contextmanager
     def moving(self, sends: Messages, receives: Messages) -> Iterator[Callable[[], None]]:
@@ -139,38 +138,74 @@ class Nodes(OneNode):
         Yields:
             a function that waits for them, on GPUs for later work of the current stream.
         """
-        with self.turn:
-            report = self.begin(sends, receives)
-            raise_for(None if report is None else self.faults.gone(report))
-        is_moving = True
-
-        def end(*, hears: bool) -> None:
-            nonlocal is_moving
-            if is_moving:
-                is_moving = False
-                with self.turn:
-                    raise_for(self._end(hears=hears))
-
-        wait = partial(end, hears=True)
+        with self.turn, self._branch.after(self._branch.point()):
+            self._begin(*map(self._to_others, (sends, receives)))
         try:
-            yield wait
+            yield self._end
         except BaseException:
-            with suppress(SymmoeError):  # of a peer that is gone: what led here is raised
-                end(hears=False)
+            self.abandon()
             raise
-        wait()
+        self._end()
 
-    def _end(self, *, hears: bool) -> SymmoeError | None:
-        """Waits for what has begun to move; what this rank raises, or None. hears: whether the next barrier is entered
-        with what peers knew of; after an exception that is of a call that is over."""
-        if self.faults.poison is not None:  # what may still come has its memory until the rail ends
+    def _end(self) -> None:
+        """Waits for what moves, unless that has happened."""
+        if self._is_moving:
+            self._wait(hears=True)
             self._branch.join()
-            return None
-        if (report := self.end()) is not None:
-            return self.faults.gone(report)
-        if hears:
-            self._hear_of_faults()
-        return None
+
+    def abandon(self) -> None:
+        """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone."""
+        if self._is_moving:
+            with suppress(SymmoeError):
+                self._wait(hears=False)
+            self._branch.join()
+
+    def _to_others(self, messages: Messages) -> list[tuple[int, torch.Tensor]]:
+        """By message, and in it by node, what is not empty and not for this node."""
+        pairs = chain.from_iterable(map(enumerate, messages))
+        return [(node, tensor) for node, tensor in pairs if node != self.topology.node and tensor.numel()]
+
+    @recorded_in_order
+    def _begin(self, sends: Pairs, receives: Pairs) -> None:
+        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults. On GPUs on the
+        rail's stream: later work of other streams runs meanwhile."""
+        word, heard = [self._told] * len(self._heard), list(self._heard)
+        with self.turn, self._on_rail_stream():
+            self._told.copy_(self._counters[_WORD])
+            self._is_moving = True
+            try:
+                others = [*sends, *self._to_others([word])], [*receives, *self._to_others([heard])]
+                self._started = self.payload.begin(*others, self._bound_s * _OF_PAYLOAD)
+            except RailBroken as broken:
+                report = self._missing(broken)
+            except NcclError:
+                report = self._absent(None, lost=1)
+            else:
+                return
+            self._is_moving = False
+            raise_for(self.faults.gone(report))
+
+    @recorded_in_order
+    def _wait(self, *, hears: bool) -> None:
+        """Waits for what has begun; on GPUs, later work of the rail's stream comes after it. hears: whether the next
+        barrier is entered with what peers knew of; after an exception that is of a call that is over."""
+        with self.turn, self._on_rail_stream():
+            self._is_moving = False
+            if self.faults.poison is not None:  # what may still come has its memory until the rail ends
+                return
+            try:
+                with self._on_rail():
+                    self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
+            except RailBroken as broken:
+                raise_for(self.faults.gone(self._missing(broken)))
+            self._started = []
+            if hears:
+                self._hear_of_faults()
+
+    def _on_rail_stream(self) -> AbstractContextManager[Any]:
+        """A tape repeats a call of the host on whatever stream is current."""
+        stream = self._streams.rail_stream
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     # -- what errors ask, see OneNode: a Report among the results means that a peer is gone ---------------------------
 
@@ -187,7 +222,7 @@ class Nodes(OneNode):
         fault = _first_fault(headers) or self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
-            self._rail_rows = [header.rail_rows for header in headers]
+            self.rail_rows = [header.rail_rows for header in headers]
         return fault
 
     def say(self, fault: Fault) -> None:
@@ -240,32 +275,6 @@ class Nodes(OneNode):
         self._started.clear()  # which would keep connections open
 
     # -- on the rail ----------------------------------------------------------------------------------------------
-
-    def begin(self, sends: Messages, receives: Messages) -> Report | None:
-        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults. On GPUs later
-        work of the current stream runs meanwhile."""
-        self._told.copy_(self._counters[_WORD])
-        sends, receives = [*sends, [self._told] * len(self._heard)], [*receives, list(self._heard)]
-        self._branch = Branch(self._streams.rail_stream)
-        try:
-            with self._branch.after(self._branch.point()):
-                self._started = self.payload.begin(sends, receives, self._bound_s * _OF_PAYLOAD)
-        except RailBroken as broken:
-            return self._missing(broken)
-        except NcclError:
-            return self._absent(None, lost=1)
-        return None
-
-    def end(self) -> Report | None:
-        """Waits for what has begun."""
-        self._branch.join()
-        try:
-            with self._on_rail():
-                self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
-        except RailBroken as broken:
-            return self._missing(broken)
-        self._started = []
-        return None
 
     def _hear_of_faults(self) -> None:
         """If a peer knew of faults when it began to move, the next barrier is entered with one."""
@@ -418,7 +427,7 @@ def start_rail(
         for each in (rail, last_words):
             each.abort()
         raise
-    return Lane(rail, last_words, node=node, num_nodes=num_nodes), payload
+    return Lane(rail, last_words, num_nodes=num_nodes), payload
 
 
 def _check_reach(bootstrap: Bootstrap, topology: Topology, timeout_s: float) -> None:

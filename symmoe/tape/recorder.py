@@ -21,6 +21,8 @@ import torch
 
 from symmoe.errors import StaleTape, SymmoeError
 from symmoe.tape.tape import (
+    CALL,
+    IN_ORDER,
     MUST_ABORT,
     MUST_SIGNAL,
     NEW,
@@ -99,6 +101,12 @@ def recorded(function: Callable[P, R]) -> Callable[P, R]:
 def recorded_on_cpus(function: Callable[P, R]) -> Callable[P, R]:
     """Same as :func:`recorded` on CPUs. On GPUs a tape repeats what the function launches."""
     function.is_seen_through = True  # type: ignore[attr-defined]  # our attribute
+    return recorded(function)
+
+
+def recorded_in_order(function: Callable[P, R]) -> Callable[P, R]:
+    """Same as :func:`recorded`, of what launches work itself, or meets others: on a tape, nothing passes it."""
+    function.is_in_order = True  # type: ignore[attr-defined]  # our attribute
     return recorded(function)
 
 
@@ -313,7 +321,8 @@ class Recorder(TorchDispatchMode):
             self._things[id(result)] = slot, result
         leaves = self._has_autocast and not torch.is_autocast_enabled(self._device.type)
         autocast = self._device.type if leaves else None
-        self.entries.append(Call(function, template, slot, is_owed=self.is_owed, leaves_autocast=autocast))
+        kind = IN_ORDER if hasattr(function, "is_in_order") else CALL
+        self.entries.append(Call(function, template, slot, kind, self.is_owed, autocast))
 
     def _new_slot(self) -> int:
         self._num_slots += 1

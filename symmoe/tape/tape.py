@@ -219,6 +219,7 @@ class Event(Entry):
 
 # What a call is:
 CALL = "Call"
+IN_ORDER = "Call in order"  # which nothing may pass
 NOTE = "Note"  # it finds integers for the next launch, and notes on the host that it happens
 OPERATOR = "Operator"  # of torch
 NEW = "New"  # makes memory

@@ -38,7 +38,7 @@ from worker import open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
-from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
+from symmoe.nodes.rail import GlooRail, Pairs, RailBroken, Started
 from symmoe.symm_mem import several_nodes
 from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
 from symmoe.symm_mem.streams import NoStreams
@@ -52,7 +52,7 @@ class DeviceRail(GlooRail):
         self.progress = torch.zeros(2, dtype=torch.int64)
         self._ended = threading.Event()
 
-    def begin(self, sends: Messages, receives: Messages, timeout_s: float) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
         if self._ended.is_set():
             return []
         self.bound_s = timeout_s

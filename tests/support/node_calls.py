@@ -24,7 +24,7 @@ from symmoe.dispatch import trip
 from symmoe.dispatch.nodes import RailPlan
 from symmoe.grouped.weights import NewGradients
 from symmoe.nodes import reach
-from symmoe.nodes.rail import Messages, Started
+from symmoe.nodes.rail import Pairs, Started
 from symmoe.nodes.reach import Endpoint
 from symmoe.symm_mem import faults
 
@@ -370,14 +370,13 @@ def stop_half_way(heap: SymmetricHeap, number: int) -> None:
     payload = heap.nodes.payload
     original, left = payload.begin, number
 
-    def begin(sends: Messages, receives: Messages, timeout_s: float) -> Started:
+    def begin(sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
         nonlocal left
         left -= 1
         if left:
             return original(sends, receives, timeout_s)
         last = heap.topology.num_nodes - 1
-        to_last = [[each if node == last else each[:0] for node, each in enumerate(by_node)] for by_node in sends]
-        original(to_last, receives, timeout_s)
+        original([(node, each) for node, each in sends if node == last], receives, timeout_s)
         os.kill(os.getpid(), signal.SIGSTOP)
         return []
 

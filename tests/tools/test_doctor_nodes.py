@@ -24,7 +24,7 @@ from torchrun_nodes import nodes, run
 
 from symmoe.cli import main
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.rail import GlooRail, Messages, RailBroken, Started
+from symmoe.nodes.rail import GlooRail, Pairs, RailBroken, Started
 from symmoe.nodes.reach import Endpoint
 from symmoe.nodes.topology import Topology
 from symmoe.tools.doctor import nodes as doctor_nodes
@@ -193,8 +193,8 @@ def a_bit_flips() -> Iterator[None]:
     begin, wait = GlooRail.begin, GlooRail.wait
     longer: list[torch.Tensor] = []
 
-    def noting_begin(self: GlooRail, sends: Messages, receives: Messages, timeout_s: float) -> Started:
-        longer[:] = [received for received in receives[0] if received.numel() > 8]
+    def noting_begin(self: GlooRail, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+        longer[:] = [received for _, received in receives if received.numel() > 8]
         return begin(self, sends, receives, timeout_s)
 
     def wrong_wait(self: GlooRail, started: Started, timeout_s: float) -> None:

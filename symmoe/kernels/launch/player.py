@@ -27,6 +27,7 @@ from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.triton_internals import Compiled, build_module, described_parts
 from symmoe.tape.tape import (
     CALL,
+    IN_ORDER,
     MUST_ABORT,
     MUST_SIGNAL,
     NEW,
@@ -488,6 +489,9 @@ class _Group:
             raise AssertionError(f"an unknown entry: {entry}")
         elif entry.kind == NOTE:
             self._notes.append(entry)
+        elif entry.kind == IN_ORDER:
+            self._after.append(entry)
+            self._is_full = True
         elif entry.fills == (None, None):
             if self._after:
                 return False  # a lease may get memory that was given back meanwhile

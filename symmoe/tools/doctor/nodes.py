@@ -240,7 +240,7 @@ def measure_rail(topology: Topology, payload: Payload, device: torch.device) -> 
         receives, times = [torch.zeros_like(sends[0]) for _ in topology.rail], []
         for _ in range(1 + _REPETITIONS):  # the first one finds all of them here
             start = time.perf_counter()
-            payload.wait(payload.begin([sends], [receives], _MESSAGE_S), _MESSAGE_S)
+            payload.wait(payload.begin([*enumerate(sends)], [*enumerate(receives)], _MESSAGE_S), _MESSAGE_S)
             if device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
