@@ -139,25 +139,25 @@ class Nodes(OneNode):
             a function that waits for them, on GPUs for later work of the current stream.
         """
         with self.turn, self._branch.after(self._branch.point()):
-            self._begin(*map(self._to_others, (sends, receives)))
+            self.begin(*map(self._to_others, (sends, receives)))
         try:
-            yield self._end
+            yield self._come
         except BaseException:
             self.abandon()
             raise
-        self._end()
+        self._come()
 
-    def _end(self) -> None:
+    def _come(self) -> None:
         """Waits for what moves, unless that has happened."""
         if self._is_moving:
-            self._wait(hears=True)
+            self.end(hears=True)
             self._branch.join()
 
     def abandon(self) -> None:
         """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone."""
         if self._is_moving:
             with suppress(SymmoeError):
-                self._wait(hears=False)
+                self.end(hears=False)
             self._branch.join()
 
     def _to_others(self, messages: Messages) -> list[tuple[int, torch.Tensor]]:
@@ -166,7 +166,7 @@ class Nodes(OneNode):
         return [(node, tensor) for node, tensor in pairs if node != self.topology.node and tensor.numel()]
 
     @recorded_in_order
-    def _begin(self, sends: Pairs, receives: Pairs) -> None:
+    def begin(self, sends: Pairs, receives: Pairs) -> None:
         """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults. On GPUs on the
         rail's stream: later work of other streams runs meanwhile."""
         word, heard = [self._told] * len(self._heard), list(self._heard)
@@ -186,7 +186,7 @@ class Nodes(OneNode):
             raise_for(self.faults.gone(report))
 
     @recorded_in_order
-    def _wait(self, *, hears: bool) -> None:
+    def end(self, *, hears: bool) -> None:
         """Waits for what has begun; on GPUs, later work of the rail's stream comes after it. hears: whether the next
         barrier is entered with what peers knew of; after an exception that is of a call that is over."""
         with self.turn, self._on_rail_stream():

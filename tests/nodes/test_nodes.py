@@ -211,7 +211,7 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
         return part_of(rows, num_sms)
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: (events.append((name, True)), function(*arguments))[1]
+        return lambda *arguments, **options: (events.append((name, True)), function(*arguments, **options))[1]
 
     with open_heap("cpu", num_bytes=16 << 20, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(hidden=16, ffn=8, num_experts=num_ranks, top_k=2, router="none", **EAGERLY)
