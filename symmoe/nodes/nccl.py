@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmoe import kernels
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.rail import Pairs, Payload, Started
+from symmoe.nodes.rail import BEGUN, Pairs, Payload, Started
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _UINT8 = 1  # ncclDataType_t
-_BEGUN, _ENDED = range(2)
 _MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail ends
 _POLL_S = 1e-3
 _ID, _FAILED = "id", "failed"  # keys in the store of a rail
@@ -137,16 +137,20 @@ class NcclRail(Payload):
     """
 
     progress: torch.Tensor
+    counts: torch.Tensor
 
     def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._turn = threading.Lock()  # of those who use the communicator
-        self._communicator, self._num_launched, self.bound_s = 0, 0, math.inf
+        self._communicator, self._num_launched, self.bound_s, self.host_waits = 0, 0, math.inf, False
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self.count(BEGUN)  # so that it is not launched for the first time while ranks exchange
+        self.counts.zero_()
         torch.cuda.synchronize(self._device)
+        self.progress.zero_()
         try:
             connect_together(
                 library.unique_id if node == 0 else None,
@@ -159,17 +163,17 @@ class NcclRail(Payload):
             self.end()  # first messages that wait for ever
             raise
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
                 # A longer bound of earlier exchanges holds until they have ended.
                 self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
-                self._count(_BEGUN)
-                try:
-                    self._exchange(sends, receives)
-                finally:
-                    self._count(_ENDED)
+                self._num_launched += int(not torch.cuda.is_current_stream_capturing())
+                self._exchange(sends, receives, stream)
         return []
+
+    def count(self, which: int) -> None:
+        kernels.for_device(self._device).count_exchange(self.counts, self.progress, which=which)
 
     def wait(self, started: Started, timeout_s: float) -> None:
         """The stream waits."""
@@ -220,20 +224,15 @@ class NcclRail(Payload):
             if received.tolist() != list(range(self._num_nodes)):
                 raise NcclError(f"the ranks of the rail have sent {received.tolist()}")
 
-    def _exchange(self, sends: Pairs, receives: Pairs) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._library.exchange(self._communicator, self._addresses(sends), self._addresses(receives), stream)
+    def _exchange(self, sends: Pairs, receives: Pairs, stream: Any = None) -> None:
+        messages = self._addresses(sends), self._addresses(receives)
+        stream = torch.cuda.current_stream(self._device) if stream is None else stream
+        self._library.exchange(self._communicator, *messages, stream.cuda_stream)
 
     def _addresses(self, pairs: Pairs) -> list[tuple[int, int, int]]:
         return [
             (tensor.data_ptr(), tensor.nbytes, node) for node, tensor in pairs if node != self._node and tensor.numel()
         ]
-
-    def _count(self, which: int) -> None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        self._num_launched += int(which == _ENDED and not capturing)
-        self._counts[which : which + 1].add_(1)
-        self.progress[which : which + 1].copy_(self._counts[which : which + 1], non_blocking=True)
 
 
 def connect_together(

@@ -35,6 +35,7 @@ Started = list[tuple[int, Any]]  # the node, and torch's work
 Messages = Sequence[Sequence[torch.Tensor]]  # by message, and in it by node
 Pairs = Sequence[tuple[int, torch.Tensor]]  # nodes, and messages for them or from them
 TO_LANE, PAYLOAD = 0, 1  # tags
+BEGUN, ENDED = range(2)  # indices of Payload.progress
 
 
 class Payload:
@@ -43,17 +44,24 @@ class Payload:
     Attributes:
         progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
             they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
+        counts: the same on the device.
+        host_waits: whether :meth:`wait` waits for anything.
         bound_s: how long an exchange may take by now, for who watches.
     """
 
     progress: torch.Tensor | None = None
-    bound_s = math.inf
+    counts: torch.Tensor | None = None
+    bound_s, host_waits = math.inf, True
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+    def count(self, which: int) -> None:
+        """On a device, its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before and after
+        :meth:`begin`."""
+
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
         wait.
 
-        On GPUs that is work of the current stream, and no error is raised.
+        On GPUs that is work of the stream (None: the current one), and no error is raised.
 
         Args:
             sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not
@@ -122,7 +130,7 @@ class GlooRail(Payload):
             except RuntimeError as error:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         return self.start(sends, receives, tag=PAYLOAD)
 
     def abort(self) -> None:

@@ -137,7 +137,7 @@ class SymmetricHeap(HeapParts):
         self._status_words, self._is_watched = self.status.numpy(), kernels.watcher(self.device)
         constants = [self.peers.bases, self.status, *self.peers.views]
         if self.nodes is not None:
-            constants.append(self.nodes.maps.to_node)
+            constants += self.nodes.constants
         fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is
         seam = self.waits.kernels, kernels.tape_compiler(self.device)
         self.tapes = Tapes(self.device, self.abort, fail, constants, *seam, audits=self._tape_mode == "audit")
@@ -228,11 +228,8 @@ class SymmetricHeap(HeapParts):
             except ConcurrentUse:
                 return function()  # which raises if it needs the turn, too
             try:
-                return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
-            except BaseException:
-                if self.nodes is not None:
-                    self.nodes.abandon()
-                raise
+                with nullcontext() if self.nodes is None else self.nodes.playing():
+                    return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
             finally:
                 self.one_call.__exit__(None, None, None)
         finally:

@@ -16,19 +16,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
+from symmoe import kernels
 from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
-from symmoe.nodes.rail import GlooRail, Messages, Pairs, Payload, RailBroken, Started
+from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Messages, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -86,9 +87,19 @@ class Nodes(OneNode):
         self._branch, self._is_moving = Branch(streams.rail_stream), False
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
-            self._told = torch.zeros_like(self._counters[_WORD])
-            self._heard = self._told.new_zeros((self.topology.num_nodes, len(self._told)))
-        self._hear_of_faults()  # so that it is not launched for the first time while ranks exchange, see reports.py
+            word, self._fault = self._counters[_WORD], self._counters[control.RAIL_FAULT :][:1]
+            self._heard = torch.zeros((topology.num_nodes, len(word)), dtype=torch.int64, device=waits.device)
+            self._word_to_others = self._to_others([[word] * topology.num_nodes])
+            self._words_of_others = self._to_others([list(self._heard)])
+        # So that it is not launched for the first time while ranks exchange, see reports.py.
+        kernels.for_device(waits.device).hear_of_faults(self._heard, self._fault)
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors of this that a tape meets."""
+        payload = self.payload
+        its = [] if payload.progress is None or payload.counts is None else [payload.progress, payload.counts]
+        return [self.maps.to_node, self._heard, self._fault, *its]
 
     @property
     def failed_so_far(self) -> torch.Tensor:
@@ -138,7 +149,7 @@ class Nodes(OneNode):
         Yields:
             a function that waits for them, on GPUs for later work of the current stream.
         """
-        with self.turn, self._branch.after(self._branch.point()):
+        with self.turn:
             self.begin(*map(self._to_others, (sends, receives)))
         try:
             yield self._come
@@ -147,65 +158,79 @@ class Nodes(OneNode):
             raise
         self._come()
 
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """A context in which a tape repeats what this does."""
+        try:
+            with self._reporting():
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+
     def _come(self) -> None:
         """Waits for what moves, unless that has happened."""
         if self._is_moving:
             self.end(hears=True)
-            self._branch.join()
 
     def abandon(self) -> None:
         """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone."""
         if self._is_moving:
             with suppress(SymmoeError):
                 self.end(hears=False)
-            self._branch.join()
 
     def _to_others(self, messages: Messages) -> list[tuple[int, torch.Tensor]]:
         """By message, and in it by node, what is not empty and not for this node."""
         pairs = chain.from_iterable(map(enumerate, messages))
         return [(node, tensor) for node, tensor in pairs if node != self.topology.node and tensor.numel()]
 
-    @recorded_in_order
     def begin(self, sends: Pairs, receives: Pairs) -> None:
-        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults. On GPUs on the
-        rail's stream: later work of other streams runs meanwhile."""
-        word, heard = [self._told] * len(self._heard), list(self._heard)
-        with self.turn, self._on_rail_stream():
-            self._told.copy_(self._counters[_WORD])
-            self._is_moving = True
+        """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults, which may become
+        known meanwhile. On GPUs later work of the current stream runs at the same time."""
+        with self._branch.after(self._branch.point()):
+            self.payload.count(BEGUN)
             try:
-                others = [*sends, *self._to_others([word])], [*receives, *self._to_others([heard])]
-                self._started = self.payload.begin(*others, self._bound_s * _OF_PAYLOAD)
-            except RailBroken as broken:
-                report = self._missing(broken)
-            except NcclError:
-                report = self._absent(None, lost=1)
-            else:
-                return
-            self._is_moving = False
-            raise_for(self.faults.gone(report))
+                self._move(sends, receives)
+            finally:
+                self.payload.count(ENDED)
 
     @recorded_in_order
-    def end(self, *, hears: bool) -> None:
-        """Waits for what has begun; on GPUs, later work of the rail's stream comes after it. hears: whether the next
-        barrier is entered with what peers knew of; after an exception that is of a call that is over."""
-        with self.turn, self._on_rail_stream():
-            self._is_moving = False
-            if self.faults.poison is not None:  # what may still come has its memory until the rail ends
-                return
-            try:
-                with self._on_rail():
-                    self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
-            except RailBroken as broken:
-                raise_for(self.faults.gone(self._missing(broken)))
-            self._started = []
-            if hears:
-                self._hear_of_faults()
+    def _move(self, sends: Pairs, receives: Pairs) -> None:
+        others = [*sends, *self._word_to_others], [*receives, *self._words_of_others]
+        bound_s, stream = self._bound_s * _OF_PAYLOAD, self._streams.rail_stream  # which is not current, on a tape
+        with self._reporting():
+            self._started, self._is_moving = self.payload.begin(*others, bound_s, stream), True
 
-    def _on_rail_stream(self) -> AbstractContextManager[Any]:
-        """A tape repeats a call of the host on whatever stream is current."""
-        stream = self._streams.rail_stream
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+    def end(self, *, hears: bool) -> None:
+        """Waits for what has begun. hears: whether the next barrier is entered with what peers knew of; after an
+        exception that is of a call that is over."""
+        self._is_moving = False
+        self._branch.join()
+        if self.faults.poison is not None:  # what may still come has its memory until the rail ends
+            return
+        if self.payload.host_waits:
+            self._wait()
+        if hears:
+            kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
+
+    @recorded_in_order
+    def _wait(self) -> None:
+        with self._on_rail(), self._reporting():
+            self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
+        self._started = []
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A context in which what is wrong with the rail becomes an error of the heap."""
+        try:
+            yield
+            return
+        except RailBroken as broken:
+            report = self._missing(broken)
+        except NcclError:
+            report = self._absent(None, lost=1)
+        with self.turn:
+            raise_for(self.faults.gone(report))
 
     # -- what errors ask, see OneNode: a Report among the results means that a peer is gone ---------------------------
 
@@ -275,11 +300,6 @@ class Nodes(OneNode):
         self._started.clear()  # which would keep connections open
 
     # -- on the rail ----------------------------------------------------------------------------------------------
-
-    def _hear_of_faults(self) -> None:
-        """If a peer knew of faults when it began to move, the next barrier is entered with one."""
-        fault = self._counters[control.RAIL_FAULT]
-        torch.maximum(fault, self._heard.amax(), out=fault)
 
     def start(self, faults: Faults) -> None:
         """Takes the heap's faults, and begins to look, in a thread that ends with this object, for exchanges that do

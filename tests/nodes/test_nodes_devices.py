@@ -52,7 +52,7 @@ class DeviceRail(GlooRail):
         self.progress = torch.zeros(2, dtype=torch.int64)
         self._ended = threading.Event()
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         if self._ended.is_set():
             return []
         self.bound_s = timeout_s

@@ -370,13 +370,13 @@ def stop_half_way(heap: SymmetricHeap, number: int) -> None:
     payload = heap.nodes.payload
     original, left = payload.begin, number
 
-    def begin(sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+    def begin(sends: Pairs, receives: Pairs, *options: Any) -> Started:
         nonlocal left
         left -= 1
         if left:
-            return original(sends, receives, timeout_s)
+            return original(sends, receives, *options)
         last = heap.topology.num_nodes - 1
-        original([(node, each) for node, each in sends if node == last], receives, timeout_s)
+        original([(node, each) for node, each in sends if node == last], receives, *options)
         os.kill(os.getpid(), signal.SIGSTOP)
         return []
 

@@ -193,9 +193,9 @@ def a_bit_flips() -> Iterator[None]:
     begin, wait = GlooRail.begin, GlooRail.wait
     longer: list[torch.Tensor] = []
 
-    def noting_begin(self: GlooRail, sends: Pairs, receives: Pairs, timeout_s: float) -> Started:
+    def noting_begin(self: GlooRail, sends: Pairs, receives: Pairs, *options: Any) -> Started:
         longer[:] = [received for _, received in receives if received.numel() > 8]
-        return begin(self, sends, receives, timeout_s)
+        return begin(self, sends, receives, *options)
 
     def wrong_wait(self: GlooRail, started: Started, timeout_s: float) -> None:
         wait(self, started, timeout_s)

@@ -61,3 +61,10 @@ class SyncKernels(Protocol):
             status, timeout_ns, nan_on_failure: as in barrier.
             phase: the phase (control.PHASE_*), for the record.
         """
+
+    def count_exchange(self, counts: Tensor, progress: Tensor, *, which: int) -> None:
+        """Adds 1 to counts[which], int64[2], and writes it to progress[which], int64[2] that the host reads: pinned
+        host memory on GPUs."""
+
+    def hear_of_faults(self, heard: Tensor, fault: Tensor) -> None:
+        """fault, int64[1], becomes at least the largest of heard, int64[N, .]: words of other nodes."""

@@ -314,3 +314,33 @@ def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_f
     constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
     numbers = status.data_ptr(), rank, phase, timeout_ns or 0, *_words_of(nan_on_failure)
     launch(wait_for_signal_kernel, (1,), constants, peers.bases, arrived, *numbers)
+
+
+@fast_jit([])
+def count_exchange_kernel(counts, progress: tl.int64, which: tl.int32):
+    number = tl.load(counts + which) + 1
+    tl.store(counts + which, number)
+    tl.store(progress.to(tl.pointer_type(tl.int64)) + which, number)  # pinned host memory
+
+
+def count_exchange(counts, progress, *, which):
+    launch(count_exchange_kernel, (1,), _one_warp(), counts, progress.data_ptr(), which)
+
+
+@fast_jit([])
+def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr):
+    word, most = tl.arange(0, BLOCK), tl.load(fault)
+    for first in range(0, num_words, BLOCK):
+        said = tl.load(heard + first + word, mask=first + word < num_words, other=0)
+        most = tl.maximum(most, tl.max(said, axis=0))
+    tl.debug_barrier()  # all threads have read before one writes
+    tl.store(fault, most)
+
+
+def hear_of_faults(heard, fault):
+    launch(hear_of_faults_kernel, (1,), _one_warp(BLOCK=32), heard, fault, heard.numel())
+
+
+@functools.cache
+def _one_warp(**named: int) -> Constants:
+    return Constants({**named, "num_warps": 1})

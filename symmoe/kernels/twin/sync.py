@@ -102,6 +102,15 @@ def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_f
         _spoil(nan_on_failure)
 
 
+def count_exchange(counts, progress, *, which):
+    counts[which] += 1
+    progress[which] = counts[which]
+
+
+def hear_of_faults(heard, fault):
+    torch.maximum(fault, heard.amax().view(1), out=fault)
+
+
 def _who_gave_up(word: int) -> int:
     return (word - control.ABORT) >> control.ABORT_RANK_SHIFT
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclRail
-from symmoe.nodes.rail import GlooRail, Payload, RailBroken
+from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Payload, RailBroken
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.tools.doctor.findings import Finding, Said, about, worst_level
@@ -240,7 +240,10 @@ def measure_rail(topology: Topology, payload: Payload, device: torch.device) -> 
         receives, times = [torch.zeros_like(sends[0]) for _ in topology.rail], []
         for _ in range(1 + _REPETITIONS):  # the first one finds all of them here
             start = time.perf_counter()
-            payload.wait(payload.begin([*enumerate(sends)], [*enumerate(receives)], _MESSAGE_S), _MESSAGE_S)
+            payload.count(BEGUN)
+            started = payload.begin([*enumerate(sends)], [*enumerate(receives)], _MESSAGE_S)
+            payload.count(ENDED)
+            payload.wait(started, _MESSAGE_S)
             if device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
