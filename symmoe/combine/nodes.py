@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.nodes import NodesPlan, RailPlan
+from symmoe.dispatch.nodes import NodesPlan
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import nodes_of
@@ -62,15 +62,14 @@ class FromNodes:
         self._plan, self._rails = plan, nodes.rails
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
-        self._home = _room_for(plan, len(nodes.rails.home_row_to_token), like, has_values, num_rows)
+        found = nodes.rails.found
+        self._home = _room_for(plan, len(found.home_row_to_token), like, has_values, num_rows)
         self.own = self._home.first(nodes.own)
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
         # Here, for `add` may run on another stream.
-        row = self._slot_to_row = nodes.rails.token_to_home_row
-        if has_values or order == "slot":
-            self._slot_to_row = _slot_to_home_row(plan, nodes.rails)
-            row = self._slot_to_row if order == "slot" else row
-            self._num_values = row.new_full((1,), plan.num_tokens)
+        self._slot_to_row = found.slot_to_home_row
+        row = self._slot_to_row if order == "slot" else found.token_to_home_row
+        self._num_values = row.new_full((1,), plan.num_tokens)
         self._maps = row, row.new_zeros(1), row.clamp(max=0), row
 
     @contextmanager
@@ -100,13 +99,6 @@ class FromNodes:
     def meet(self, agreed: control.CallFields) -> None:
         """The meeting before the trip's last barrier, see Nodes.meet."""
         self._rails.meet(control.PHASE_NODES_HOME, agreed)
-
-
-def _slot_to_home_row(plan: Plan, rails: RailPlan) -> torch.Tensor:
-    """int32 [T, K], where the value of a slot is among K for each home row; -1 for no expert."""
-    row = rails.token_to_home_row.gather(1, nodes_of(plan.heap).maps.to_node[plan.slot_to_rank])
-    row.mul_(plan.top_k).add_(torch.arange(plan.top_k, dtype=torch.int32, device=row.device))
-    return row.masked_fill_(plan.slot_to_rank < 0, -1)
 
 
 def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:

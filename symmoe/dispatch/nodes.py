@@ -26,11 +26,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import PlanIntegers
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 
-_ALIGNED_ROWS = 4  # of int32, however many columns
+_LINES = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
 P = TypeVar("P", bound=PlanIntegers)  # a plan
 Message = tuple[list[torch.Tensor], list[torch.Tensor]]  # by node, what goes there and what comes from there
 
@@ -61,7 +62,8 @@ class RailRows:
         topk_idx: as it came; -1 for the slots that are dropped.
         token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
             is its home.
-        num_sent: int32 [N], tokens that would go to each node.
+        numbers, num_sent, most_sent: see the kernel `rail_rows`; int32 [N] and [1], tokens that would go to each node,
+            and where most would.
         num_received, by_node: after :meth:`share`, int32 [N], tokens that would come from each node; and by node, how
             many have room in its messages, as hosts know it.
     """
@@ -69,71 +71,61 @@ class RailRows:
     def __init__(
         self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None
     ) -> None:
-        rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor").clamp_(-1, heap.num_ranks)
-        slot_goes = nodes_of(heap).maps.is_on_other[rank]  # [T, K, N]
-        goes = slot_goes.any(1)
-        self._heap, self.topk_idx, self.by_node = heap, topk_idx, [rail_rows]
-        self.token_to_rail_row = (goes.cumsum(0, dtype=torch.int32) * goes).sub_(1)
-        self.num_sent = goes.sum(0, dtype=torch.int32)
-        self.num_received = torch.zeros_like(self.num_sent)
+        (num_tokens, _), num_nodes, maps = topk_idx.shape, heap.topology.num_nodes, nodes_of(heap).maps
+        integers = topk_idx.new_empty(num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32)
+        numbers, rows = integers[: num_nodes + 2], integers[num_nodes + 2 :].view(num_tokens, num_nodes)
+        room = -1 if excess is None or excess.room is None else excess.room
+        sizes = {"num_experts": num_experts, "most": rail_rows, "room": room}
+        kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
+        self.heap, self.topk_idx, self.by_node, self.token_to_rail_row = heap, topk_idx, [rail_rows], rows
+        self.numbers, self.num_sent, self.most_sent = numbers, numbers[:num_nodes], numbers[num_nodes:][:1]
         self._word, self._number = control.HEAD_RAIL_DROPPED, None  # of the header, what only the device knows
         if excess is None:
             return
-        has_no_room = self.token_to_rail_row >= rail_rows
-        self.token_to_rail_row.masked_fill_(has_no_room, -1)
-        if excess.drops:
-            lost = (slot_goes & has_no_room[:, None]).any(2)
-            self.topk_idx, self._number = topk_idx.masked_fill(lost, -1), lost.sum(dtype=torch.int32).view(1)
-            return
-        most = self.num_sent.amax(0, keepdim=True)
-        if excess.room is None:
-            self._number = most.where(most > rail_rows, 0)
-        else:
+        self._number = numbers[num_nodes + 1 :]
+        if excess.room is not None:
             self._word = control.HEAD_PACKED_CAPACITY
-            self._number = (most <= rail_rows).int().mul_(excess.room)
+        if excess.drops:
+            rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor")
+            is_expert = (rank >= 0) & (rank < heap.num_ranks)
+            node = maps.to_node[torch.where(is_expert, rank, -1)]
+            lost = is_expert & (node != maps.here) & (rows.gather(1, node) < 0)
+            self.topk_idx, self._number = topk_idx.masked_fill(lost, -1), lost.sum(dtype=torch.int32).view(1)
 
     def tell(self) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
-        if self._number is None:
-            return
-        ranks = nodes_of(self._heap).maps.by_node[self._heap.topology.node]
-        row = self._rows_of(ranks.narrow(0, self._heap.topology.local_rank, 1), barriers=1)
-        for rank in range(self._heap.peers.num_ranks):
-            self._table(rank)[:, self._word].index_copy_(0, row, self._number)
+        if self._number is not None:
+            heap = self.heap
+            tell = kernels.for_device(heap.device).tell_header
+            tell(self._number, heap.peers, heap.peers.in_group(heap.peers.rank), word=self._word)
 
-    def share(self, config: int) -> None:
+    def share(self, config: int) -> torch.Tensor:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
-        Collective over the group, after the plan's barrier. config: as in PlanOptions."""
-        nodes, topology, table = nodes_of(self._heap), self._heap.topology, self._table(self._heap.peers.rank)
-        ours = table.index_select(0, self._rows_of(nodes.maps.by_node[topology.node]))
-        theirs = ours.new_zeros((topology.num_nodes - 1, *ours.shape))  # in place of what does not come
+        Collective over the group, after the plan's barrier. config: as in PlanOptions. What that barrier returns, of
+        all ranks."""
+        heap, nodes, topology, peers = self.heap, nodes_of(self.heap), self.heap.topology, self.heap.peers
+        ops, shape = kernels.for_device(heap.device), (len(topology.ranks), peers.layout.row_words)
+        ours = self.numbers.new_empty(shape)
+        ops.own_counts(nodes.maps.by_node[topology.node], peers, ours)
+        # Zeros in place of what does not come.
+        come = torch.zeros((topology.num_nodes, *shape), dtype=torch.int32, device=heap.device)
+        theirs, self.num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
         sends = [ours] * topology.num_nodes, self.num_sent.split(1)
         receives = [*theirs[: topology.node], ours, *theirs[topology.node :]], self.num_received.split(1)
         phase, (rail_rows,) = control.PHASE_NODES_PLAN, self.by_node
         nodes.exchange(sends, receives, phase, rail_rows=rail_rows, config=config)
         self.by_node = nodes.rail_rows
-        table.index_copy_(0, self._rows_of(nodes.maps.other_ranks), theirs.flatten(0, 1))
+        received = torch.empty((heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device)
+        ops.other_counts(theirs.flatten(0, 1), nodes.maps.other_ranks, peers, received)
+        return received
 
     def told(self) -> torch.Tensor:
         """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
-        told = self._table(self._heap.peers.rank)[:, control.HEAD_RAIL_DROPPED]
-        ranks = nodes_of(self._heap).maps.by_node.flatten()
-        return told.index_select(0, self._rows_of(ranks)).sum(dtype=torch.int32)
-
-    def _table(self, rank: int) -> torch.Tensor:
-        """int32 [2 * R, row_words], both halves of the count table of a rank of the node."""
-        peers = self._heap.peers
-        shape = 2 * self._heap.num_ranks, peers.layout.row_words
-        return peers.region(rank, peers.layout.count_table, shape, torch.int32)
-
-    def _rows_of(self, ranks: torch.Tensor, barriers: int = 0) -> torch.Tensor:
-        """Where ranks (int64) have their rows in the last barrier's half of the table, or in that of the one that comes
-        after so many more. The device knows which half that is; a host does not count the barriers of replays."""
-        peers = self._heap.peers
-        counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        epoch = counters[control.BARRIER_EPOCH] + barriers if barriers else counters[control.BARRIER_EPOCH]
-        return torch.add(ranks, epoch & 1, alpha=self._heap.num_ranks)
+        rows = self.numbers.new_empty((self.heap.num_ranks, self.heap.peers.layout.row_words))
+        ranks = nodes_of(self.heap).maps.by_node.flatten()
+        kernels.for_device(self.heap.device).own_counts(ranks, self.heap.peers, rows)
+        return rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32).view(1)
 
 
 @dataclass(eq=False)
@@ -144,9 +136,7 @@ class RailPlan:
 
     Attributes:
         heap: of the plan.
-        token_to_home_row: int32 [T, N], where what a node has for a token is, at home; -1 for nothing.
-        home_row_to_token, home_row_to_pair: int64 [T + A], the token of a home row, and that times N, and the node.
-        is_unused: bool [T + A], home rows that stay unused; they have any token.
+        found: where tokens are inside each node.
         num_sent, num_received: by node, rows that go there and come from there; 0 of this node.
         sizes: what ranks of a rail must agree on, so that their messages fit.
         number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
@@ -154,10 +144,7 @@ class RailPlan:
     """
 
     heap: SymmetricHeap
-    token_to_home_row: torch.Tensor
-    home_row_to_token: torch.Tensor
-    home_row_to_pair: torch.Tensor
-    is_unused: torch.Tensor
+    found: InNodeIntegers
     num_sent: tuple[int, ...]
     num_received: tuple[int, ...]
     sizes: int
@@ -204,7 +191,8 @@ class RailPlan:
 
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
-        return _pick(tensor, self.home_row_to_token[len(self.token_to_home_row) :])
+        token = self.found.home_row_to_token[len(self.found.token_to_home_row) :]
+        return tensor.index_select(0, token) if len(tensor) else tensor.new_zeros((len(token), *tensor.shape[1:]))
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a tensor [A, .] that go to each node."""
@@ -221,24 +209,6 @@ class RailPlan:
         """By node, the first and the end of its tokens among the foreign ones; of this node none."""
         ends = itertools.accumulate(self.num_received)
         return [(end - num_rows, end) for end, num_rows in zip(ends, self.num_received, strict=True)]
-
-
-def make_rail_plan(
-    heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int], sizes: int
-) -> RailPlan:
-    """The way with these numbers of rows to and from each other node. Local. sizes: as in RailPlan."""
-    here, (num_tokens, num_nodes) = heap.topology.node, token_to_rail_row.shape
-    sent, received = ([0 if node == here else rows for node, rows in enumerate(each)] for each in (sent, received))
-    most, before = max(sent), nodes_of(heap).maps.others_before
-    home_row = torch.add(token_to_rail_row, before, alpha=most).add_(num_tokens)
-    home_row.masked_fill_(token_to_rail_row < 0, -1)
-    home_row[:, here] = torch.arange(num_tokens, dtype=torch.int32, device=home_row.device)
-    # Pairs that have none share a row past the end, which is that of -1.
-    pair = home_row.new_full((num_tokens + most * (num_nodes - 1) + 1,), -1, dtype=torch.int64)
-    pair[home_row.flatten()] = torch.arange(home_row.numel(), device=home_row.device)
-    is_unused, pair = pair[:-1] < 0, pair[:-1].clamp_(min=0)
-    index = home_row, pair.div(num_nodes, rounding_mode="floor"), pair, is_unused
-    return RailPlan(heap, *index, tuple(sent), tuple(received), sizes, nodes_of(heap).lane.number)
 
 
 class Region(NamedTuple):
@@ -267,75 +237,51 @@ class NodesPlan(Generic[P]):
             of a group that is on one node.
         own_rows: int32 [2, e], rows that can be computed when the tokens of this node's ranks have come; None: ranks of
             this node do not follow each other, so these rows are in several places.
-        tensors: all of this is in their memory, and in that of the plan over all ranks.
     """
 
     rails: RailPlan
     own: P
     foreign: P
     own_rows: torch.Tensor | None
-    tensors: list[torch.Tensor]
 
 
-def plan_in_node(plan: P, rails: RailPlan) -> NodesPlan[P]:
-    """The plans of the tokens inside the node. For those that are foreign, the ranks of the rail send each other the
-    maps, with the first rows: lines of the plan's, with the slots of a token on the node it goes to, and where it is
-    on the ranks of that. Collective over the group; does not synchronise the host."""
-    heap, (num_tokens, top_k) = rails.heap, plan.slot_to_row.shape
-    num_nodes, num_local = heap.topology.num_nodes, len(heap.topology.ranks)
-    token, pair = rails.home_row_to_token, rails.home_row_to_pair
-    # Lines of home rows: this rank's own tokens, then those that it sends.
-    slot_to_rank = _pick(plan.slot_to_rank, token)
-    place = torch.add(slot_to_rank, (pair % num_nodes)[:, None], alpha=heap.num_ranks + 1)
-    slot_to_rank = nodes_of(heap).maps.to_local[place]
-    packed, primary = (
-        _pick(_by_node(each, heap).flatten(0, 1), pair)
-        for each in (plan.token_to_packed_row, plan.token_to_primary_row)
+def plan_in_node(
+    plan: P, rail_rows: RailRows, sent: Sequence[int], received: Sequence[int], sizes: int
+) -> NodesPlan[P]:
+    """The plans of the tokens inside the node, with these numbers of rows to and from each other node. For those that
+    are foreign, the ranks of the rail send each other the maps, with the first rows: lines of the plan's, with the
+    slots of a token on the node it goes to, and where it is on the ranks of that. Collective over the group; does not
+    synchronise the host. sizes: as in RailPlan."""
+    heap, (num_tokens, top_k) = rail_rows.heap, plan.slot_to_row.shape
+    nodes, topology = nodes_of(heap), heap.topology
+    sent, received = (
+        [0 if node == topology.node else rows for node, rows in enumerate(each)] for each in (sent, received)
     )
-    for each in (slot_to_rank, packed, primary):
-        each.masked_fill_(rails.is_unused[:, None], -1)
-    slot_to_row = _pick(plan.slot_to_row, token).masked_fill_(slot_to_rank < 0, -1)
-    names = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
-    lines = slot_to_row, slot_to_rank, packed, primary
-    block_tokens = plan.block_tokens.sum(0, dtype=torch.int32)
-    regions = torch.stack([block_tokens, plan.packed_start, plan.packed_limit])
-    regions = _by_node(regions, heap).transpose(0, 1).contiguous()
-
-    num_foreign, widths = sum(rails.num_received), [top_k] * 2 + [num_local] * 2
-    aligned = -(-num_foreign // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    room = slot_to_row.new_full((aligned * sum(widths),), -1)  # in place of what does not come: nothing
-    parts = room.split([aligned * width for width in widths])
-    come = [part.view(aligned, width)[:num_foreign] for part, width in zip(parts, widths, strict=True)]
-    foreign_regions = torch.zeros_like(regions)
-    maps = [(rails.to_nodes(go[num_tokens:]), rails.by_node(comes)) for go, comes in zip(lines, come, strict=True)]
-    rails.maps = *maps, (list(regions), list(foreign_regions))
+    of_nodes = (topology.num_nodes, len(topology.ranks)), max(sent) * (topology.num_nodes - 1), sum(received)
+    numel, layout = in_node_layout(num_tokens, top_k, plan.splits.numel(), *of_nodes)
+    found = InNodeIntegers(plan.storage.new_empty(numel), layout)
+    ops = kernels.for_device(heap.device)
+    ops.plan_in_node(plan, rail_rows.token_to_rail_row, rail_rows.numbers, nodes.maps, found)
     heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
+
+    rails = RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number)
+    lines, come = ([getattr(found, prefix + name) for name in _LINES] for prefix in ("", "foreign_"))
+    maps = [(rails.to_nodes(go[num_tokens:]), rails.by_node(comes)) for go, comes in zip(lines, come, strict=True)]
+    rails.maps = *maps, (list(found.regions), list(found.foreign_regions))
 
     own, foreign = copy.copy(plan), copy.copy(plan)
     # Found before the views of the storage, which are of the plan over all ranks.
     for made, its in ((own, [each[:num_tokens] for each in lines]), (foreign, come)):
-        vars(made).update(zip(names, its, strict=True), num_tokens=len(its[0]), arrivals=arrivals_in_node(heap))
-    own_rows = split_by_arrival(heap, (own, foreign)) if heap.topology.is_in_order else None
-    vars(own)["regions"] = (_region(own, None, regions[heap.topology.node]),)
+        vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]), arrivals=arrivals_in_node(heap))
+        if topology.is_in_order:
+            vars(made).update(source_to_packed_start=found.source_to_packed_start)
+    vars(own)["regions"] = (_region(own, None, found.regions[topology.node]),)
     vars(foreign)["regions"] = tuple(
-        _region(foreign, slice(first, end), foreign_regions[source])
+        _region(foreign, slice(first, end), found.foreign_regions[source])
         for source, (first, end) in enumerate(rails.foreign_ranges)
         if end > first
     )
-    tensors = [rails.token_to_home_row, rails.home_row_to_token, *lines, room, regions, foreign_regions]
-    tensors += [] if own_rows is None else [own_rows, own.source_to_packed_start]
-    return NodesPlan(rails, own, foreign, own_rows, tensors)
-
-
-def _pick(lines: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Lines of a tensor; zeros if it has none."""
-    return lines.index_select(0, index) if len(lines) else lines.new_zeros((len(index), *lines.shape[1:]))
-
-
-def _by_node(by_rank: torch.Tensor, heap: SymmetricHeap) -> torch.Tensor:
-    """[., R] as [., N, G]."""
-    by_node = nodes_of(heap).maps.by_node
-    return by_rank.view(len(by_rank), *by_node.shape) if heap.topology.is_in_order else by_rank[:, by_node]
+    return NodesPlan(rails, own, foreign, found.own_rows if topology.is_in_order else None)
 
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
@@ -343,15 +289,6 @@ def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
     ranks, first = heap.topology.ranks, heap.topology.local_rank
     around = [ranks[(first - step) % len(ranks)] for step in range(len(ranks))]
     return around + [end for end in (0, heap.num_ranks - 1) if end not in ranks]
-
-
-def split_by_arrival(heap: SymmetricHeap, plans: tuple[PlanIntegers, PlanIntegers]) -> torch.Tensor:
-    """Has both plans say which packed rows come with each of their sources; NodesPlan.own_rows."""
-    plan, first, end = plans[0], heap.topology.ranks[0], heap.topology.ranks[-1] + 1
-    packed_start = plan.source_to_packed_start.index_select(0, nodes_of(heap).maps.first_with)
-    for each in plans:
-        vars(each).update(source_to_packed_start=packed_start)
-    return torch.stack([plan.source_to_rows[first, 0], plan.source_to_rows[end - 1, 1]])
 
 
 def _region(plan: PlanIntegers, tokens: slice | None, numbers: torch.Tensor) -> Region:

@@ -15,13 +15,13 @@ import torch
 
 from symmoe import kernels
 from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
-from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, make_rail_plan, plan_in_node
+from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.recipes import Recipe, precision_word
-from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded, recorded_on_cpus
 
@@ -385,7 +385,7 @@ def _plan_between_nodes(
     plan = _new_plan(rails.topk_idx, heap, words, options)
     plan.fill(rails)
     if is_exact:
-        torch.amax(rails.num_sent, 0, keepdim=True, out=plan.report[control.SUM_MOST_SENT :][:1])
+        plan.report[control.SUM_MOST_SENT :][:1].copy_(rails.most_sent)
     elif excess is not None and excess.drops:
         plan.num_dropped.add_(rails.told())
     sent, received = [rail_rows] * heap.topology.num_nodes, rails.by_node
@@ -396,7 +396,7 @@ def _plan_between_nodes(
         plan.settle()  # before any barrier: ranks with room raise what the plan has found at once
         sent, received = read_sizes() if room is None else (sent, received)
     sizes = rail_capacity * MAX_TOP_K + top_k
-    plan.nodes = plan_in_node(plan, make_rail_plan(heap, rails.token_to_rail_row, sent, received, sizes))
+    plan.nodes = plan_in_node(plan, rails, sent, received, sizes)
     return plan
 
 
@@ -434,11 +434,7 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
         heap.first_step = None
         received = heap.barrier(control.PHASE_PLAN, config=config, publish=first_step.words())
         first_step.compare(heap.streams.read_back(received)())
-    if rails is not None:
-        rails.share(config)
-        # A line for each rank of the group, of which other nodes' ranks may have failed, too.
-        received = nodes_of(heap).failed_so_far.neg().repeat(heap.num_ranks, control.NUM_PUBLISHED)
-    return received
+    return received if rails is None else rails.share(config)
 
 
 @recorded

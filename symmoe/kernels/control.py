@@ -297,6 +297,19 @@ class Peers:
         return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)
 
 
+@dataclass(frozen=True, eq=False)
+class RankMaps:
+    """Where ranks are, for kernels. Made once, because a host that copies numbers to a GPU waits for it."""
+
+    here: int  # the node of this rank
+    first: int  # its first rank, if the ranks of a node follow each other
+    to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is of -1, for which it is any
+    to_local: torch.Tensor  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
+    by_node: torch.Tensor  # int64 [N, G], the ranks of each node
+    other_ranks: torch.Tensor  # int64 [R - G], the ranks of the other nodes, in their order
+    first_with: torch.Tensor  # int64 [R + 1], the first rank whose rows come with those of a rank; R for the end of all
+
+
 PlanLayout = Mapping[str, tuple[int, int, tuple[int, ...]]]  # (first element, number of elements, shape) of each tensor
 
 
@@ -322,6 +335,41 @@ def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -
         "expert_load": (num_experts,),
         "report": (SUMMARY_WORDS,),
     }
+    return _laid_out(shapes)
+
+
+def num_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // TOKENS_PER_BLOCK)
+
+
+@functools.lru_cache(maxsize=256)
+def in_node_layout(
+    num_tokens: int, top_k: int, num_local: int, nodes: tuple[int, int], num_sent: int, num_foreign: int
+) -> tuple[int, PlanLayout]:
+    """The same of InNodeIntegers. nodes: N, G; num_sent: A; num_foreign: foreign tokens, F."""
+    (num_nodes, per_node), num_home = nodes, num_tokens + num_sent
+    return _laid_out(
+        {
+            "token_to_home_row": (num_tokens, num_nodes),
+            "home_row_to_token": (num_home,),
+            "slot_to_row": (num_home, top_k),
+            "slot_to_rank": (num_home, top_k),
+            "token_to_packed_row": (num_home, per_node),
+            "token_to_primary_row": (num_home, per_node),
+            "slot_to_home_row": (num_tokens, top_k),
+            "regions": (num_nodes, 3, per_node),
+            "source_to_packed_start": (num_nodes * per_node + 1,),
+            "own_rows": (2, num_local),
+            "foreign_slot_to_row": (num_foreign, top_k),
+            "foreign_slot_to_rank": (num_foreign, top_k),
+            "foreign_token_to_packed_row": (num_foreign, per_node),
+            "foreign_token_to_primary_row": (num_foreign, per_node),
+            "foreign_regions": (num_nodes, 3, per_node),
+        }
+    )
+
+
+def _laid_out(shapes: dict[str, tuple[int, ...]]) -> tuple[int, PlanLayout]:
     unit = ACCESS_BYTES // torch.int32.itemsize
     first, layout = 0, {}
     for name, shape in shapes.items():
@@ -330,17 +378,13 @@ def plan_layout(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -
     return first, layout
 
 
-def num_blocks(num_tokens: int) -> int:
-    return -(-num_tokens // TOKENS_PER_BLOCK)
-
-
 class _Integers:
     """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, integers: PlanIntegers, owner: type) -> torch.Tensor:
+    def __get__(self, integers: PlanIntegers | InNodeIntegers, owner: type) -> torch.Tensor:
         first, numel, shape = integers.layout[self._name]
         view = integers.storage[first : first + numel].view(shape)
         vars(integers)[self._name] = view  # found before this descriptor from now on
@@ -379,3 +423,39 @@ class PlanIntegers:
     token_to_packed_row, block_tokens, packed_start, packed_limit = _Integers(), _Integers(), _Integers(), _Integers()
     source_to_packed_start, source_to_row_start, source_to_rows = _Integers(), _Integers(), _Integers()
     expert_load, report = _Integers(), _Integers()
+
+
+@dataclass(eq=False)
+class InNodeIntegers:
+    """Where the tokens of a plan are inside each node: int32 views of one allocation, aligned to 16 bytes. N nodes, G
+    ranks of each, T own and F foreign tokens, A lines that are sent, as many to each other node; -1 in a map is "none".
+
+    Attributes:
+        storage, layout: as of PlanIntegers.
+        token_to_home_row: [T, N], the home row of what a node has for a token; see RailPlan.
+        home_row_to_token: [T + A], the token of a home row; any for those that are not used.
+        slot_to_row, slot_to_rank, token_to_packed_row, token_to_primary_row: [T + A, K] and [T + A, G], lines of the
+            plan for home rows, with the slots and the ranks of the node they are for; ranks count inside of it.
+        slot_to_home_row: [T, K], where the value of a slot is among K for each home row; -1 for no expert.
+        regions, foreign_regions: [N, 3, G], for each node and what each other node's rank sends: tokens that go to each
+            rank, where their packed rows start, and how many there are.
+        source_to_packed_start: [R + 1], that of the plan, for the sources of this node (dispatch/nodes.py).
+        own_rows: [2, e], see NodesPlan.
+        foreign_slot_to_row, foreign_slot_to_rank, foreign_token_to_packed_row, foreign_token_to_primary_row: [F, K] and
+            [F, G], those lines of the foreign tokens.
+        foreign_lines: all of these, flat.
+    """
+
+    storage: torch.Tensor
+    layout: PlanLayout
+
+    token_to_home_row, home_row_to_token, slot_to_row, slot_to_rank = _Integers(), _Integers(), _Integers(), _Integers()
+    token_to_packed_row, token_to_primary_row, slot_to_home_row = _Integers(), _Integers(), _Integers()
+    regions, source_to_packed_start, own_rows = _Integers(), _Integers(), _Integers()
+    foreign_slot_to_row, foreign_slot_to_rank, foreign_regions = _Integers(), _Integers(), _Integers()
+    foreign_token_to_packed_row, foreign_token_to_primary_row = _Integers(), _Integers()
+
+    @functools.cached_property
+    def foreign_lines(self) -> torch.Tensor:
+        first, end = (self.layout[name][0] for name in ("foreign_slot_to_row", "foreign_regions"))
+        return self.storage[first:end]

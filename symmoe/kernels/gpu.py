@@ -7,6 +7,7 @@ from symmoe.kernels.triton import (
     bias,
     gemm,
     gemm_act,
+    nodes,
     plan,
     pointers,
     route,
@@ -18,7 +19,7 @@ from symmoe.kernels.triton import (
 
 _KERNELS = {
     **kernels_in(act_quantized, products, quantize, scale_tiles, wire, activation, bias, gemm, gemm_act),
-    **kernels_in(plan, pointers, route, router_products, splits, sync, tokens),
+    **kernels_in(nodes, plan, pointers, route, router_products, splits, sync, tokens),
 }
 globals().update(_KERNELS)
 __all__ = sorted(_KERNELS)

@@ -220,7 +220,7 @@ class _EPStep:
         plan, nodes = self.plan, self.plan.nodes
         if nodes is None:
             return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
-        rails, inputs = nodes.rails, [*inputs, *nodes.tensors]
+        rails, inputs = nodes.rails, [*inputs, nodes.rails.found.storage]
         key, numbers = (*key, self.kind, bool(rails.maps)), {"plan": plan.generation, "rail_plan": rails.number}
         found = plan.heap.run(key, function, inputs, **numbers)
         rails.maps = ()  # they have travelled

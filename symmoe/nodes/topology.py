@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from symmoe.errors import ArgumentError, BackendUnavailable
+from symmoe.kernels.control import RankMaps
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NVML = "libnvidia-ml.so.1"
@@ -152,34 +153,20 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
     return Topology(rank, tuple(sorted(nodes)))
 
 
-@dataclass(frozen=True, eq=False)
-class RankMaps:
-    """Where ranks are, for kernels. Made once, because a host that copies numbers to a GPU waits for it."""
-
-    to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is of -1, for which it is any
-    is_on_other: torch.Tensor  # bool [R + 2, N], whether a rank is on a node, but this one; R is no rank, nor is -1
-    to_local: torch.Tensor  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
-    by_node: torch.Tensor  # int64 [N, G], the ranks of each node
-    other_ranks: torch.Tensor  # int64 [R - G], the ranks of the other nodes, in their order
-    others_before: torch.Tensor  # int32 [N], how many other nodes have smaller numbers
-    first_with: torch.Tensor  # int64 [R + 1], the first rank whose rows come with those of a rank; R for the end of all
-
-
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
     nodes, here, num_ranks = topology.nodes, topology.node, topology.num_nodes * len(topology.ranks)
     others = [ranks for ranks in nodes if ranks != topology.ranks]
-    is_on_other = [[rank in ranks and ranks in others for ranks in nodes] for rank in range(num_ranks + 2)]
     to_local = [ranks.index(rank) if rank in ranks else -1 for ranks in nodes for rank in range(num_ranks + 1)]
-    others_before, own = [node - (node > here) for node in range(len(nodes))], topology.ranks
+    own = topology.ranks
     first_with = [own[0] if rank < own[0] else min(rank, own[-1] + 1) for rank in range(1, num_ranks)]
     with torch.inference_mode(False):
         return RankMaps(
+            here=here,
+            first=own[0] if topology.is_in_order else 0,
             to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), here], device=device),
-            is_on_other=torch.tensor(is_on_other, device=device),
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
             other_ranks=torch.tensor(others, device=device).flatten(),
-            others_before=torch.tensor(others_before, dtype=torch.int32, device=device),
             first_with=torch.tensor([0, *first_with, num_ranks], device=device),
         )

@@ -99,12 +99,8 @@ class Nodes(OneNode):
         """Tensors of this that a tape meets."""
         payload = self.payload
         its = [] if payload.progress is None or payload.counts is None else [payload.progress, payload.counts]
-        return [self.maps.to_node, self._heard, self._fault, *its]
-
-    @property
-    def failed_so_far(self) -> torch.Tensor:
-        """int64 [] on the device: not 0 if the call has failed here, or on a node of which this rank has heard."""
-        return self._counters[_WORD].amax()
+        maps = [each for each in vars(self.maps).values() if isinstance(each, torch.Tensor)]
+        return [*maps, self._heard, self._fault, *its]
 
     # -- calls: errors are raised ---------------------------------------------------------------------------------
 
@@ -128,7 +124,7 @@ class Nodes(OneNode):
     def exchange(self, sends: Messages, receives: Messages, phase: int, **options: int) -> None:
         """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends. On GPUs that
         is work of the current stream. What is received may be used as it is only after the next barrier, or where
-        :attr:`failed_so_far` is 0.
+        the kernel `other_counts` has found no failure.
 
         Args:
             sends, receives: by message, and in it by node; contiguous, and of sizes that fit each other. Tensors for

@@ -15,6 +15,8 @@ from worker import open_heap
 
 from symmoe import GroupedMLP, make_plan
 from symmoe.dispatch import nodes
+from symmoe.kernels import twin
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, plan_layout
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.plan import split_rows
 from symmoe.moe import overlap as formulas
@@ -96,6 +98,22 @@ def test_parts_need_only_rows_that_have_arrived(data):
     check_parts(experts, ranges, [(source, {source}) for source in arrivals])
 
 
+def zeros(places):
+    return torch.zeros(places[0], dtype=torch.int32), places[1]
+
+
+def found_in_node(topology, maps, source_to_rows, source_to_packed_start) -> InNodeIntegers:
+    """What plan_in_node says of a plan without tokens."""
+    num_nodes, num_ranks, num_local = topology.num_nodes, len(source_to_rows), source_to_rows.shape[2]
+    plan = PlanIntegers(*zeros(plan_layout(0, 1, num_ranks * num_local, num_ranks)))
+    plan.source_to_rows.copy_(source_to_rows)
+    plan.source_to_packed_start.copy_(source_to_packed_start)
+    found = InNodeIntegers(*zeros(in_node_layout(0, 1, num_local, (num_nodes, len(topology.ranks)), 0, 0)))
+    rail_rows, numbers = (torch.zeros(shape, dtype=torch.int32) for shape in ((0, num_nodes), num_nodes + 2))
+    twin.plan_in_node(plan, rail_rows, numbers, maps, found)
+    return found
+
+
 @given(st.data())
 def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     """The ranks of the node first, as on one node; then those before it and those after it, all at once."""
@@ -108,8 +126,7 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     heap = SimpleNamespace(topology=topology, num_ranks=num_ranks, nodes=SimpleNamespace(maps=maps))
     rows = torch.full((num_ranks, 2, len(experts)), -7, dtype=torch.int32)
     split_rows(starts_of(experts), rows, rank, topology.ranks)
-    plans = [SimpleNamespace(source_to_rows=rows, source_to_packed_start=packed_start) for _ in range(2)]
-    own_rows = nodes.split_by_arrival(heap, plans)
+    found = found_in_node(topology, maps, rows, packed_start)
     ranks, arrivals = topology.ranks, nodes.arrivals_in_node(heap)
     assert arrivals[: len(ranks)] == [ranks[(ranks.index(rank) - step) % len(ranks)] for step in range(len(ranks))]
     others = {0: set(range(ranks[0])), num_ranks - 1: set(range(ranks[-1] + 1, num_ranks))}
@@ -117,13 +134,12 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
     assert [end for end in others.values() if end] == [end for _, end in ends]
     check_parts(experts, rows, [*((source, {source}) for source in arrivals[: len(ranks)]), *ends])
     # With all ranks of the node as one part, and the packed rows of each.
-    ranges = torch.cat([rows, own_rows[None]])
+    ranges = torch.cat([rows, found.own_rows[None]])
     check_parts(experts, ranges, [(num_ranks, set(ranks)), *ends])
     for source in arrivals:
         sources = sorted(others[source] if source not in ranks else {source})
         wanted = packed_start[sources[0]], packed_start[sources[-1] + 1]
-        assert tuple(plans[0].source_to_packed_start[source : source + 2]) == wanted
-    assert plans[1].source_to_packed_start is plans[0].source_to_packed_start
+        assert tuple(found.source_to_packed_start[source : source + 2]) == wanted
 
 
 RATES = Rates(

@@ -14,6 +14,7 @@ IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
+    "nodes",
     "pointers",
     pytest.param("quantize", marks=SLOW),
     pytest.param("quantized_gemm", marks=SLOW),

@@ -18,7 +18,7 @@ from compiled_launches import atomics, catch_launches, meta
 from kernel_launches import BF16, FP16, FP32, INT64, TRIPS
 
 from symmoe.kernels.hopper import rows as hopper_rows
-from symmoe.kernels.triton import plan, sync, tokens
+from symmoe.kernels.triton import nodes, plan, sync, tokens
 
 MOST_REGISTERS = {"assign_rows_kernel": 160, "lay_out_kernel": 255}
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
@@ -26,7 +26,7 @@ LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
 
 @pytest.fixture
 def launches(monkeypatch):
-    return catch_launches(monkeypatch, sync, plan, tokens, hopper_rows)
+    return catch_launches(monkeypatch, sync, nodes, plan, tokens, hopper_rows)
 
 
 def check(launches, name, max_registers=128):
@@ -83,6 +83,16 @@ def test_plan_kernels(launches, shape, id_dtype, drop):
     for launch in launches:
         code = check(launches, launch.name, MOST_REGISTERS.get(launch.name, 128))
         assert code.ptx.count("fence.acq_rel.sys") == (launch.name == "lay_out_kernel")
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_kernels_between_nodes(launches, num_nodes):
+    names = "rail_rows", "tell_header", "own_counts", "other_counts", "plan_in_node", "count_exchange", "hear_of_faults"
+    for shape, sizes in TRIPS.items():
+        if sizes[-1] % num_nodes == 0:
+            layer.launch_between_nodes(shape, num_nodes)
+            for name in names:
+                check(launches, f"{name}_kernel", 168)
 
 
 @every_combination(shape=TRIPS.keys(), dtype=[BF16, FP16, FP32])

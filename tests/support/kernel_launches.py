@@ -7,13 +7,21 @@ from compiled_launches import meta
 
 from symmoe.kernels import control
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.control import ControlLayout, Peers, PlanIntegers, plan_layout
+from symmoe.kernels.control import (
+    ControlLayout,
+    InNodeIntegers,
+    Peers,
+    PlanIntegers,
+    RankMaps,
+    in_node_layout,
+    plan_layout,
+)
 from symmoe.kernels.hopper import act as hopper_act
 from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
-from symmoe.kernels.triton import bias, gemm, gemm_act, plan, route, router_products, splits, sync, tokens
+from symmoe.kernels.triton import bias, gemm, gemm_act, nodes, plan, route, router_products, splits, sync, tokens
 
 BF16, FP16, FP32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 NUM_SMS = 132
@@ -213,6 +221,27 @@ def launch_plan(shape, id_dtype=torch.int32, drop=False):
     options = {"capacity": 1000, "packed_capacity": -1, "drop": drop, "ranks": range(num_ranks)}
     plan.lay_out(peers, received, status, integers, **options)
     plan.assign_rows(topk_idx, counts, integers, drop=drop)
+
+
+def launch_between_nodes(shape, num_nodes):
+    """Every kernel of a plan between nodes, and those of an exchange."""
+    num_tokens, _, num_experts, top_k, num_ranks = TRIPS[shape]
+    per_node, num_sent = num_ranks // num_nodes, 8 * (num_nodes - 1)
+    of_ranks = (num_ranks + 1,), (num_nodes, per_node), (num_ranks - per_node,), (num_ranks + 1,)
+    to_node, by_node, other_ranks, first_with = (meta(*shape, dtype=INT64) for shape in of_ranks)
+    maps = RankMaps(1, per_node, to_node, meta(num_nodes * (num_ranks + 1)), by_node, other_ranks, first_with)
+    numbers, rows = meta(num_nodes + 2), meta(num_tokens, num_nodes)
+    nodes.rail_rows(meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8, room=-1)
+    peers, received = peers_of(per_node, per_node - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
+    nodes.tell_header(numbers, peers, 0, word=1)
+    nodes.own_counts(by_node[0], peers, rows)
+    nodes.other_counts(rows, other_ranks, peers, received)
+    numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
+    its = in_node_layout(num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent)
+    plan_of = PlanIntegers(meta(numel), layout)
+    nodes.plan_in_node(plan_of, rows, numbers, maps, InNodeIntegers(meta(its[0]), its[1]))
+    sync.count_exchange(meta(2, dtype=INT64), torch.zeros(2, dtype=INT64), which=1)
+    sync.hear_of_faults(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))
 
 
 def launch_rows(shape, dtype):

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from symmoe.kernels.contract.activation import ActivationKernels
 from symmoe.kernels.contract.gemm import GemmKernels
+from symmoe.kernels.contract.nodes import NodeKernels
 from symmoe.kernels.contract.plan import PlanKernels
 from symmoe.kernels.contract.pointers import PointerKernels
 from symmoe.kernels.contract.quantize import QuantizeKernels
@@ -44,6 +45,7 @@ __all__ = ["Kernels", "kernels_in"]
 
 class Kernels(
     PlanKernels,
+    NodeKernels,
     SyncKernels,
     RowKernels,
     GemmKernels,

@@ -5,6 +5,7 @@ from symmoe.kernels.twin import (
     act_quantized,
     activation,
     gemm,
+    nodes,
     plan,
     pointers,
     quantize,
@@ -17,7 +18,7 @@ from symmoe.kernels.twin import (
 )
 
 _KERNELS = kernels_in(
-    act_quantized, activation, gemm, plan, pointers, quantize, quantized_gemm, route, splits, sync, tokens, wire
+    act_quantized, activation, gemm, nodes, plan, pointers, quantize, quantized_gemm, route, splits, sync, tokens, wire
 )
 globals().update(_KERNELS)
 __all__ = sorted(_KERNELS)

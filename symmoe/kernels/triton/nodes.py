@@ -1,0 +1,274 @@
+"""Kernels of contract/nodes.py."""
+
+import functools
+
+import triton
+import triton.language as tl
+
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.triton.plan import load_experts
+from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
+
+ENTRIES = 1 << 14  # comparisons of a slot with a node that rail_rows makes at a time
+LINES = 128  # tokens, or lines, of a program of plan_in_node
+OF_PLAN = (
+    *("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row", "block_tokens", "packed_start"),
+    *("packed_limit", "source_to_packed_start", "source_to_rows"),
+)
+FOUND = (
+    *("token_to_home_row", "home_row_to_token", "slot_to_row", "slot_to_rank", "token_to_packed_row"),
+    *("token_to_primary_row", "slot_to_home_row", "regions", "source_to_packed_start", "own_rows", "foreign_lines"),
+    "foreign_regions",
+)
+
+
+@functools.cache
+def _constants(num_warps, **named):
+    return Constants({**named, "num_warps": num_warps})
+
+
+@fast_jit([])
+def rail_rows_kernel(
+    topk_idx,
+    rank_to_node,
+    numbers,
+    token_to_rail_row,
+    num_tokens: tl.int32,
+    most: tl.int32,
+    room: tl.int32,
+    HERE: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    node = tl.arange(0, LANES)
+    is_other = (node < NUM_NODES) & (node != HERE)
+    total = tl.zeros((LANES,), tl.int32)
+    for first in range(0, num_tokens, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        goes = tl.zeros((TOKENS, LANES), tl.int32)
+        for k in tl.static_range(TOP_K):
+            expert = load_experts(topk_idx, token * TOP_K + k, token < num_tokens, NUM_EXPERTS)
+            its = tl.load(rank_to_node + expert // EXPERTS_PER_RANK, mask=expert >= 0, other=-1).to(tl.int32)
+            goes |= ((its[:, None] == node[None, :]) & is_other[None, :]).to(tl.int32)
+        row = total[None, :] + tl.cumsum(goes, axis=0) - 1
+        row = tl.where((goes != 0) & (row < most), row, -1)
+        mask = (token < num_tokens)[:, None] & (node < NUM_NODES)[None, :]
+        tl.store(token_to_rail_row + token[:, None] * NUM_NODES + node[None, :], row, mask=mask)
+        total += tl.sum(goes, axis=0)
+    largest = tl.max(total, axis=0)
+    tl.store(numbers + node, total, mask=node < NUM_NODES)
+    tl.store(numbers + NUM_NODES, largest)
+    if room < 0:
+        tl.store(numbers + NUM_NODES + 1, tl.where(largest > most, largest, 0))
+    else:
+        tl.store(numbers + NUM_NODES + 1, tl.where(largest > most, 0, room))
+
+
+def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
+    (num_tokens, top_k), num_nodes = topk_idx.shape, token_to_rail_row.shape[1]
+    lanes, experts_per_rank = next_power_of_2(num_nodes), num_experts // (maps.to_node.numel() - 1)
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS_PER_RANK": experts_per_rank, "TOP_K": top_k}
+    num_at_once = max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k))))
+    sizes |= {"NUM_NODES": num_nodes, "LANES": lanes, "TOKENS": num_at_once}
+    arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most, room
+    launch(rail_rows_kernel, (1,), _constants(8, HERE=maps.here, **sizes), *arguments)
+
+
+@triton.jit
+def count_row(base, epoch, source, LAYOUT: tl.constexpr):
+    """Pointer to the row of a rank in the count table of the arena at `base`, in the half of a barrier."""
+    offset = (epoch & 1) * LAYOUT.table_stride_bytes + source * (LAYOUT.row_words * 4)
+    return (base + LAYOUT.count_table + offset).to(tl.pointer_type(tl.int32))
+
+
+@fast_jit([])
+def tell_header_kernel(
+    number, bases, source: tl.int32, word: tl.int32, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, LAYOUT: tl.constexpr
+):
+    epoch = barrier_epoch(bases, RANK, LAYOUT.counters) + 1
+    for peer in range(NUM_RANKS):
+        tl.store(count_row(tl.load(bases + peer), epoch, source, LAYOUT) + word, tl.load(number))
+
+
+def tell_header(number, peers, source, *, word):
+    constants = _constants(1, RANK=peers.rank, NUM_RANKS=peers.num_ranks, LAYOUT=peers.layout)
+    launch(tell_header_kernel, (1,), constants, number, peers.bases, source, word)
+
+
+@fast_jit([])
+def own_counts_kernel(ranks, bases, rows, RANK: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+    line, word = tl.program_id(0), tl.arange(0, BLOCK)
+    epoch = barrier_epoch(bases, RANK, LAYOUT.counters)
+    row = count_row(tl.load(bases + RANK), epoch, tl.load(ranks + line), LAYOUT)
+    words = tl.load(row + word, mask=word < LAYOUT.row_words)
+    tl.store(rows + line * LAYOUT.row_words + word, words, mask=word < LAYOUT.row_words)
+
+
+def own_counts(ranks, peers, rows):
+    launch(own_counts_kernel, (len(ranks),), _of_rows(peers), ranks, peers.bases, rows)
+
+
+@fast_jit([])
+def other_counts_kernel(
+    rows,
+    ranks,
+    bases,
+    received,
+    num_received: tl.int32,
+    RANK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    line, word = tl.program_id(0), tl.arange(0, BLOCK)
+    own = tl.load(bases + RANK)
+    if line < tl.num_programs(0) - 1:
+        row = count_row(own, barrier_epoch(bases, RANK, LAYOUT.counters), tl.load(ranks + line), LAYOUT)
+        words = tl.load(rows + line * LAYOUT.row_words + word, mask=word < LAYOUT.row_words)
+        tl.store(row + word, words, mask=word < LAYOUT.row_words)
+    else:
+        counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
+        failed = tl.load(counters + CONTROL.ABORTED)
+        for counter in tl.static_range(CONTROL.ABORTED + 1, CONTROL.RAIL_FAULT + 1):
+            failed = tl.maximum(failed, tl.load(counters + counter))
+        for first in range(0, num_received, BLOCK):
+            tl.store(received + first + word, word.to(tl.int64) * 0 - failed, mask=first + word < num_received)
+
+
+def other_counts(rows, ranks, peers, received):
+    arguments = rows, ranks, peers.bases, received, received.numel()
+    launch(other_counts_kernel, (len(ranks) + 1,), _of_rows(peers), *arguments)
+
+
+def _of_rows(peers):
+    return _constants(4, RANK=peers.rank, LAYOUT=peers.layout, BLOCK=next_power_of_2(peers.layout.row_words))
+
+
+@fast_jit([])
+def plan_in_node_kernel(
+    slot_to_row,
+    slot_to_rank,
+    token_to_packed_row,
+    token_to_primary_row,
+    block_tokens,
+    packed_start,
+    packed_limit,
+    source_to_packed_start,
+    source_to_rows,
+    token_to_rail_row,
+    numbers,
+    to_local,
+    by_node,
+    first_with,
+    token_to_home_row,
+    home_row_to_token,
+    its_slot_to_row,
+    its_slot_to_rank,
+    its_packed_row,
+    its_primary_row,
+    slot_to_home_row,
+    regions,
+    its_packed_start,
+    own_rows,
+    foreign_lines,
+    foreign_regions,
+    num_tokens: tl.int32,
+    num_sent: tl.int32,
+    most: tl.int32,
+    num_blocks: tl.int32,
+    num_foreign: tl.int32,
+    HERE: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    PER_NODE: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    NUM_RANKS: tl.constexpr = NUM_NODES * PER_NODE
+    NUM_REGIONS: tl.constexpr = NUM_NODES * 3 * PER_NODE
+    program, lane, word = tl.program_id(0), tl.arange(0, LINES), tl.arange(0, BLOCK)
+    line = program * LINES + lane
+    # What this rank's tokens have on each node.
+    for node in range(NUM_NODES):
+        rail_row = tl.load(token_to_rail_row + line * NUM_NODES + node, mask=line < num_tokens, other=-1)
+        before = node
+        if node > HERE:
+            before = node - 1
+        home = tl.where(rail_row < 0, -1, num_tokens + most * before + rail_row)
+        home = tl.where((node == HERE) & (line < num_tokens), line, home)
+        is_there = home >= 0
+        tl.store(token_to_home_row + line * NUM_NODES + node, home, mask=line < num_tokens)
+        tl.store(home_row_to_token + home, line, mask=is_there)
+        for k in range(TOP_K):
+            slot = line * TOP_K + k
+            rank = tl.load(slot_to_rank + slot, mask=line < num_tokens, other=-1)
+            local = tl.load(to_local + node * (NUM_RANKS + 1) + tl.where(rank < 0, NUM_RANKS, rank))
+            row = tl.load(slot_to_row + slot, mask=line < num_tokens, other=-1)
+            tl.store(its_slot_to_rank + home * TOP_K + k, local, mask=is_there)
+            tl.store(its_slot_to_row + home * TOP_K + k, tl.where(local < 0, -1, row), mask=is_there)
+            place = tl.where((rank < 0) | (home < 0), -1, home * TOP_K + k)
+            is_its = (local >= 0) | ((rank < 0) & (node == HERE))
+            tl.store(slot_to_home_row + slot, place, mask=is_its & (line < num_tokens))
+        for peer in range(PER_NODE):
+            its = line * NUM_RANKS + tl.load(by_node + node * PER_NODE + peer)
+            packed = tl.load(token_to_packed_row + its, mask=is_there, other=-1)
+            primary = tl.load(token_to_primary_row + its, mask=is_there, other=-1)
+            tl.store(its_packed_row + home * PER_NODE + peer, packed, mask=is_there)
+            tl.store(its_primary_row + home * PER_NODE + peer, primary, mask=is_there)
+    # Sent rows that are not used.
+    to = line // most
+    to += (to >= HERE).to(tl.int32)
+    num_used = tl.load(numbers + to, mask=line < num_sent, other=0)
+    is_unused = (line < num_sent) & (line % most >= num_used)
+    unused = num_tokens + line
+    tl.store(home_row_to_token + unused, line * 0, mask=is_unused)
+    for k in range(TOP_K):
+        tl.store(its_slot_to_rank + unused * TOP_K + k, line * 0 - 1, mask=is_unused)
+        tl.store(its_slot_to_row + unused * TOP_K + k, line * 0 - 1, mask=is_unused)
+    for peer in range(PER_NODE):
+        tl.store(its_packed_row + unused * PER_NODE + peer, line * 0 - 1, mask=is_unused)
+        tl.store(its_primary_row + unused * PER_NODE + peer, line * 0 - 1, mask=is_unused)
+    for first in range(program * BLOCK, num_foreign, tl.num_programs(0) * BLOCK):
+        tl.store(foreign_lines + first + word, word * 0 - 1, mask=first + word < num_foreign)
+    if program == 0:
+        for first in range(0, NUM_REGIONS, BLOCK):
+            entry = first + word
+            mask = entry < NUM_REGIONS
+            which, its_node = entry // PER_NODE % 3, entry // (3 * PER_NODE)
+            its_rank = tl.load(by_node + its_node * PER_NODE + entry % PER_NODE, mask=mask, other=0)
+            number = tl.load(packed_start + its_rank, mask=mask & (which == 1), other=0)
+            number += tl.load(packed_limit + its_rank, mask=mask & (which == 2), other=0)
+            for block in range(num_blocks):
+                number += tl.load(block_tokens + block * NUM_RANKS + its_rank, mask=mask & (which == 0), other=0)
+            tl.store(regions + entry, number, mask=mask)
+            tl.store(foreign_regions + entry, word * 0, mask=mask)
+        for first in range(0, NUM_RANKS + 1, BLOCK):
+            mask = first + word < NUM_RANKS + 1
+            source = tl.load(first_with + first + word, mask=mask, other=0)
+            start = tl.load(source_to_packed_start + source, mask=mask)
+            tl.store(its_packed_start + first + word, start, mask=mask)
+        for first in range(0, NUM_LOCAL, BLOCK):
+            mask = first + word < NUM_LOCAL
+            begin = tl.load(source_to_rows + FIRST * 2 * NUM_LOCAL + first + word, mask=mask)
+            end = tl.load(source_to_rows + (2 * (FIRST + PER_NODE) - 1) * NUM_LOCAL + first + word, mask=mask)
+            tl.store(own_rows + first + word, begin, mask=mask)
+            tl.store(own_rows + NUM_LOCAL + first + word, end, mask=mask)
+
+
+def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
+    (num_tokens, top_k), (num_nodes, per_node) = plan.slot_to_row.shape, maps.by_node.shape
+    num_sent, num_blocks = len(found.home_row_to_token) - num_tokens, len(plan.block_tokens)
+    sizes = {"HERE": maps.here, "NUM_NODES": num_nodes, "PER_NODE": per_node, "TOP_K": top_k, "LINES": LINES}
+    sizes |= {"NUM_LOCAL": plan.splits.numel(), "FIRST": maps.first, "BLOCK": 512}
+    tensors = [getattr(plan, name) for name in OF_PLAN]
+    tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
+    tensors += [getattr(found, name) for name in FOUND]
+    grid = (max(1, ceil_div(max(num_tokens, num_sent), LINES)),)
+    counts = num_tokens, num_sent, max(1, num_sent // (num_nodes - 1)), num_blocks, found.foreign_lines.numel()
+    launch(plan_in_node_kernel, grid, _constants(4, **sizes), *tensors, *counts)
