@@ -28,11 +28,13 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
+from symmoe.tape.recorder import recorded_on_cpus
 
 _LINES = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
 P = TypeVar("P", bound=PlanIntegers)  # a plan
+Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
 Message = tuple[list[torch.Tensor], list[torch.Tensor]]  # by node, what goes there and what comes from there
 
 
@@ -49,6 +51,15 @@ class Excess(NamedTuple):
     room: int | None
 
 
+@recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
+def in_storage(kind: type[Integers], storage: torch.Tensor, layout: PlanLayout) -> Integers:
+    """Integers of this kind with all of their views, which kernels will need."""
+    integers = kind(storage, layout)
+    for name in layout:
+        getattr(integers, name)
+    return integers
+
+
 class RailRows:
     """Which tokens go to which node, as their home decides it before the plan is made: the first ones, as many as a
     rail has room for; and what ranks tell each other of that in addition to the counts of their node. Ids that are out
@@ -60,25 +71,21 @@ class RailRows:
 
     Attributes:
         topk_idx: as it came; -1 for the slots that are dropped.
-        token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
-            is its home.
-        numbers, num_sent, most_sent: see the kernel `rail_rows`; int32 [N] and [1], tokens that would go to each node,
-            and where most would.
-        num_received, by_node: after :meth:`share`, int32 [N], tokens that would come from each node; and by node, how
-            many have room in its messages, as hosts know it.
+        integers: results of the kernel `rail_rows`, see :meth:`of`.
+        num_received: after :meth:`share`, int32 [N], tokens that would come from each node.
     """
 
     def __init__(
         self, topk_idx: torch.Tensor, heap: SymmetricHeap, num_experts: int, rail_rows: int, excess: Excess | None
     ) -> None:
         (num_tokens, _), num_nodes, maps = topk_idx.shape, heap.topology.num_nodes, nodes_of(heap).maps
-        integers = topk_idx.new_empty(num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32)
-        numbers, rows = integers[: num_nodes + 2], integers[num_nodes + 2 :].view(num_tokens, num_nodes)
+        self.integers = topk_idx.new_empty(num_tokens * num_nodes + num_nodes + 2, dtype=torch.int32)
+        numbers, rows = self.of(self.integers, num_nodes)
         room = -1 if excess is None or excess.room is None else excess.room
         sizes = {"num_experts": num_experts, "most": rail_rows, "room": room}
         kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
-        self.heap, self.topk_idx, self.by_node, self.token_to_rail_row = heap, topk_idx, [rail_rows], rows
-        self.numbers, self.num_sent, self.most_sent = numbers, numbers[:num_nodes], numbers[num_nodes:][:1]
+        self._heap, self.topk_idx, self._rail_rows, self._numbers = heap, topk_idx, rail_rows, numbers
+        self._drops = excess is not None and excess.drops
         self._word, self._number = control.HEAD_RAIL_DROPPED, None  # of the header, what only the device knows
         if excess is None:
             return
@@ -92,11 +99,16 @@ class RailRows:
             lost = is_expert & (node != maps.here) & (rows.gather(1, node) < 0)
             self.topk_idx, self._number = topk_idx.masked_fill(lost, -1), lost.sum(dtype=torch.int32).view(1)
 
+    @staticmethod
+    def of(integers: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its integers: numbers [N + 2], and token_to_rail_row [T, N]."""
+        return integers[: num_nodes + 2], integers[num_nodes + 2 :].view(-1, num_nodes)
+
     def tell(self) -> None:
         """Writes what only the device knows into the header of this rank's counts, on all ranks of the node. Local,
         before the plan's barrier."""
         if self._number is not None:
-            heap = self.heap
+            heap = self._heap
             tell = kernels.for_device(heap.device).tell_header
             tell(self._number, heap.peers, heap.peers.in_group(heap.peers.rank), word=self._word)
 
@@ -104,28 +116,30 @@ class RailRows:
         """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
         Collective over the group, after the plan's barrier. config: as in PlanOptions. What that barrier returns, of
         all ranks."""
-        heap, nodes, topology, peers = self.heap, nodes_of(self.heap), self.heap.topology, self.heap.peers
+        heap, nodes, topology, peers = self._heap, nodes_of(self._heap), self._heap.topology, self._heap.peers
         ops, shape = kernels.for_device(heap.device), (len(topology.ranks), peers.layout.row_words)
-        ours = self.numbers.new_empty(shape)
-        ops.own_counts(nodes.maps.by_node[topology.node], peers, ours)
+        ours = self._numbers.new_empty(shape)
+        ops.own_counts(nodes.maps.own_ranks, peers, ours)
         # Zeros in place of what does not come.
         come = torch.zeros((topology.num_nodes, *shape), dtype=torch.int32, device=heap.device)
         theirs, self.num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
-        sends = [ours] * topology.num_nodes, self.num_sent.split(1)
+        sends = [ours] * topology.num_nodes, self._numbers[: topology.num_nodes].split(1)
         receives = [*theirs[: topology.node], ours, *theirs[topology.node :]], self.num_received.split(1)
-        phase, (rail_rows,) = control.PHASE_NODES_PLAN, self.by_node
-        nodes.exchange(sends, receives, phase, rail_rows=rail_rows, config=config)
-        self.by_node = nodes.rail_rows
+        nodes.exchange(sends, receives, control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
         received = torch.empty((heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device)
         ops.other_counts(theirs.flatten(0, 1), nodes.maps.other_ranks, peers, received)
         return received
 
-    def told(self) -> torch.Tensor:
-        """int32 [1], the sum of what all ranks of the group have told; after :meth:`share`."""
-        rows = self.numbers.new_empty((self.heap.num_ranks, self.heap.peers.layout.row_words))
-        ranks = nodes_of(self.heap).maps.by_node.flatten()
-        kernels.for_device(self.heap.device).own_counts(ranks, self.heap.peers, rows)
-        return rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32).view(1)
+    def complete(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Has the report of the plan say what rails have sent or dropped; integers and num_received."""
+        report[control.SUM_MOST_SENT :][:1].copy_(self._numbers[-2:-1])
+        if self._drops:
+            rows = self._numbers.new_empty((self._heap.num_ranks, self._heap.peers.layout.row_words))
+            ranks = nodes_of(self._heap).maps.by_node.flatten()
+            kernels.for_device(self._heap.device).own_counts(ranks, self._heap.peers, rows)
+            dropped = rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
+            report[control.SUM_NUM_DROPPED :][:1].add_(dropped)
+        return self.integers, self.num_received
 
 
 @dataclass(eq=False)
@@ -246,24 +260,29 @@ class NodesPlan(Generic[P]):
 
 
 def plan_in_node(
-    plan: P, rail_rows: RailRows, sent: Sequence[int], received: Sequence[int], sizes: int
+    heap: SymmetricHeap, plan: P, integers: torch.Tensor, sent: Sequence[int], received: Sequence[int], sizes: int
 ) -> NodesPlan[P]:
     """The plans of the tokens inside the node, with these numbers of rows to and from each other node. For those that
     are foreign, the ranks of the rail send each other the maps, with the first rows: lines of the plan's, with the
     slots of a token on the node it goes to, and where it is on the ranks of that. Collective over the group; does not
-    synchronise the host. sizes: as in RailPlan."""
-    heap, (num_tokens, top_k) = rail_rows.heap, plan.slot_to_row.shape
-    nodes, topology = nodes_of(heap), heap.topology
+    synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
+    nodes, topology, (num_tokens, top_k) = nodes_of(heap), heap.topology, plan.slot_to_row.shape
     sent, received = (
         [0 if node == topology.node else rows for node, rows in enumerate(each)] for each in (sent, received)
     )
     of_nodes = (topology.num_nodes, len(topology.ranks)), max(sent) * (topology.num_nodes - 1), sum(received)
-    numel, layout = in_node_layout(num_tokens, top_k, plan.splits.numel(), *of_nodes)
-    found = InNodeIntegers(plan.storage.new_empty(numel), layout)
-    ops = kernels.for_device(heap.device)
-    ops.plan_in_node(plan, rail_rows.token_to_rail_row, rail_rows.numbers, nodes.maps, found)
-    heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
+    numel, layout = in_node_layout(num_tokens, top_k, len(plan.splits), *of_nodes)
 
+    def launch() -> list[torch.Tensor]:
+        found = in_storage(InNodeIntegers, plan.storage.new_empty(numel), layout)
+        its = in_storage(PlanIntegers, plan.storage, plan.layout)
+        numbers, rows = RailRows.of(integers, topology.num_nodes)
+        kernels.for_device(heap.device).plan_in_node(its, rows, numbers, nodes.maps, found)
+        heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
+        return [found.storage]
+
+    key = "plan in node", num_tokens, top_k, len(plan.expert_load), *of_nodes
+    found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
     rails = RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number)
     lines, come = ([getattr(found, prefix + name) for name in _LINES] for prefix in ("", "foreign_"))
     maps = [(rails.to_nodes(go[num_tokens:]), rails.by_node(comes)) for go, comes in zip(lines, come, strict=True)]

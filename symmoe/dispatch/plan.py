@@ -6,24 +6,24 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from symmoe import kernels
 from symmoe.checks.arguments import Problem, is_choice, parameter_dtype_problem, tensor_problem, words_problem
-from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, plan_in_node
+from symmoe.dispatch.nodes import Excess, NodesPlan, RailRows, Region, in_storage, plan_in_node
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.control import PlanIntegers, num_blocks, plan_layout
 from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.recipes import Recipe, precision_word
-from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
+from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, nodes_of
 from symmoe.symm_mem.row_budget import RowBudget
-from symmoe.tape.recorder import recorded, recorded_on_cpus
+from symmoe.tape.recorder import recorded
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
@@ -73,18 +73,20 @@ class Plan(PlanIntegers):
     to_fill: ToFill | None = None
     _read_report: Callable[[], list[int]] | None = None
 
-    def fill(self, rails: RailRows | None = None) -> None:
+    def fill(self) -> Sequence[torch.Tensor]:
         """Launches the plan's kernels, unless that has happened. Collective; waits for the device if sizes of buffers
-        depend on the plan. rails: if the group spans nodes."""
+        depend on the plan. If the group spans nodes, the integers and num_received of RailRows."""
         if (to_fill := self.to_fill) is None:
-            return
+            return ()
         with (heap := self.heap).one_call:
             self.generation = heap.epoch + 1
-            launch = partial(to_fill.launch, heap, rails)
-            is_special = rails is not None or heap.first_step is not None
-            self.note_filled(*launch() if is_special else heap.run(to_fill.key, launch, (to_fill.topk_idx,)))
+            launch = partial(to_fill.launch, heap)
+            is_first = heap.first_step is not None
+            filled = launch() if is_first else heap.run(to_fill.key, launch, (to_fill.topk_idx,))
+            self.note_filled(*filled[:2])
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
+        return filled[2:]
 
     def note_filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
         """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
@@ -196,6 +198,7 @@ class ToFill(NamedTuple):
         header: words for the peers, see control.HEAD_*.
         is_read: whether the host reads the report.
         reports: None, or what gets the report instead.
+        rails: the last arguments of RailRows, if the group spans nodes.
     """
 
     topk_idx: torch.Tensor
@@ -203,21 +206,26 @@ class ToFill(NamedTuple):
     config: int
     is_read: bool
     reports: list[torch.Tensor] | None
+    rails: tuple[int, Excess | None] | None
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched."""
-        return "plan", self.header, self.config, self.is_read
+        return "plan", self.header, self.config, self.is_read, self.rails
 
-    def launch(
-        self, heap: SymmetricHeap, rails: RailRows | None = None
-    ) -> tuple[torch.Tensor, Callable[[], list[int]] | None]:
-        """A new storage of the plan, filled, and, if it is read, what waits for the report. Collective."""
-        topk_idx, header, config, is_read, _ = self
+    def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
+        """A new storage of the plan, filled; if it is read, what waits for the report, or None; and, if the group spans
+        nodes, the integers and num_received of RailRows. Collective."""
+        topk_idx, header, config, is_read, _, its_rails = self
+        rails = None
+        if its_rails is not None:
+            rails = RailRows(topk_idx, heap, header[control.HEAD_NUM_EXPERTS], *its_rails)
+            topk_idx = rails.topk_idx
         num_tokens, num_experts, num_ranks = len(topk_idx), header[control.HEAD_NUM_EXPERTS], heap.num_ranks
         sizes = *topk_idx.shape, num_experts, num_ranks
         ops = kernels.for_device(heap.device)
-        integers = _in_storage(torch.empty(plan_layout(*sizes)[0], dtype=torch.int32, device=heap.device), *sizes)
+        numel, layout = plan_layout(*sizes)
+        integers = in_storage(PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
         shape = num_blocks(num_tokens), num_experts + num_ranks + 2
         block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
         drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
@@ -235,7 +243,8 @@ class ToFill(NamedTuple):
             ranks=range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks,
         )
         ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
-        return integers.storage, _start_reading(heap, integers.report) if is_read else None
+        found = () if rails is None else rails.complete(integers.report)
+        return integers.storage, _start_reading(heap, integers.report) if is_read else None, *found
 
 
 class PlanOptions(NamedTuple):
@@ -381,30 +390,28 @@ def _plan_between_nodes(
     words[control.HEAD_RAIL_CAPACITY] = rail_capacity
     packed_room = words[control.HEAD_PACKED_CAPACITY] if is_exact else None
     excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
-    rails = RailRows(topk_idx, heap, options.num_experts, rail_rows, excess)
-    plan = _new_plan(rails.topk_idx, heap, words, options)
-    plan.fill(rails)
-    if is_exact:
-        plan.report[control.SUM_MOST_SENT :][:1].copy_(rails.most_sent)
-    elif excess is not None and excess.drops:
-        plan.num_dropped.add_(rails.told())
-    sent, received = [rail_rows] * heap.topology.num_nodes, rails.by_node
-    if is_exact and heap.captured_reports is None:
-        plan._read_report = heap.streams.read_back(plan.report)
-    if is_exact and (room is None or room.rows < 0):
-        read_sizes = heap.streams.read_back(torch.stack([rails.num_sent, rails.num_received]))
-        plan.settle()  # before any barrier: ranks with room raise what the plan has found at once
-        sent, received = read_sizes() if room is None else (sent, received)
-    sizes = rail_capacity * MAX_TOP_K + top_k
-    plan.nodes = plan_in_node(plan, rails, sent, received, sizes)
+    plan = _new_plan(topk_idx, heap, words, options, (rail_rows, excess))
+    # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
+    integers, num_received = plan.fill()
+    num_nodes = heap.topology.num_nodes
+    sent, received = [rail_rows] * num_nodes, nodes_of(heap).rail_rows
+    if is_exact and room is None:
+        sent, received = heap.streams.read_back(torch.stack([integers[:num_nodes], num_received]))()
+    plan.nodes = plan_in_node(heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k)
     return plan
 
 
-def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions) -> Plan:
+def _new_plan(
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    words: dict[int, int],
+    options: PlanOptions,
+    rails: tuple[int, Excess | None] | None = None,
+) -> Plan:
     """A plan that is to be filled; `words` of the header are the other arguments of make_plan."""
     num_tokens, top_k = topk_idx.shape
     reports = heap.captured_reports if options.capacity is None else None
-    is_read = options.capacity is None and reports is None and heap.nodes is None
+    is_read = options.capacity is None and reports is None
     header = tuple([words.get(word, 0) for word in range(control.HEADER_WORDS)])
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
@@ -418,7 +425,7 @@ def _new_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int]
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        to_fill=ToFill(topk_idx, header, options.config, is_read, reports),
+        to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails),
     )
 
 
@@ -441,15 +448,6 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
 def _start_reading(heap: SymmetricHeap, report: torch.Tensor) -> Callable[[], list[int]]:
     """What waits for a plan's report."""
     return heap.streams.read_back(report)
-
-
-@recorded_on_cpus  # a tape finds tensors among the arguments of kernels, not in what these hold
-def _in_storage(storage: torch.Tensor, *sizes: int) -> PlanIntegers:
-    """A plan's integers with all of their views, which its kernels will need."""
-    integers = PlanIntegers(storage, plan_layout(*sizes)[1])
-    for name in integers.layout:
-        getattr(integers, name)
-    return integers
 
 
 def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions) -> Problem:

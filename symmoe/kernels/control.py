@@ -306,6 +306,7 @@ class RankMaps:
     to_node: torch.Tensor  # int64 [R + 1], the node of a rank; the last one is of -1, for which it is any
     to_local: torch.Tensor  # int32 [N * (R + 1)], by node, the index of a rank in it; -1 of other ranks, and of -1
     by_node: torch.Tensor  # int64 [N, G], the ranks of each node
+    own_ranks: torch.Tensor  # int64 [G], those of this one
     other_ranks: torch.Tensor  # int64 [R - G], the ranks of the other nodes, in their order
     first_with: torch.Tensor  # int64 [R + 1], the first rank whose rows come with those of a rank; R for the end of all
 

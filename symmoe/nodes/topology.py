@@ -167,6 +167,7 @@ def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
             to_node=torch.tensor([*map(topology.node_of, range(num_ranks)), here], device=device),
             to_local=torch.tensor(to_local, dtype=torch.int32, device=device),
             by_node=torch.tensor(nodes, device=device),
+            own_ranks=torch.tensor(own, device=device),
             other_ranks=torch.tensor(others, device=device).flatten(),
             first_with=torch.tensor([0, *first_with, num_ranks], device=device),
         )
