@@ -66,11 +66,12 @@ class FromNodes:
         self._home = _room_for(plan, len(found.home_row_to_token), like, has_values, num_rows)
         self.own = self._home.first(nodes.own)
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
-        # Here, for `add` may run on another stream.
+        zero, self._num_values = found.ends.split(1)
+        row, rank = found.token_to_home_row, found.token_to_home
         self._slot_to_row = found.slot_to_home_row
-        row = self._slot_to_row if order == "slot" else found.token_to_home_row
-        self._num_values = row.new_full((1,), plan.num_tokens)
-        self._maps = row, row.new_zeros(1), row.clamp(max=0), row
+        if order == "slot":
+            row, rank = self._slot_to_row, found.slot_to_home
+        self._maps = row, zero, rank, row
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:

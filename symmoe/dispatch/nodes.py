@@ -206,7 +206,9 @@ class RailPlan:
     def sent_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
         token = self.found.home_row_to_token[len(self.found.token_to_home_row) :]
-        return tensor.index_select(0, token) if len(tensor) else tensor.new_zeros((len(token), *tensor.shape[1:]))
+        sent = tensor.new_empty((len(token), tensor.shape[1]))
+        kernels.for_device(sent.device).take_rows(tensor, token, sent)
+        return sent
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a tensor [A, .] that go to each node."""

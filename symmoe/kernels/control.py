@@ -358,6 +358,9 @@ def in_node_layout(
             "token_to_packed_row": (num_home, per_node),
             "token_to_primary_row": (num_home, per_node),
             "slot_to_home_row": (num_tokens, top_k),
+            "token_to_home": (num_tokens, num_nodes),
+            "slot_to_home": (num_tokens, top_k),
+            "ends": (2,),
             "regions": (num_nodes, 3, per_node),
             "source_to_packed_start": (num_nodes * per_node + 1,),
             "own_rows": (2, num_local),
@@ -438,6 +441,8 @@ class InNodeIntegers:
         slot_to_row, slot_to_rank, token_to_packed_row, token_to_primary_row: [T + A, K] and [T + A, G], lines of the
             plan for home rows, with the slots and the ranks of the node they are for; ranks count inside of it.
         slot_to_home_row: [T, K], where the value of a slot is among K for each home row; -1 for no expert.
+        token_to_home, slot_to_home: [T, N] and [T, K], 0 where these have a row, else -1; ends: 0 and T. So home is a
+            group of one rank.
         regions, foreign_regions: [N, 3, G], for each node and what each other node's rank sends: tokens that go to each
             rank, where their packed rows start, and how many there are.
         source_to_packed_start: [R + 1], that of the plan, for the sources of this node (dispatch/nodes.py).
@@ -452,6 +457,7 @@ class InNodeIntegers:
 
     token_to_home_row, home_row_to_token, slot_to_row, slot_to_rank = _Integers(), _Integers(), _Integers(), _Integers()
     token_to_packed_row, token_to_primary_row, slot_to_home_row = _Integers(), _Integers(), _Integers()
+    token_to_home, slot_to_home, ends = _Integers(), _Integers(), _Integers()
     regions, source_to_packed_start, own_rows = _Integers(), _Integers(), _Integers()
     foreign_slot_to_row, foreign_slot_to_rank, foreign_regions = _Integers(), _Integers(), _Integers()
     foreign_token_to_packed_row, foreign_token_to_primary_row = _Integers(), _Integers()

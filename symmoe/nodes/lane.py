@@ -10,6 +10,7 @@ import contextlib
 import struct
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +67,8 @@ class Lane:
         self._rail, self._last_words, self._num_nodes = rail, last_words, num_nodes
         self._is_open, self._gives_up = True, threading.Lock()
         self._last: list[torch.Tensor] = []  # while it travels
-        self._sent, self._reports, self._probes = Started(), Started(), Started()
+        self._sent: deque[Started] = deque(maxlen=2)  # who has answered one header has got the one before it
+        self._reports, self._probes = Started(), Started()
         room = torch.zeros((2, num_nodes, _HEADER_BYTES), dtype=torch.uint8, device="cpu")
         self._words, self._received = (list(each.unbind()) for each in room)
         self._awaited_words = self._listen_on(last_words, self._words)
@@ -81,7 +83,7 @@ class Lane:
         self._last = [packed]  # also if a wait fails
         self._problem: RailBroken | None = None
         try:
-            self._sent = self._rail.start([*enumerate([packed] * self._num_nodes)], [], tag=TO_LANE)
+            self._sent.append(self._rail.start([*enumerate([packed] * self._num_nodes)], [], tag=TO_LANE))
         except RailBroken as broken:
             self._problem = broken
 
@@ -105,7 +107,6 @@ class Lane:
                 return [last]
             raise
         self._awaited = self._listen_on(self._rail, self._received)
-        self._rail.wait(self._sent, timeout_s)
         return headers
 
     def give_up(self, origin: int, message: bytes) -> None:

@@ -135,7 +135,7 @@ class SymmetricHeap(HeapParts):
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self._closed, self._plays = False, self._tape_mode != "off"
         self._status_words, self._is_watched = self.status.numpy(), kernels.watcher(self.device)
-        constants = [self.peers.bases, self.status, *self.peers.views]
+        constants = [self.peers.bases, self.count_peers.bases, self.status, *self.peers.views]
         if self.nodes is not None:
             constants += self.nodes.constants
         fail = partial(self.fail, phase=control.PHASE_PLAN)  # in the next barrier, whichever it is

@@ -229,7 +229,9 @@ def launch_between_nodes(shape, num_nodes):
     per_node, num_sent = num_ranks // num_nodes, 8 * (num_nodes - 1)
     of_ranks = (num_ranks + 1,), (num_nodes, per_node), (num_ranks - per_node,), (num_ranks + 1,)
     to_node, by_node, other_ranks, first_with = (meta(*shape, dtype=INT64) for shape in of_ranks)
-    maps = RankMaps(1, per_node, to_node, meta(num_nodes * (num_ranks + 1)), by_node, other_ranks, first_with)
+    maps = RankMaps(
+        1, per_node, to_node, meta(num_nodes * (num_ranks + 1)), by_node, by_node[0], other_ranks, first_with
+    )
     numbers, rows = meta(num_nodes + 2), meta(num_tokens, num_nodes)
     nodes.rail_rows(meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8, room=-1)
     peers, received = peers_of(per_node, per_node - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
@@ -240,6 +242,7 @@ def launch_between_nodes(shape, num_nodes):
     its = in_node_layout(num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent)
     plan_of = PlanIntegers(meta(numel), layout)
     nodes.plan_in_node(plan_of, rows, numbers, maps, InNodeIntegers(meta(its[0]), its[1]))
+    nodes.take_rows(meta(num_tokens, 64, dtype=BF16), rows, meta(num_tokens, 64, dtype=BF16))
     sync.count_exchange(meta(2, dtype=INT64), torch.zeros(2, dtype=INT64), which=1)
     sync.hear_of_faults(meta(num_nodes, 5, dtype=INT64), meta(1, dtype=INT64))
 

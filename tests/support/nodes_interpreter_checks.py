@@ -92,6 +92,9 @@ def check_lines(
             its = [int(getattr(plan, name)[token, rank]) for rank in ranks] or [-1] * maps.by_node.shape[1]
             assert getattr(found, name)[home].tolist() == its
     assert bool((found.slot_to_home_row[plan.slot_to_rank < 0] == -1).all())
+    assert torch.equal(found.token_to_home, -(found.token_to_home_row < 0).int())
+    assert torch.equal(found.slot_to_home, -(found.slot_to_home_row < 0).int())
+    assert found.ends.tolist() == [0, num_tokens]
 
 
 def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
@@ -111,7 +114,9 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     module.own_counts(own, peers, rows)
     module.other_counts(theirs, maps.other_ranks, peers, received)
     assert bool((received == -(epoch % 2)).all())
-    return [*views, rows, received]
+    taken = torch.full((3, 6), -7.0, dtype=torch.bfloat16)
+    module.take_rows(rows[:, :6].bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32) % len(own), taken)
+    return [*views, rows, received, taken]
 
 
 def main() -> None:

@@ -48,6 +48,9 @@ class NodeKernels(Protocol):
         """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.
         received: int64 [R, NUM_PUBLISHED], gets 0, or negative numbers if the call has failed."""
 
+    def take_rows(self, rows: Tensor, index: Tensor, out: Tensor) -> None:
+        """Copies rows [T, .] of whole 4-byte words to out [A, .]: row a is row index[a], int32 [A]; 0 if T is 0."""
+
     def plan_in_node(
         self, plan: PlanIntegers, token_to_rail_row: Tensor, numbers: Tensor, maps: RankMaps, found: InNodeIntegers
     ) -> None:

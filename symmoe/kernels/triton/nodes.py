@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,8 +19,8 @@ OF_PLAN = (
 )
 FOUND = (
     *("token_to_home_row", "home_row_to_token", "slot_to_row", "slot_to_rank", "token_to_packed_row"),
-    *("token_to_primary_row", "slot_to_home_row", "regions", "source_to_packed_start", "own_rows", "foreign_lines"),
-    "foreign_regions",
+    *("token_to_primary_row", "slot_to_home_row", "token_to_home", "slot_to_home", "ends", "regions"),
+    *("source_to_packed_start", "own_rows", "foreign_lines", "foreign_regions"),
 )
 
 
@@ -149,6 +150,24 @@ def _of_rows(peers):
 
 
 @fast_jit([])
+def take_rows_kernel(rows, index, out, num_rows: tl.int32, num_words: tl.int32, BLOCK: tl.constexpr):
+    line = tl.program_id(0)
+    source = tl.load(index + line).to(tl.int64) * num_words
+    for first in range(0, num_words, BLOCK):
+        word = first + tl.arange(0, BLOCK)
+        words = tl.load(rows + source + word, mask=(word < num_words) & (num_rows > 0), other=0)
+        tl.store(out + line.to(tl.int64) * num_words + word, words, mask=word < num_words)
+
+
+def take_rows(rows, index, out):
+    if len(index):
+        rows, out = rows.view(torch.int32), out.view(torch.int32)
+        num_words = out.shape[1]
+        constants = _constants(4, BLOCK=min(1024, next_power_of_2(num_words)))
+        launch(take_rows_kernel, (len(index),), constants, rows, index, out, len(rows), num_words)
+
+
+@fast_jit([])
 def plan_in_node_kernel(
     slot_to_row,
     slot_to_rank,
@@ -171,6 +190,9 @@ def plan_in_node_kernel(
     its_packed_row,
     its_primary_row,
     slot_to_home_row,
+    token_to_home,
+    slot_to_home,
+    ends,
     regions,
     its_packed_start,
     own_rows,
@@ -204,6 +226,7 @@ def plan_in_node_kernel(
         home = tl.where((node == HERE) & (line < num_tokens), line, home)
         is_there = home >= 0
         tl.store(token_to_home_row + line * NUM_NODES + node, home, mask=line < num_tokens)
+        tl.store(token_to_home + line * NUM_NODES + node, tl.minimum(home, 0), mask=line < num_tokens)
         tl.store(home_row_to_token + home, line, mask=is_there)
         for k in range(TOP_K):
             slot = line * TOP_K + k
@@ -214,7 +237,9 @@ def plan_in_node_kernel(
             tl.store(its_slot_to_row + home * TOP_K + k, tl.where(local < 0, -1, row), mask=is_there)
             place = tl.where((rank < 0) | (home < 0), -1, home * TOP_K + k)
             is_its = (local >= 0) | ((rank < 0) & (node == HERE))
-            tl.store(slot_to_home_row + slot, place, mask=is_its & (line < num_tokens))
+            is_its &= line < num_tokens
+            tl.store(slot_to_home_row + slot, place, mask=is_its)
+            tl.store(slot_to_home + slot, tl.minimum(place, 0), mask=is_its)
         for peer in range(PER_NODE):
             its = line * NUM_RANKS + tl.load(by_node + node * PER_NODE + peer)
             packed = tl.load(token_to_packed_row + its, mask=is_there, other=-1)
@@ -237,6 +262,8 @@ def plan_in_node_kernel(
     for first in range(program * BLOCK, num_foreign, tl.num_programs(0) * BLOCK):
         tl.store(foreign_lines + first + word, word * 0 - 1, mask=first + word < num_foreign)
     if program == 0:
+        tl.store(ends, 0)
+        tl.store(ends + 1, num_tokens)
         for first in range(0, NUM_REGIONS, BLOCK):
             entry = first + word
             mask = entry < NUM_REGIONS
