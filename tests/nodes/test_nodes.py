@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import routings
@@ -381,6 +383,31 @@ def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity"):
         MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, rail_capacity=3)
     make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
+
+
+def play_steps(rank: int, num_ranks: int, capacity: int | None) -> tuple[int, int, list[str], bool]:
+    """Calls that steps of a layer have played, before a last one and in it; why others were not; and whether all steps
+    have the same bits."""
+    torch.manual_seed(rank)
+    on = mock.patch.dict(os.environ, SYMMOE_TAPES="on")
+    with on, open_heap("cpu", num_bytes=16 << 20, ranks_per_node=1) as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=capacity), heap)
+        x, found, num_played = torch.randn((40, 16), requires_grad=True), [], 0
+        for _ in range(6):
+            num_played = heap.tapes.num_played
+            y, _ = layer(x)
+            found.append(torch.cat([g.flatten() for g in (y, *torch.autograd.grad(y.sum(), (x, *layer.parameters())))]))
+        equal = all(torch.equal(each, found[0]) for each in found)
+        return num_played, heap.tapes.num_played - num_played, heap.tapes.problems, equal
+
+
+@pytest.mark.parametrize("capacity", [None, 160])
+def test_steps_between_nodes_are_played(cluster, capacity: int | None):
+    """Of the router, the plan in two parts, the step and its gradient, and that of the router."""
+    for before, last, problems, equal in cluster(2).run(play_steps, capacity):
+        assert problems == []
+        assert equal
+        assert (before > 0, last) == (True, 6)
 
 
 def profiled(rank: int, num_ranks: int) -> int:
