@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from symmoe import kernels
 from symmoe.errors import BackendUnavailable
-from symmoe.nodes.rail import BEGUN, Pairs, Payload, Started
+from symmoe.nodes.rail import BEGUN, ENDED, Pairs, Payload, Started
 
 _LIBRARY = "libnccl.so.2"
 _UNIQUE_ID_BYTES = 128
@@ -177,6 +177,10 @@ class NcclRail(Payload):
 
     def wait(self, started: Started, timeout_s: float) -> None:
         """The stream waits."""
+
+    def settle(self) -> None:
+        self.counts[ENDED].copy_(self.counts[BEGUN])
+        self.progress[ENDED].copy_(self.counts[ENDED], non_blocking=True)
 
     def problem(self) -> str:
         if not self._turn.acquire(blocking=False):

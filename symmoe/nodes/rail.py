@@ -57,6 +57,10 @@ class Payload:
         """On a device, its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before and after
         :meth:`begin`."""
 
+    def settle(self) -> None:
+        """After an exception, which may have come between two counts: all that has begun ends with what the current
+        stream has before this."""
+
     def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
         wait.

@@ -174,6 +174,7 @@ class Nodes(OneNode):
         if self._is_moving:
             with suppress(SymmoeError):
                 self.end(hears=False)
+        self.payload.settle()
 
     def _to_others(self, messages: Messages) -> list[tuple[int, torch.Tensor]]:
         """By message, and in it by node, what is not empty and not for this node."""
