@@ -84,12 +84,12 @@ def of_tensors(experts: Experts, biases: Sequence[torch.Tensor | None], tensors:
     return CallExperts(form, (b1, b2), tuple(tensors), linears)
 
 
-def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts:
-    """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
-    may draw random numbers, or save something."""
+def evaluated(experts: Experts | CallExperts, dtype: torch.dtype, *, cast_biases: bool = True) -> CallExperts:
+    """The experts for a call in that dtype, see local_tensors. Parametrizations and adapters are evaluated here, and
+    nowhere else: they may draw random numbers, or save something."""
     if isinstance(experts, CallExperts):
         return experts
-    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype, cast_biases=cast_biases)
     return of_tensors(experts, biases, [*weights, *adapters])
 
 

@@ -159,7 +159,8 @@ class LinearProducts:
 
 
 class LinearGradients:
-    """Backward of LinearProducts. The gradient of the bias is there after input_gradient, if rows get a gradient."""
+    """Backward of LinearProducts. With a recipe the gradient of the bias is there after input_gradient, if rows get a
+    gradient."""
 
     def __init__(
         self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
@@ -172,20 +173,18 @@ class LinearGradients:
         self.d_scale: torch.Tensor | None = None
         if self._low is not None:
             self._d_t = self._low.down_gradient(d_out, rows.row_range)
-        if not needs_x and self._d_bias is not None:
+        if self._d_bias is not None and (self._recipe is None or not needs_x):
             ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
         if needs_scale and bias is not None:
             self.d_scale = torch.zeros_like(given("bias_scale", rows.scale))
             ops.grouped_bias_dot(d_out, bias, rows.row_range, self.d_scale)
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
-        """Fills d_rows [N, C], and the gradient of the bias by grouped_bias_grad's formula."""
+        """Fills d_rows [N, C], and with a recipe the gradient of the bias by grouped_bias_grad's formula."""
         d_out, row_range = self._d_out, self._rows.row_range
         if self._recipe is None:
             (weight,) = kernel_matrices({"weight": self._weights})
             self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
-            if self._d_bias is not None:
-                self._ops.grouped_bias_grad(d_out, row_range, self._d_bias, scale=self._rows.scale)
         else:
             sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
             lines = gradient_rows(self._recipe, d_out, row_range, **sums)

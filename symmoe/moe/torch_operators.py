@@ -169,17 +169,15 @@ def _moe_forward(
     problem = ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0])
     eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
-    if not call.trains:
-        y, expert_load, num_dropped, _ = eager.run(tensors[0], tensors[1], topk_idx, call.experts(tensors))
-        return y, expert_load.clone(), num_dropped.clone(), state
     arguments, trained = _Arguments(tensors), call.are_trained(tensors)
     # Leaves of an autograd graph that only this call has.
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
+    with torch.set_grad_enabled(bool(call.trains)), saved_tensors_hooks(arguments.put_away, arguments.take_out):
         y, expert_load, num_dropped, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
-    kept = _State(arguments, [*compress(leaves, trained)], _end_of(y), expert_load)
-    state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
+    if call.trains:
+        kept = _State(arguments, [*compress(leaves, trained)], _end_of(y), expert_load)
+        state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: the plan is kept for backward, and writes into the results must not change it.
     return y.detach(), expert_load.clone(), num_dropped.clone(), state
 
