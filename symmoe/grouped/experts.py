@@ -106,12 +106,6 @@ class Hidden(NamedTuple):
     w2_scale: torch.Tensor | None = None
     w2_global_scale: torch.Tensor | None = None
 
-    @classmethod
-    def with_weights(cls, h: torch.Tensor, w1: Operand | None, w2: Operand | None) -> Hidden:
-        """For weights that a recipe has quantised, transposed; None for those that backward does not use."""
-        missing = (None,) * len(Operand._fields)
-        return cls(h, None, None, *(w1 or missing), *(w2 or missing))
-
     def of_rows(self, num_rows: int) -> Hidden:
         """The same, with as many rows as there are: buffers may have been made before their number was known."""
         if self.h.shape[0] == num_rows:
@@ -120,14 +114,13 @@ class Hidden(NamedTuple):
         return self._replace(h=self.h[:num_rows], t1=t1, t2=t2)
 
     @property
-    def transposed1(self) -> Operand:
-        """W1 for dgrad."""
-        return Operand(given("w1_data", self.w1_data), given("w1_scale", self.w1_scale), self.w1_global_scale)
-
-    @property
-    def transposed2(self) -> Operand:
-        """W2 for dgrad."""
-        return Operand(given("w2_data", self.w2_data), given("w2_scale", self.w2_scale), self.w2_global_scale)
+    def transposed(self) -> tuple[Operand | None, Operand | None]:
+        """W1 and W2 for dgrad; None for one that backward does not use."""
+        w1, w2 = (
+            None if data is None else Operand(data, given("scale", scale), global_scale)
+            for data, scale, global_scale in (self[3:6], self[6:9])
+        )
+        return w1, w2
 
 
 # What the first layer passes to the second: the activation, or with a recipe the operands of the product.

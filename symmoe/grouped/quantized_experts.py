@@ -90,7 +90,8 @@ class QuantizedWeights(ExpertWeights):
             full = h.new_empty((num_rows, ffn))
             ops.scaled_activation(h, x.scale, full, self.activation)
             a = recipe.quantize(full, x.row_range)
-        return Hidden.with_weights(h, transposed1, transposed2), (a.operand(), w2)
+        unused = (None,) * len(Operand._fields)  # by backward
+        return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (a.operand(), w2)
 
     def second_layer(
         self,
@@ -134,11 +135,12 @@ class QuantizedBackward(ExpertsBackward):
     def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         x, weights, h = self._x, self._weights, hidden.h
         self._dtype, wire = h.dtype, weights.wire.gradients
-        self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
+        self._transposed1, transposed2 = hidden.transposed
+        assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
         received, dbias = self._received_gradients(), self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, x, parts, is_gradient=True, dbias=dbias):
-            self._ops.grouped_gemm_quantized(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
+            self._ops.grouped_gemm_quantized(d_out, transposed2, part.rows, da, num_sms=part.num_sms)
         takes = act_quantized.takes_dact_quantize(da.shape[1], weights.activation, weights.recipe.row_format)
         if takes and h.dtype in act_quantized.H:
             self._differentiate_and_quantize(da, h)

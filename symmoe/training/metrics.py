@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,15 +106,18 @@ class MetricsLogger:
         self._sizes = [listeners_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
         device = listeners_of(next(iter(layers.values()))).heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
-        self._undo: list[Callable[[], None]] = []
+        self._watching = ExitStack()
         self._layers: list[_Watched] = []
         for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
             listeners, timer = listeners_of(layer), _Timer(device) if times_forward else None
             self._layers.append(_Watched(name, listeners, totals, timer))
-            self._undo.append(listeners.add(self._layers[-1].count))
+            self._watching.callback(listeners.add(self._layers[-1].count))
             if timer is not None:
-                self._undo.append(layer.register_forward_pre_hook(timer.before).remove)
-                self._undo.append(layer.register_forward_hook(timer.after).remove)
+                self._watching.callback(layer.register_forward_pre_hook(timer.before).remove)
+                self._watching.callback(layer.register_forward_hook(timer.after).remove)
+                self._watching.callback(
+                    setattr, listeners.heap, "trip_timer", None
+                )  # a forward that raised has left it
 
     def step(self, step: int) -> list[LayerRecord]:
         """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
@@ -139,12 +142,7 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Ends watching."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        for layer in self._layers:
-            if layer.timer is not None:  # a forward that raised has left it
-                layer.listeners.heap.trip_timer = None
+        self._watching.close()
 
 
 class _Watched:
