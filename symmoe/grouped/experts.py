@@ -228,22 +228,19 @@ class ExpertsBackward:
             torch.empty_like(bias) if bias is not None and bias.requires_grad else None
             for bias in (weights.b1, weights.b2)
         )
-        self._fc2_dgrad(hidden, parts)
+        has_db2 = self._fc2_dgrad(hidden, parts)
         # From here on: until now, rows may have been arriving.
         self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
         if weights.b2 is not None:
             d_out = self._output_gradients()
-            if self.db2 is not None:
-                self._output_bias_gradient(d_out, self.db2)
+            if self.db2 is not None and not has_db2:
+                ops.grouped_bias_grad((d_out, x.row_index), x.row_range, self.db2, scale=x.bias_scale)
             if x.bias_scale is not None and needs_scale:
                 ops.grouped_bias_dot((d_out, x.row_index), weights.b2, x.row_range, self.d_scale, accumulate=True)
 
-    def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
-        x = self._x
-        self._ops.grouped_bias_grad((d_out, x.row_index), x.row_range, db2, scale=x.bias_scale)
-
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
-        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
+        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
+        made db2."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, ffn))
@@ -259,6 +256,7 @@ class ExpertsBackward:
             num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
+        return False
 
     def _rows_for_dh(self, h: torch.Tensor) -> torch.Tensor:
         return h if self._spends_h else torch.empty_like(h)
