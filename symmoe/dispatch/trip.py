@@ -195,7 +195,7 @@ class _Trip:
         self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
         self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
-        self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
+        self._num_sent = 0  # steps of _exchange that have sent their rows
         self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
         with nullcontext() if division is None else self._heap.timed("dispatch"):
@@ -279,7 +279,7 @@ class _Trip:
         """
         heap, num_ranks = self._heap, self._num_ranks
         with self._branch.after(self._start), heap.timed("dispatch"):
-            for step in range(self._num_received + 1, num_ranks):
+            for step in range(len(self._come) + 1, num_ranks):
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
@@ -291,7 +291,6 @@ class _Trip:
                 if self._are_read:
                     self._receive(source, arrived)
                 self._come[source] = self._branch.point()
-                self._num_received = step
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""

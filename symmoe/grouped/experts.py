@@ -228,6 +228,7 @@ class ExpertsBackward:
             torch.empty_like(bias) if bias is not None and bias.requires_grad else None
             for bias in (weights.b1, weights.b2)
         )
+        self.d_biases: Biases = self.db1, self.db2
         has_db2 = self._fc2_dgrad(hidden, parts)
         # From here on: until now, rows may have been arriving.
         self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
@@ -287,10 +288,6 @@ class ExpertsBackward:
         """Lets go of what only dW2 reads, which is made or not wanted."""
         for name in ("_a", "_a_columns", "_d_out", "_unmodified_d_out"):
             vars(self).pop(name, None)
-
-    def bias_gradients(self) -> Biases:
-        """db1 and db2."""
-        return self.db1, self.db2
 
     def weight_gradients(self) -> tuple[Compute, Compute]:
         """w1_gradient and w2_gradient."""

@@ -170,6 +170,7 @@ class LinearGradients:
         self._weights, self._low = _split(layer, rows.tensors)
         self._ops = ops = kernels.for_device(d_out.device)
         self._d_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+        self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
         self.d_scale: torch.Tensor | None = None
         if self._low is not None:
             self._d_t = self._low.down_gradient(d_out, rows.row_range)
@@ -193,10 +194,6 @@ class LinearGradients:
             self._ops.grouped_gemm_quantized(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
         if self._low is not None:
             self._low.add_up_gradient(self._d_t, row_range, d_rows)
-
-    def bias_gradients(self) -> Gradients:
-        """dbias [G, O], or None."""
-        return (self._d_bias,)
 
     def weight_gradients(self) -> tuple[Compute, ...]:
         """Needs no weights, so a delayed gradient keeps none of them alive."""

@@ -155,10 +155,9 @@ def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, sca
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
-    sizes, bias = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1.has_bias
-    weights: Literal["packed", "discrete"] = "packed" if experts.fc1.is_packed else "discrete"
-    options: dict[str, Any] = {"activation": experts.activation, "precision": experts.precision, "device": "meta"}
-    return GroupedMLP(*sizes, bias=bias, weights=weights, **options)
+    sizes, fc1 = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1
+    options: dict[str, Any] = {"activation": experts.activation, "precision": fc1.precision, "bias": fc1.has_bias}
+    return GroupedMLP(*sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options)
 
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:

@@ -135,8 +135,9 @@ class ProductGradients(Protocol):
 
     @property
     def d_scale(self) -> MaybeTensor: ...
+    @property
+    def d_biases(self) -> Gradients: ...
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None: ...
-    def bias_gradients(self) -> Gradients: ...
     def weight_gradients(self) -> tuple[Compute, ...]: ...
     def adapter_gradients(self) -> Gradients: ...
 
@@ -201,7 +202,7 @@ class _RowsFunction(Function):
             d_weights[:0] = layer.gradient_target(weights, overwrite_main_grad=overwrite).for_autograd(weights, compute)
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
-        return None, None, d_x, None, d_scale, *gradients.bias_gradients(), *d_weights, *d_adapters
+        return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters
 
 
 def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:

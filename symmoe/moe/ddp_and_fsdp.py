@@ -247,12 +247,8 @@ class _ExpertNames:
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
     """Names of all experts in layers that are spread over ranks, as they are and as torch.compile changes them."""
-    experts = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, ExpertParallelModule) and module.is_spread
-        for parameter in _parameters(module)
-    }
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule) and module.is_spread]
+    experts = {id(parameter) for layer in layers for parameter in _parameters(layer)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in experts:
             yield name
