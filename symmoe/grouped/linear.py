@@ -7,7 +7,7 @@ a tail that is never read: it stays as it is in a buffer of the caller, and is z
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -256,12 +256,9 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
     if not linears:
         raise ArgumentError(f"module ({type(module).__name__}) has no GroupedLinear whose weights could be constant")
     entered = [linear for linear in linears if linear.precision is not None and linear.held_weight is None]
-    for linear in entered:
-        linear.held_weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
-    try:
-        yield
-    finally:
+    with ExitStack() as held:
         for linear in entered:
-            if linear.held_weight is not None:
-                linear.held_weight.close()
-            linear.held_weight = None
+            weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
+            linear.held_weight = held.enter_context(closing(weight))
+            held.callback(setattr, linear, "held_weight", None)
+        yield

@@ -215,17 +215,14 @@ def _quick_parameters(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def gradients_option(experts: GroupedMLP) -> str | None:
-    """The option by which weight gradients of these experts go elsewhere than to `.grad`, or None."""
-    options = ("delay_wgrad", "accumulate_into_main_grad")
-    return next((o for o in options if getattr(experts.fc1, o) or getattr(experts.fc2, o)), None)
-
-
-def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
-    """The error if these weight gradients do not go to `.grad`, where DDP and FSDP look for them, or None."""
-    if (option := gradients_option(experts)) is None:
-        return None
-    return ArgumentError(f"experts.{option} (True) must be False: FSDP and DDP read `.grad` when backward is over")
+def gradients_elsewhere(
+    experts: GroupedMLP, reason: str = "FSDP and DDP read `.grad` when backward is over"
+) -> ArgumentError | None:
+    """The error if an option makes weight gradients of these experts go elsewhere than to `.grad`, or None."""
+    for option in ("delay_wgrad", "accumulate_into_main_grad"):
+        if getattr(experts.fc1, option) or getattr(experts.fc2, option):
+            return ArgumentError(f"experts.{option} (True) must be False: {reason}")
+    return None
 
 
 class _ExpertNames:

@@ -27,12 +27,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified
-from symmoe.errors import ArgumentError, StalePlan
+from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.experts import CallExperts, of_tensors
 from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
-from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_option
+from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_elsewhere
 from symmoe.moe.ep_step import STASHES
 from symmoe.moe.routed_experts import BY_NUMBER, RoutedExperts
 from symmoe.torch_internals import keeps_graph, num_dispatch_modes
@@ -73,7 +73,7 @@ def is_traced(experts: GroupedMLP) -> bool:
 
     A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
     """
-    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_option(experts) is None)
+    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None)
 
 
 def run_routed(
@@ -94,10 +94,8 @@ def run_routed(
     """
     if not is_traced(experts):
         return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:3]
-    if (option := gradients_option(experts)) is not None:
-        raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
-    if (problem := fsdp_problem(experts, step.heap.num_ranks)) is not None:
-        raise problem
+    reason = "inside torch.compile an operator returns them"
+    raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
