@@ -454,8 +454,7 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
     """What is wrong with this rank's arguments, found without looking at device memory."""
     num_experts, capacity, overflow, max_tokens, _, dtype, precision, quantized_wire, rail_capacity, _ = options
     dtypes = (torch.int32, torch.int64)
-    error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
-    if error is not None:
+    if (error := tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)) is not None:
         return error
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")

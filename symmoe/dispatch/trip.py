@@ -176,16 +176,6 @@ def _new_index(plan: Plan, *, has_probs: bool, layout: str) -> Iterator[_Index]:
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
-def _with_slots(
-    travelling: Iterator[tuple[Plan, list[torch.Tensor]]], index: _Index, ready: torch.Tensor
-) -> Iterator[tuple[Plan, torch.Tensor]]:
-    """The plan and the rows [T, H] of what _travelling yields; its slots have been sent. Refers to no trip: a cycle
-    would keep leases."""
-    for tokens, (rows, *values) in travelling:
-        index.push(tokens, values[0] if values else None, ready)
-        yield tokens, rows
-
-
 class _Trip:
     """A dispatch after its first barrier. This rank's own rows travel on the current stream, the others, with a
     division, on a branch. travelling: as _travelling yields it."""
@@ -201,20 +191,25 @@ class _Trip:
         division: Division | None,
     ) -> None:
         self._plan, self._heap, self._buffer, self._layout = plan, plan.heap, buffer, layout
-        self._index, self._agreed, self._division = index, agreed, division
+        self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
         self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
-        self._num_sent = self._num_received = 0  # steps of _exchange: rows sent, rows received
+        self._num_sent = 0  # steps of _exchange that have sent their rows
         self._are_read = True  # whether somebody reads what comes
         self._come: dict[int, torch.cuda.Event | None] = {}  # key: the source whose rows are complete after the event
         with nullcontext() if division is None else self._heap.timed("dispatch"):
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
             self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
-        self._tokens = _with_slots(travelling, index, self._ready)
+
+    def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
+        """The plan and the rows [T, H] of what travels next; its slots have been sent."""
+        for tokens, (rows, *values) in self._travelling:
+            self._index.push(tokens, values[0] if values else None, self._ready)
+            yield tokens, rows
 
     def send(self) -> None:
         """Sends and receives everything."""
-        for tokens, rows in self._tokens:
+        for tokens, rows in self._tokens():
             is_packed = self._layout == "packed"
             self._push(rows, tokens, but=None if is_packed else self._rank)
             if not is_packed:
@@ -231,7 +226,7 @@ class _Trip:
         mark(MUST_ABORT)
         try:
             with heap.timed("dispatch"):
-                self._own, self._x = next(self._tokens)
+                self._own, self._x = next(self._tokens())
                 self._branch = heap.streams.branch()
                 self._start = self._branch.point()
         except Exception as error:
@@ -283,7 +278,7 @@ class _Trip:
         """
         heap, num_ranks = self._heap, self._num_ranks
         with self._branch.after(self._start), heap.timed("dispatch"):
-            for step in range(self._num_received + 1, num_ranks):
+            for step in range(len(self._come) + 1, num_ranks):
                 to, peer = (self._rank + step) % num_ranks, (self._rank - step) % num_ranks
                 with owed():
                     if step > self._num_sent:  # once: after the signal the peer may use its buffer for other rows
@@ -295,12 +290,11 @@ class _Trip:
                 if self._are_read:
                     self._receive(source, arrived)
                 self._come[source] = self._branch.point()
-                self._num_received = step
 
     def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
         with self._branch.after(self._start), self._heap.timed("dispatch"):
-            for tokens, rows in self._tokens:  # the foreign ones
+            for tokens, rows in self._tokens():  # the foreign ones
                 for step in range(1, self._num_ranks + 1):
                     self._push(rows, tokens, to=(self._rank + step) % self._num_ranks, num_ctas=self._num_ctas)
             arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)

@@ -84,12 +84,12 @@ def of_tensors(experts: Experts, biases: Sequence[torch.Tensor | None], tensors:
     return CallExperts(form, (b1, b2), tuple(tensors), linears)
 
 
-def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts:
-    """The experts for a call in that dtype. Parametrizations and adapters are evaluated here, and nowhere else: they
-    may draw random numbers, or save something."""
+def evaluated(experts: Experts | CallExperts, dtype: torch.dtype, *, cast_biases: bool = True) -> CallExperts:
+    """The experts for a call in that dtype, see local_tensors. Parametrizations and adapters are evaluated here, and
+    nowhere else: they may draw random numbers, or save something."""
     if isinstance(experts, CallExperts):
         return experts
-    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype, cast_biases=cast_biases)
     return of_tensors(experts, biases, [*weights, *adapters])
 
 
@@ -106,12 +106,6 @@ class Hidden(NamedTuple):
     w2_scale: torch.Tensor | None = None
     w2_global_scale: torch.Tensor | None = None
 
-    @classmethod
-    def with_weights(cls, h: torch.Tensor, w1: Operand | None, w2: Operand | None) -> Hidden:
-        """For weights that a recipe has quantised, transposed; None for those that backward does not use."""
-        missing = (None,) * len(Operand._fields)
-        return cls(h, None, None, *(w1 or missing), *(w2 or missing))
-
     def of_rows(self, num_rows: int) -> Hidden:
         """The same, with as many rows as there are: buffers may have been made before their number was known."""
         if self.h.shape[0] == num_rows:
@@ -120,14 +114,13 @@ class Hidden(NamedTuple):
         return self._replace(h=self.h[:num_rows], t1=t1, t2=t2)
 
     @property
-    def transposed1(self) -> Operand:
-        """W1 for dgrad."""
-        return Operand(given("w1_data", self.w1_data), given("w1_scale", self.w1_scale), self.w1_global_scale)
-
-    @property
-    def transposed2(self) -> Operand:
-        """W2 for dgrad."""
-        return Operand(given("w2_data", self.w2_data), given("w2_scale", self.w2_scale), self.w2_global_scale)
+    def transposed(self) -> tuple[Operand | None, Operand | None]:
+        """W1 and W2 for dgrad; None for one that backward does not use."""
+        w1, w2 = (
+            None if data is None else Operand(data, given("scale", scale), global_scale)
+            for data, scale, global_scale in (self[3:6], self[6:9])
+        )
+        return w1, w2
 
 
 # What the first layer passes to the second: the activation, or with a recipe the operands of the product.
@@ -235,22 +228,20 @@ class ExpertsBackward:
             torch.empty_like(bias) if bias is not None and bias.requires_grad else None
             for bias in (weights.b1, weights.b2)
         )
-        self._fc2_dgrad(hidden, parts)
+        self.d_biases: Biases = self.db1, self.db2
+        has_db2 = self._fc2_dgrad(hidden, parts)
         # From here on: until now, rows may have been arriving.
         self._unmodified_rows, self._unmodified_d_out = Unmodified(rows=x.rows), Unmodified(d_out=d_out)
         if weights.b2 is not None:
             d_out = self._output_gradients()
-            if self.db2 is not None:
-                self._output_bias_gradient(d_out, self.db2)
+            if self.db2 is not None and not has_db2:
+                ops.grouped_bias_grad((d_out, x.row_index), x.row_range, self.db2, scale=x.bias_scale)
             if x.bias_scale is not None and needs_scale:
                 ops.grouped_bias_dot((d_out, x.row_index), weights.b2, x.row_range, self.d_scale, accumulate=True)
 
-    def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
-        x = self._x
-        self._ops.grouped_bias_grad((d_out, x.row_index), x.row_range, db2, scale=x.bias_scale)
-
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
-        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
+        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
+        made db2."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, ffn))
@@ -266,6 +257,7 @@ class ExpertsBackward:
             num_partials = ops.grouped_gemm_dact(*arguments, num_sms=part.num_sms)
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
+        return False
 
     def _rows_for_dh(self, h: torch.Tensor) -> torch.Tensor:
         return h if self._spends_h else torch.empty_like(h)
@@ -296,10 +288,6 @@ class ExpertsBackward:
         """Lets go of what only dW2 reads, which is made or not wanted."""
         for name in ("_a", "_a_columns", "_d_out", "_unmodified_d_out"):
             vars(self).pop(name, None)
-
-    def bias_gradients(self) -> Biases:
-        """db1 and db2."""
-        return self.db1, self.db2
 
     def weight_gradients(self) -> tuple[Compute, Compute]:
         """w1_gradient and w2_gradient."""

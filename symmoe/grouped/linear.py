@@ -7,7 +7,7 @@ a tail that is never read: it stays as it is in a buffer of the caller, and is z
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -159,7 +159,8 @@ class LinearProducts:
 
 
 class LinearGradients:
-    """Backward of LinearProducts. The gradient of the bias is there after input_gradient, if rows get a gradient."""
+    """Backward of LinearProducts. With a recipe the gradient of the bias is there after input_gradient, if rows get a
+    gradient."""
 
     def __init__(
         self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
@@ -169,23 +170,22 @@ class LinearGradients:
         self._weights, self._low = _split(layer, rows.tensors)
         self._ops = ops = kernels.for_device(d_out.device)
         self._d_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+        self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
         self.d_scale: torch.Tensor | None = None
         if self._low is not None:
             self._d_t = self._low.down_gradient(d_out, rows.row_range)
-        if not needs_x and self._d_bias is not None:
+        if self._d_bias is not None and (self._recipe is None or not needs_x):
             ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
         if needs_scale and bias is not None:
             self.d_scale = torch.zeros_like(given("bias_scale", rows.scale))
             ops.grouped_bias_dot(d_out, bias, rows.row_range, self.d_scale)
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None:
-        """Fills d_rows [N, C], and the gradient of the bias by grouped_bias_grad's formula."""
+        """Fills d_rows [N, C], and with a recipe the gradient of the bias by grouped_bias_grad's formula."""
         d_out, row_range = self._d_out, self._rows.row_range
         if self._recipe is None:
             (weight,) = kernel_matrices({"weight": self._weights})
             self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
-            if self._d_bias is not None:
-                self._ops.grouped_bias_grad(d_out, row_range, self._d_bias, scale=self._rows.scale)
         else:
             sums = {"dbias": self._d_bias, "bias_scale": self._rows.scale}
             lines = gradient_rows(self._recipe, d_out, row_range, **sums)
@@ -194,10 +194,6 @@ class LinearGradients:
             self._ops.grouped_gemm_quantized(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
         if self._low is not None:
             self._low.add_up_gradient(self._d_t, row_range, d_rows)
-
-    def bias_gradients(self) -> Gradients:
-        """dbias [G, O], or None."""
-        return (self._d_bias,)
 
     def weight_gradients(self) -> tuple[Compute, ...]:
         """Needs no weights, so a delayed gradient keeps none of them alive."""
@@ -260,12 +256,9 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
     if not linears:
         raise ArgumentError(f"module ({type(module).__name__}) has no GroupedLinear whose weights could be constant")
     entered = [linear for linear in linears if linear.precision is not None and linear.held_weight is None]
-    for linear in entered:
-        linear.held_weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
-    try:
-        yield
-    finally:
+    with ExitStack() as held:
         for linear in entered:
-            if linear.held_weight is not None:
-                linear.held_weight.close()
-            linear.held_weight = None
+            weight = HeldWeight([linear.weight] if linear.is_packed else linear.weight_parameters())
+            linear.held_weight = held.enter_context(closing(weight))
+            held.callback(setattr, linear, "held_weight", None)
+        yield

@@ -61,7 +61,7 @@ class AdaptedBackward(ExpertsBackward):
 
     _weights: AdaptedWeights
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, low2 = h.shape[0], weights.low2
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, weights.w2.shape[2]))
@@ -80,6 +80,7 @@ class AdaptedBackward(ExpertsBackward):
         if self.db1 is not None:
             ops.grouped_bias_grad(self._dh, x.row_range, self.db1)
         self._dt1 = weights.low1.down_gradient(self._dh, x.row_range)
+        return False
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""

@@ -24,13 +24,12 @@ from symmoe.grouped.experts import (
     ExpertsBackward,
     ExpertWeights,
     Hidden,
+    evaluated,
     experts_forward,
-    of_tensors,
 )
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
-from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
@@ -146,21 +145,19 @@ def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, sca
     raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
     arguments.check("rows", x, (fc1, fc2))
     x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
-    biases, weights, adapters = local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast)
-    called = of_tensors(experts, biases, [*weights, *adapters])
-    inputs = (x, arguments.scale, *biases, *weights, *adapters)
+    called = evaluated(experts, x.dtype, cast_biases=is_autocast)
+    inputs = (x, arguments.scale, *called.biases, *called.tensors)
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
-    has_scaled_bias = scale_bias and biases[1] is not None
+    has_scaled_bias = scale_bias and called.biases[1] is not None
     products = MLPProducts(called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains))
     return run_rows(products, arguments, x, called.biases, called.tensors)
 
 
 def without_memory(experts: GroupedMLP) -> GroupedMLP:
     """Experts of the same shape and activation, on the meta device."""
-    sizes, bias = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1.has_bias
-    weights: Literal["packed", "discrete"] = "packed" if experts.fc1.is_packed else "discrete"
-    options: dict[str, Any] = {"activation": experts.activation, "precision": experts.precision, "device": "meta"}
-    return GroupedMLP(*sizes, bias=bias, weights=weights, **options)
+    sizes, fc1 = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1
+    options: dict[str, Any] = {"activation": experts.activation, "precision": fc1.precision, "bias": fc1.has_bias}
+    return GroupedMLP(*sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options)
 
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:

@@ -5,7 +5,6 @@ G groups (experts of this rank), C input features, O output features.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import deque
@@ -73,7 +72,7 @@ class GroupedParameters(nn.Module):
         self.precision_name = str(precision)  # equal where precisions are, for torch.compile to compare
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         self.is_packed = weights == "packed"
-        self.weight_names = ("weight",) if self.is_packed else weight_names(num_groups)
+        self.weight_names = ("weight",) if self.is_packed else tuple(f"weight{g}" for g in range(num_groups))
         self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
         self._init_method = init_method
         self._delayed: deque[Callable[[], None]] = deque()
@@ -207,12 +206,6 @@ class GroupedParameters(nn.Module):
         if self._weight_marks:
             for name in self.weight_names:
                 vars(self._parameters[name]).update(self._weight_marks)
-
-
-@functools.cache
-def weight_names(num_groups: int) -> tuple[str, ...]:
-    """The names of discrete weights."""
-    return tuple(f"weight{g}" for g in range(num_groups))
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

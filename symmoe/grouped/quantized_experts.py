@@ -90,7 +90,8 @@ class QuantizedWeights(ExpertWeights):
             full = h.new_empty((num_rows, ffn))
             ops.scaled_activation(h, x.scale, full, self.activation)
             a = recipe.quantize(full, x.row_range)
-        return Hidden.with_weights(h, transposed1, transposed2), (a.operand(), w2)
+        unused = (None,) * len(Operand._fields)  # by backward
+        return Hidden(h, None, None, *(transposed1 or unused), *(transposed2 or unused)), (a.operand(), w2)
 
     def second_layer(
         self,
@@ -103,17 +104,12 @@ class QuantizedWeights(ExpertWeights):
         part: Part | None = None,
     ) -> None:
         """Same as ExpertWeights.second_layer."""
-        num_rows = hidden.h.shape[0]
-        x = x.without_tail(num_rows)
+        num_rows, group_range = hidden.h.shape[0], None if part is None else x.row_range
+        x, part = x.without_tail(num_rows), part or Part(x.row_range)
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
+        operands, bias = (*a, part.rows, out[:num_rows]), (self.b2, x.bias_scale)
         kernels.for_device(out.device).grouped_gemm_quantized(
-            *a,
-            x.row_range if part is None else part.rows,
-            out[:num_rows],
-            group_range=None if part is None else x.row_range,
-            bias=(self.b2, x.bias_scale),
-            zero_tail=zero_tail,
-            num_sms=None if part is None else part.num_sms,
+            *operands, group_range=group_range, bias=bias, zero_tail=zero_tail, num_sms=part.num_sms
         )
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> QuantizedBackward:
@@ -131,19 +127,21 @@ class QuantizedBackward(ExpertsBackward):
     _dh_columns: Callable[[], Operand]
     _a_columns: Callable[[], Operand]
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
         x, weights, h = self._x, self._weights, hidden.h
         self._dtype, wire = h.dtype, weights.wire.gradients
-        self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
+        self._transposed1, transposed2 = hidden.transposed
+        assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
         received, dbias = self._received_gradients(), self.db2 if wire is None else None
         for d_out, part in _arriving(weights, wire, received, x, parts, is_gradient=True, dbias=dbias):
-            self._ops.grouped_gemm_quantized(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
+            self._ops.grouped_gemm_quantized(d_out, transposed2, part.rows, da, num_sms=part.num_sms)
         takes = act_quantized.takes_dact_quantize(da.shape[1], weights.activation, weights.recipe.row_format)
         if takes and h.dtype in act_quantized.H:
             self._differentiate_and_quantize(da, h)
         else:
             self._differentiate(da, h)
+        return wire is None
 
     def _differentiate_and_quantize(self, da: torch.Tensor, h: torch.Tensor) -> None:
         """The gradients from da [N, I]; d_scale fp32 [N], 0 in the tail; and db1 [G, W] if wanted, the sum of dh."""
@@ -170,10 +168,6 @@ class QuantizedBackward(ExpertsBackward):
         self._dh_rows = lambda: rows or gradient_rows(recipe, dh, x.row_range)
         self._dh_columns = lambda: gradient_columns(recipe, dh, x.row_range)
         self._a_columns = lambda: recipe.quantize_columns(a, x.row_range).operand()
-
-    def _output_bias_gradient(self, d_out: torch.Tensor, db2: torch.Tensor) -> None:
-        if self._weights.wire.gradients is not None:  # otherwise the first step has made it
-            super()._output_bias_gradient(d_out, db2)
 
     def _output_gradients(self) -> torch.Tensor:
         wire = self._weights.wire.gradients

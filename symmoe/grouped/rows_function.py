@@ -135,8 +135,9 @@ class ProductGradients(Protocol):
 
     @property
     def d_scale(self) -> MaybeTensor: ...
+    @property
+    def d_biases(self) -> Gradients: ...
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool) -> None: ...
-    def bias_gradients(self) -> Gradients: ...
     def weight_gradients(self) -> tuple[Compute, ...]: ...
     def adapter_gradients(self) -> Gradients: ...
 
@@ -201,7 +202,7 @@ class _RowsFunction(Function):
             d_weights[:0] = layer.gradient_target(weights, overwrite_main_grad=overwrite).for_autograd(weights, compute)
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
-        return None, None, d_x, None, d_scale, *gradients.bias_gradients(), *d_weights, *d_adapters
+        return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters
 
 
 def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
@@ -225,9 +226,14 @@ def splits_problem(splits: Splits, *, num_groups: int, device: torch.device | No
     shape = (len(splits),) if isinstance(splits, Sequence) else tuple(splits.shape)
     if shape != (num_groups,):
         return ArgumentError(f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)")
-    problem = None if isinstance(splits, Sequence) else _array_problem(splits, device)
-    if problem is not None or (isinstance(splits, torch.Tensor) and splits.is_cuda):
-        return problem
+    dtype = torch.int64 if isinstance(splits, Sequence) else splits.dtype
+    if not (dtype in _DTYPES if isinstance(dtype, torch.dtype) else dtype.kind in "iu"):
+        return ArgumentError(f"splits has dtype {dtype}; it must be torch.int32, torch.int64 or another integer dtype")
+    if isinstance(splits, torch.Tensor):
+        if device is not None and splits.device not in (device, torch.device("cpu")):
+            return ArgumentError(f"splits is on {splits.device}; rows is on {device}")
+        if (error := memory_problem("splits", splits)) is not None or splits.is_cuda:
+            return error
     if device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return ArgumentError(
             f"splits ({type(splits).__name__} on the CPU) would be frozen into the CUDA graph that is being captured; "
@@ -271,20 +277,6 @@ def same_splits(left: Splits, right: Splits) -> bool:
     if isinstance(left, Sequence) and isinstance(right, Sequence):
         return _are_counts(left) and _are_counts(right) and list(left) == list(right)
     return False
-
-
-def _array_problem(splits: torch.Tensor | npt.NDArray[np.integer[Any]], device: torch.device | None) -> Problem:
-    """What is wrong with splits that have a dtype, apart from their values, or None."""
-    is_integer = splits.dtype.kind in "iu" if isinstance(splits, np.ndarray) else splits.dtype in _DTYPES
-    if not is_integer:
-        return ArgumentError(
-            f"splits has dtype {splits.dtype}; it must be torch.int32, torch.int64 or another integer dtype"
-        )
-    if isinstance(splits, np.ndarray):
-        return None
-    if device is not None and splits.device not in (device, torch.device("cpu")):
-        return ArgumentError(f"splits is on {splits.device}; rows is on {device}")
-    return memory_problem("splits", splits)
 
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:

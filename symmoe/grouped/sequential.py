@@ -40,7 +40,7 @@ _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
 _FUSED_FC2_KEYWORDS = {"out", "bias_scale", "is_first_microbatch"}
 
 
-class Sequential(nn.Module):
+class Sequential(nn.Sequential):
     """Modules in a row.
 
     It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always does, by the row's prob.
@@ -53,25 +53,15 @@ class Sequential(nn.Module):
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
         for i, module in enumerate(modules):
             if not isinstance(module, nn.Module):
                 raise ArgumentError(f"modules[{i}] ({type(module).__name__}) must be an nn.Module")
-            self.add_module(str(i), module)
+        super().__init__(*modules)
 
     @property
     def num_extra_inputs(self) -> int:
         """Extra inputs of all modules. A subclass with a forward of its own says here how many that takes."""
         return sum(map(_num_extra_inputs, self))
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return (module for module in self._modules.values() if module is not None)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self.get_submodule(str(range(len(self))[index]))
 
     def forward(self, x: torch.Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None) -> Any:
         """Runs the modules in order.

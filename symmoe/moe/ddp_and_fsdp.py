@@ -52,17 +52,13 @@ class Replicas:
 
 
 class _Joined:
-    """What has become part of a DDP, by id: layers, and parameters of experts that are equal on all replicas, with
+    """What has become part of a DDP: layers, and by id parameters of experts that are equal on all replicas, with
     whether their gradients have hooks. Keeps nothing alive."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, weakref.ref[ExpertParallelModule]] = {}
+        self.layers: weakref.WeakKeyDictionary[ExpertParallelModule, None] = weakref.WeakKeyDictionary()  # in order
         self.experts: dict[int, tuple[weakref.ref[nn.Parameter], bool]] = {}
         self.num_calls = 0  # of layers that are spread over ranks, in the DDP's forward
-
-    def has(self, layer: ExpertParallelModule) -> bool:
-        its = self.layers.get(id(layer))
-        return its is not None and its() is layer
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has all that it needs as it is."""
@@ -141,13 +137,13 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     if ddp is None:
         return None
     joined: _Joined | None = vars(ddp).get(_JOINED)
-    if joined is None or not joined.layers or not (layer is None or joined.has(layer)):
+    if joined is None or not joined.layers or not (layer is None or layer in joined.layers):
         return join_ddp(ddp, [] if layer is None else [layer])
     if layer is not None and not layer.is_spread:
         return None
     # An operator does not know its layer.
-    for each in [its() for its in joined.layers.values()] if layer is None else [layer]:
-        if each is not None and each.is_spread and not all(map(joined.knows, _quick_parameters(each.experts))):
+    for each in [*joined.layers] if layer is None else [layer]:
+        if each.is_spread and not all(map(joined.knows, _quick_parameters(each.experts))):
             if (problem := gradients_elsewhere(each.experts)) is not None:
                 return problem
             _average_gradients(ddp, each, joined)
@@ -159,14 +155,14 @@ def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule
     """Makes the layers in a DDP, and others, part of it, or says why that cannot be."""
     inside = [module for module in ddp.module.modules() if isinstance(module, ExpertParallelModule)]
     joined: _Joined = vars(ddp).setdefault(_JOINED, _Joined())
-    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if not joined.has(layer)]
+    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if layer not in joined.layers]
     for layer in new_layers:
         if (problem := _group_problem(ddp, layer)) is not None:
             return problem
     for layer in new_layers:
         if layer.is_spread:
             _average_gradients(ddp, layer, joined)
-        joined.layers[id(layer)] = weakref.ref(layer)
+        joined.layers[layer] = None
     return None
 
 
@@ -219,17 +215,14 @@ def _quick_parameters(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def gradients_option(experts: GroupedMLP) -> str | None:
-    """The option by which weight gradients of these experts go elsewhere than to `.grad`, or None."""
-    options = ("delay_wgrad", "accumulate_into_main_grad")
-    return next((o for o in options if getattr(experts.fc1, o) or getattr(experts.fc2, o)), None)
-
-
-def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
-    """The error if these weight gradients do not go to `.grad`, where DDP and FSDP look for them, or None."""
-    if (option := gradients_option(experts)) is None:
-        return None
-    return ArgumentError(f"experts.{option} (True) must be False: FSDP and DDP read `.grad` when backward is over")
+def gradients_elsewhere(
+    experts: GroupedMLP, reason: str = "FSDP and DDP read `.grad` when backward is over"
+) -> ArgumentError | None:
+    """The error if an option makes weight gradients of these experts go elsewhere than to `.grad`, or None."""
+    for option in ("delay_wgrad", "accumulate_into_main_grad"):
+        if getattr(experts.fc1, option) or getattr(experts.fc2, option):
+            return ArgumentError(f"experts.{option} (True) must be False: {reason}")
+    return None
 
 
 class _ExpertNames:
@@ -251,12 +244,8 @@ class _ExpertNames:
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
     """Names of all experts in layers that are spread over ranks, as they are and as torch.compile changes them."""
-    experts = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, ExpertParallelModule) and module.is_spread
-        for parameter in _parameters(module)
-    }
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule) and module.is_spread]
+    experts = {id(parameter) for layer in layers for parameter in _parameters(layer)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in experts:
             yield name

@@ -261,8 +261,7 @@ class MoELayer(ExpertParallelModule):
         modules, config, device = self._modules, self.config, self.heap.device
         experts, router, width = modules["experts"], modules.get("router"), f"hidden ({config.hidden})"
         if experts is not self._fitting_experts or router is not self._fitting_router:  # they have been assigned
-            problem = self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)
-            if problem is not None:
+            if (problem := self._fit_problem(cast(GroupedMLP, experts)) or router_problem(router)) is not None:
                 return problem
             vars(self).update(_fitting_experts=experts, _fitting_router=router)
         return (

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
@@ -59,19 +58,14 @@ class Listeners:
         self.callbacks = tuple(other for other in self.callbacks if other is not callback)
 
 
-def layers_with_listeners(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that one can listen to, by their names in it.
+def layers_with_listeners(model: nn.Module) -> dict[str, tuple[nn.Module, Listeners]]:
+    """The layers of a model that one can listen to, and their listeners, by the layers' names in it.
 
     Raises:
         ArgumentError: there is none.
     """
-    modules = model.named_modules()
-    layers = {name: each for name, each in modules if isinstance(getattr(each, "listeners", None), Listeners)}
+    found = ((name, module, getattr(module, "listeners", None)) for name, module in model.named_modules())
+    layers = {name: (module, listeners) for name, module, listeners in found if isinstance(listeners, Listeners)}
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers
-
-
-def listeners_of(layer: nn.Module) -> Listeners:
-    """The listeners of one of :func:`layers_with_listeners`."""
-    return cast(Listeners, layer.listeners)  # torch gives every attribute of a module the same type

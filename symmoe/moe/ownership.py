@@ -30,9 +30,6 @@ def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tupl
 
 def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(dense, experts): parameters that take a gradient, each once, in the order of `model.parameters()`."""
-    dense: list[nn.Parameter] = []
-    experts: list[nn.Parameter] = []
-    for _, parameter, is_expert in named_parameters(model):
-        if parameter.requires_grad:
-            (experts if is_expert else dense).append(parameter)
+    named = [each for each in named_parameters(model) if each[1].requires_grad]
+    dense, experts = ([parameter for _, parameter, is_expert in named if is_expert == kind] for kind in (False, True))
     return dense, experts

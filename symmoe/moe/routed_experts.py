@@ -28,8 +28,6 @@ from symmoe.moe.routing import Route, Routed
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
 
-_FIELDS = tuple(field.name for field in fields(MoEConfig))
-
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
@@ -113,7 +111,8 @@ class RoutedExperts:
     @functools.cached_property
     def _config_number(self) -> int:
         """By which plans compare all of the configuration, which must be equal on every rank."""
-        return self.heap.configurations.number({name: getattr(self.config, name) for name in _FIELDS})
+        names = [field.name for field in fields(MoEConfig)]
+        return self.heap.configurations.number({name: getattr(self.config, name) for name in names})
 
     @property
     def _history(self) -> RowHistory:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.checks.arguments import memory_problem, tensor_problem, wrapped_problem
-from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.routing import Route, route_tokens
@@ -101,9 +101,7 @@ class Router(nn.Module):
             raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
         if not x.is_floating_point():
             raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
-        error = memory_problem("x", x) or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx)
-        if error is not None:
-            raise error
+        raise_for(memory_problem("x", x) or arguments_problem(config, x, token_mask=token_mask, topk_idx=topk_idx))
         if token_mask is not None:  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.

@@ -27,12 +27,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils.flop_counter import register_flop_formula
 
 from symmoe.autograd import Context, Unmodified
-from symmoe.errors import ArgumentError, StalePlan
+from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.grouped.experts import CallExperts, of_tensors
 from symmoe.grouped.mlp import GroupedMLP, kind_of
 from symmoe.grouped.parameters import local_tensors
 from symmoe.kernels import control
-from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_option
+from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem, gradients_elsewhere
 from symmoe.moe.ep_step import STASHES
 from symmoe.moe.routed_experts import BY_NUMBER, RoutedExperts
 from symmoe.torch_internals import keeps_graph, num_dispatch_modes
@@ -73,7 +73,7 @@ def is_traced(experts: GroupedMLP) -> bool:
 
     A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
     """
-    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_option(experts) is None)
+    return torch.compiler.is_compiling() or (num_dispatch_modes() > 0 and gradients_elsewhere(experts) is None)
 
 
 def run_routed(
@@ -94,10 +94,8 @@ def run_routed(
     """
     if not is_traced(experts):
         return step.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)[:3]
-    if (option := gradients_option(experts)) is not None:
-        raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
-    if (problem := fsdp_problem(experts, step.heap.num_ranks)) is not None:
-        raise problem
+    reason = "inside torch.compile an operator returns them"
+    raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
@@ -169,17 +167,15 @@ def _moe_forward(
     problem = ddp_problem() or fc1.width_problem(tensors[0]) or fc2.width_problem(tensors[0])
     eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
-    if not call.trains:
-        y, expert_load, num_dropped, _ = eager.run(tensors[0], tensors[1], topk_idx, call.experts(tensors))
-        return y, expert_load.clone(), num_dropped.clone(), state
     arguments, trained = _Arguments(tensors), call.are_trained(tensors)
     # Leaves of an autograd graph that only this call has.
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
+    with torch.set_grad_enabled(bool(call.trains)), saved_tensors_hooks(arguments.put_away, arguments.take_out):
         y, expert_load, num_dropped, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
-    kept = _State(arguments, [*compress(leaves, trained)], _end_of(y), expert_load)
-    state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
+    if call.trains:
+        kept = _State(arguments, [*compress(leaves, trained)], _end_of(y), expert_load)
+        state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: the plan is kept for backward, and writes into the results must not change it.
     return y.detach(), expert_load.clone(), num_dropped.clone(), state
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError, SymmoeError, raise_for
 from symmoe.kernels import control
-from symmoe.moe.ddp_and_fsdp import gradients_option
+from symmoe.moe.ddp_and_fsdp import gradients_elsewhere
 from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap, fixed_rows
 from symmoe.training.step_kind import Modules, Tree, modes
@@ -92,8 +92,8 @@ def _problem(modules: Modules) -> ArgumentError | None:
             return ArgumentError(
                 'aux_loss ("global") over several EP groups: one could repeat a step without the others'
             )
-        if (option := gradients_option(layer.experts)) is not None:
-            return ArgumentError(f"{option} (True) must be False: a step that is repeated would count twice")
+        if (problem := gradients_elsewhere(layer.experts, "a step that is repeated would count twice")) is not None:
+            return problem
     return None
 
 

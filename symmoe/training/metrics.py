@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from symmoe.moe import balance
-from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners, listeners_of
+from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.torch_internals import graph_task_id
 
 Sink = Callable[[dict[str, float], int], object]
@@ -103,18 +104,19 @@ class MetricsLogger:
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
         layers = layers_with_listeners(model)
         self._sink = sink
-        self._sizes = [listeners_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
-        device = listeners_of(next(iter(layers.values()))).heap.device
+        self._sizes = [listeners.num_experts + _NUM_TOTALS for _, listeners in layers.values()]
+        device = next(iter(layers.values()))[1].heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
-        self._undo: list[Callable[[], None]] = []
+        self._watching = ExitStack()
         self._layers: list[_Watched] = []
-        for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
-            listeners, timer = listeners_of(layer), _Timer(device) if times_forward else None
+        for (name, (layer, listeners)), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
+            timer = _Timer(listeners.heap) if times_forward else None
             self._layers.append(_Watched(name, listeners, totals, timer))
-            self._undo.append(listeners.add(self._layers[-1].count))
+            self._watching.callback(listeners.add(self._layers[-1].count))
             if timer is not None:
-                self._undo.append(layer.register_forward_pre_hook(timer.before).remove)
-                self._undo.append(layer.register_forward_hook(timer.after).remove)
+                self._watching.callback(layer.register_forward_pre_hook(timer.before).remove)
+                self._watching.callback(layer.register_forward_hook(timer.after).remove)
+                self._watching.callback(setattr, listeners.heap, "trip_timer", None)  # if a forward has raised
 
     def step(self, step: int) -> list[LayerRecord]:
         """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
@@ -139,12 +141,7 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Ends watching."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        for layer in self._layers:
-            if layer.timer is not None:  # a forward that raised has left it
-                layer.listeners.heap.trip_timer = None
+        self._watching.close()
 
 
 class _Watched:
@@ -206,8 +203,8 @@ _SPANS = ("forward", "dispatch", "combine")
 class _Timer:
     """Sums up the time of a layer's forwards and of their trips; read when the device is done."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, heap: SymmetricHeap) -> None:
+        self._heap, self._on_gpu = heap, heap.device.type == "cuda"
         self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in _SPANS}
         self._begin: Any = None
 
@@ -215,14 +212,14 @@ class _Timer:
         """Hook before the layer's forward."""
         if _counts(layer.training):
             self._begin = self._now()
-            listeners_of(layer).heap.trip_timer = self.trip
+            self._heap.trip_timer = self.trip
 
     def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
         """Hook after the layer's forward."""
         if _counts(layer.training):
             self._add("forward", self._begin)
             self._begin = None
-            listeners_of(layer).heap.trip_timer = None
+            self._heap.trip_timer = None
 
     @contextmanager
     def trip(self, name: str) -> Iterator[None]:

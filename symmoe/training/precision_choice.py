@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from symmoe.errors import ArgumentError
+from symmoe.checks.arguments import size_problem
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.recipes import Float8Block
 
@@ -93,10 +94,8 @@ def best_measured(
     Raises:
         ArgumentError: a number is out of range.
     """
-    numbers = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_micro_batches": num_micro_batches}
-    for name, value in numbers.items():
-        if value < 1:
-            raise ArgumentError(f"{name} ({value}) must be at least 1")
+    sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_micro_batches": num_micro_batches}
+    raise_for(size_problem(**sizes))
     config.experts_per_rank(num_ranks)
     num_rows = num_ranks * num_tokens * config.top_k
     smaller = [

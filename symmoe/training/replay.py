@@ -20,7 +20,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
-from symmoe.moe.listeners import RoutingReport, layers_with_listeners, listeners_of
+from symmoe.moe.listeners import RoutingReport, layers_with_listeners
 
 Routing = dict[str, torch.Tensor]
 
@@ -42,14 +42,14 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     routing: Routing = {}
     layers = layers_with_listeners(model)
     with ExitStack() as added:
-        for name, layer in layers.items():
+        for name, (_, listeners) in layers.items():
 
             def keep(report: RoutingReport, name: str = name) -> None:
                 if name in routing:
                     raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
                 routing[name] = report.chosen_idx.int()
 
-            added.callback(listeners_of(layer).add(keep))
+            added.callback(listeners.add(keep))
         yield routing
         _check_all_called(layers.keys() - routing.keys())
 
@@ -101,7 +101,7 @@ def balanced_choice(
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
     layers: dict[str, MoELayer] = {}
-    for name, layer in layers_with_listeners(model).items():
+    for name, (layer, _) in layers_with_listeners(model).items():
         if not isinstance(layer, MoELayer):
             raise ArgumentError(
                 f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "
