@@ -159,7 +159,7 @@ def router_gemm(x, weight, logits):
 
 
 def router_gemm_grads(d_logits, x, weight, dx, d_weight):
-    """A weight gradient is summed over some tokens at a time; these sums are added up in order."""
+    """A weight gradient is summed over some tokens at a time; torch.sum adds these sums up, in an order of its own."""
     (num_tokens, num_experts), width = d_logits.shape, x.shape[1]
     if num_tokens == 0:
         if d_weight is not None:
