@@ -213,36 +213,32 @@ class ToFill(NamedTuple):
         """On what it depends what is launched."""
         return "plan", self.header, self.config, self.is_read, self.rails
 
-    def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
+    def new_counts(self, heap: SymmetricHeap) -> torch.Tensor:
+        """Memory for what count_slots finds in topk_idx."""
+        shape = num_blocks(len(self.topk_idx)), self.header[control.HEAD_NUM_EXPERTS] + heap.num_ranks + 2
+        return torch.empty(shape, dtype=torch.int32, device=heap.device)
+
+    def launch(self, heap: SymmetricHeap, counts: torch.Tensor | None = None) -> tuple[Any, ...]:
         """A new storage of the plan, filled; if it is read, what waits for the report, or None; and, if the group spans
-        nodes, the integers and num_received of RailRows. Collective."""
+        nodes, the integers and num_received of RailRows. Collective. counts: what count_slots finds, if it is there;
+        they are overwritten."""
         topk_idx, header, config, is_read, _, its_rails = self
-        rails = None
+        num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
         if its_rails is not None:
-            rails = RailRows(topk_idx, heap, header[control.HEAD_NUM_EXPERTS], *its_rails)
+            rails = RailRows(topk_idx, heap, num_experts, *its_rails)
             topk_idx = rails.topk_idx
-        num_tokens, num_experts, num_ranks = len(topk_idx), header[control.HEAD_NUM_EXPERTS], heap.num_ranks
-        sizes = *topk_idx.shape, num_experts, num_ranks
-        ops = kernels.for_device(heap.device)
-        numel, layout = plan_layout(*sizes)
+        ops, (numel, layout) = kernels.for_device(heap.device), plan_layout(*topk_idx.shape, num_experts, num_ranks)
         integers = in_storage(PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
-        shape = num_blocks(num_tokens), num_experts + num_ranks + 2
-        block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
         drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
-        ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
-        ops.send_counts(block_counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
+        if counts is None:
+            counts = self.new_counts(heap)
+            ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
+        ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
         received = _plan_barrier(heap, config, rails)
-        ops.lay_out(
-            heap.count_peers,
-            received,
-            heap.status,
-            integers,
-            capacity=header[control.HEAD_CAPACITY],
-            packed_capacity=header[control.HEAD_PACKED_CAPACITY],
-            drop=drop,
-            ranks=range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks,
-        )
-        ops.assign_rows(topk_idx, block_counts, integers, drop=drop)
+        limits = {"capacity": header[control.HEAD_CAPACITY], "packed_capacity": header[control.HEAD_PACKED_CAPACITY]}
+        ranks = range(num_ranks) if rails is None or not heap.topology.is_in_order else heap.topology.ranks
+        ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, drop=drop, ranks=ranks)
+        ops.assign_rows(topk_idx, counts, integers, drop=drop)
         found = () if rails is None else rails.complete(integers.report)
         return integers.storage, _start_reading(heap, integers.report) if is_read else None, *found
 

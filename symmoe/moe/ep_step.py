@@ -334,17 +334,19 @@ class _Forward:
     def planned(self) -> tuple[Any, ...]:
         """What comes before dispatch, unless it is there: what ToFill.launch returns, logits, probs and scores. Where
         the step is not put on a tape, these calls have tapes of their own, and the plan may have its sizes after it."""
-        step, plan, route = self.step, self.step.plan, self.route
+        step, plan, route, counts = self.step, self.step.plan, self.route, None
+        to_fill = None if step.kind is None else plan.to_fill
         routed: tuple[torch.Tensor | None, ...] = (None, None, None)
         if route is not None:
-            routed = logits, self.probs, _ = (route.run(plan.heap) if step.kind is None else route.compute())[:3]
+            counts = None if to_fill is None else to_fill.new_counts(plan.heap)
+            routed = logits, self.probs, _ = (route.run(plan.heap) if step.kind is None else route.compute(counts))[:3]
             if plan.heap.device.type == "cpu":  # on GPUs the host would have to wait
                 fail_for_nonfinite(plan.heap, "the router's logits", logits)
-        if step.kind is None or plan.to_fill is None:
+        if to_fill is None:
             plan.fill()
             self.step = step if step.num_rows else step.sized(self.x)
             return None, None, *routed
-        plan.storage, read_report = plan.to_fill.launch(plan.heap)
+        plan.storage, read_report = to_fill.launch(plan.heap, counts=counts)
         return plan.storage, read_report, *routed
 
     def first_half(self) -> tuple[Any, ...]:

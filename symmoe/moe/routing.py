@@ -47,8 +47,8 @@ class Route(NamedTuple):
         """On what it depends what is launched, besides tensors."""
         return "route", self.top_k, self.rule, self.bias is None, self.given_idx is None, self.topk_idx is None
 
-    def compute(self) -> Routed:
-        """What route_tokens returns, without a gradient."""
+    def compute(self, block_counts: torch.Tensor | None = None) -> Routed:
+        """What route_tokens returns, without a gradient. block_counts: see choose_experts."""
         x, weight, bias, given_idx, top_k, rule, topk_idx = self
         ops = kernels.for_device(x.device)
         logits, probs, scores, topk_idx = _empty(x, weight, top_k, topk_idx)
@@ -56,7 +56,7 @@ class Route(NamedTuple):
             ops.router_gemm(x, weight, logits)
         else:
             torch.mm(x.float(), weight.t(), out=logits)  # which autocast leaves alone
-        ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule)
+        ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts)
         return Routed(logits, probs, scores, topk_idx)
 
     def run(self, heap: SymmetricHeap | None) -> Routed:

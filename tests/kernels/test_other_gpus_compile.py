@@ -57,7 +57,7 @@ def launch_fused_products():
 def launch_routers():
     for shape in ("qwen3-30b", "odd"):
         layer.launch_router(shape)
-    layer.launch_choice(128, 8, RoutingRule())
+    layer.launch_choice(128, 8, RoutingRule(), 64)
     layer.launch_choice(20, 3, RoutingRule(score="sigmoid"))
 
 

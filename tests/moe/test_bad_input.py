@@ -470,7 +470,7 @@ def test_transforms_of_modules_without_a_heap(name: str, transform: str):
 # -- errors that nobody foresaw ---------------------------------------------------------------------------------------
 
 
-KERNELS_OF_A_STEP = "count_slots grouped_gemm_act grouped_gemm push_sums sum_home".split()
+KERNELS_OF_A_STEP = "send_counts grouped_gemm_act grouped_gemm push_sums sum_home".split()
 KERNELS_OF_A_STEP += "grouped_gemm_dact grouped_gemm_dgrad grouped_gemm_wgrad".split()
 
 

@@ -182,9 +182,10 @@ def launch_router(shape):
     router_products.router_gemm_grads(logits, x, weight, torch.empty_like(x), torch.empty_like(weight))
 
 
-def launch_choice(num_experts, top_k, rule):
+def launch_choice(num_experts, top_k, rule, num_ranks=0):
+    counts = meta(8192 // control.TOKENS_PER_BLOCK, num_experts + num_ranks + 2) if num_ranks else None
     logits, probs, topk_idx = meta(8192, num_experts, dtype=FP32), meta(8192, top_k, dtype=FP32), meta(8192, top_k)
-    route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule)
+    route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule, block_counts=counts)
     route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
 
 

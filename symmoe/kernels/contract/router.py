@@ -35,6 +35,7 @@ class RouterKernels(Protocol):
         scores: Tensor,
         *,
         rule: RoutingRule,
+        block_counts: Tensor | None = None,
     ) -> None:
         """scores = softmax or sigmoid of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
         of those in its best groups, best first, ties to the lower index; probs[t, k] = the score of expert
@@ -43,7 +44,7 @@ class RouterKernels(Protocol):
         NaN is larger than any number. With given_idx, these experts are taken: an id outside [0, E) has the prob 0.
 
         logits and scores fp32 [T, E]; bias fp32 [E]; given_idx and topk_idx int32 [T, K]; probs fp32
-        [T, K].
+        [T, K]; block_counts int32 [B, E + R + 2], which gets what count_slots of contract/plan.py finds in topk_idx.
         """
 
     def choose_experts_grad(

@@ -8,7 +8,7 @@ makes the first launch, which compiles, and player.py the others, if it knows ho
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,12 @@ class Constants:
             if args[i] is not None:
                 result[i] = describe(args[i])
         return tuple(result)
+
+
+@functools.cache
+def kept_constants(**named: Hashable) -> Constants:
+    """Those of all calls with equal ones."""
+    return Constants(named)
 
 
 def fast_launch(kernel: Any) -> Any:

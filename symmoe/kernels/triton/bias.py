@@ -7,8 +7,6 @@ the group lies or on the grid. A few rows of dout are kept in flight by cp.async
 Kernels that have a group's rows for another reason leave sums of their row tiles in slots; sum_row_tiles adds those.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows, tile_mask
 
@@ -176,13 +174,9 @@ def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     dout, dout_index = as_pair(dout)
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    grid, constants = (ceil_div(width, block), num_groups), _grad_constants(num_groups, width, block)
+    constants = kept_constants(NUM_GROUPS=num_groups, WIDTH=width, BLOCK=block, num_warps=GRAD_WARPS)
+    grid = ceil_div(width, block), num_groups
     launch(grouped_bias_grad_kernel, grid, constants, dout, dout_index, scale, row_range, dbias)
-
-
-@functools.cache
-def _grad_constants(num_groups: int, width: int, block: int) -> Constants:
-    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, "BLOCK": block, "num_warps": GRAD_WARPS})
 
 
 def sum_dbias(bias_sums, row_range, dbias):
@@ -198,34 +192,17 @@ def sum_row_tiles(
     """
     num_groups, width = dbias.shape
     grid = ceil_div(width, SUM_COLUMNS), num_groups
-    constants = _sum_constants(num_groups, width, tile_rows, neighbours)
+    tile = {"TILE_ROWS": tile_rows, "STEPS": neighbours.bit_length() - 1, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
+    constants = kept_constants(NUM_GROUPS=num_groups, WIDTH=width, **tile)
     launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 
 
-@functools.cache
-def _sum_constants(num_groups: int, width: int, tile_rows: int, neighbours: int) -> Constants:
-    tile = {"TILE_ROWS": tile_rows, "STEPS": neighbours.bit_length() - 1, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
-    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})
-
-
 def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
-    (dout, dout_index), num_rows = as_pair(dout), dscale.shape[0]
+    (dout, dout_index), num_rows, (num_groups, width) = as_pair(dout), dscale.shape[0], bias.shape
     if num_rows == 0:
         return
-    grid = (max_row_tiles(num_rows, bias.shape[0], DOT_ROWS),)
-    constants = _dot_constants(accumulate, *bias.shape, dout.dtype)
+    grid = (max_row_tiles(num_rows, num_groups, DOT_ROWS),)
+    block = min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width))
+    tile = {"BLOCK": block, "BLOCK_ROWS": DOT_ROWS, "num_warps": NUM_WARPS}
+    constants = kept_constants(ACCUMULATE=accumulate, NUM_GROUPS=num_groups, WIDTH=width, **tile)
     launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)
-
-
-@functools.cache
-def _dot_constants(accumulate: bool, num_groups: int, width: int, dtype: torch.dtype) -> Constants:
-    return Constants(
-        {
-            "ACCUMULATE": accumulate,
-            "NUM_GROUPS": num_groups,
-            "WIDTH": width,
-            "BLOCK": min(DOT_COLUMN_BYTES // dtype.itemsize, next_power_of_2(width)),
-            "BLOCK_ROWS": DOT_ROWS,
-            "num_warps": NUM_WARPS,
-        }
-    )

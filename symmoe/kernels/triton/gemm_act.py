@@ -22,7 +22,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
@@ -329,10 +329,6 @@ def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = dscale.shape[0]
     if num_rows == 0:
         return
-    constants = _sum_dscale_constants(row_range.shape[1], num_partials)
+    sizes = {"NUM_GROUPS": row_range.shape[1], "NUM_SUMS": num_partials}
+    constants = kept_constants(**sizes, BLOCK=SCALE_ROWS, num_warps=4)
     launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_range, dscale, num_rows)
-
-
-@functools.cache
-def _sum_dscale_constants(num_groups: int, num_sums: int) -> Constants:
-    return Constants({"NUM_GROUPS": num_groups, "NUM_SUMS": num_sums, "BLOCK": SCALE_ROWS, "num_warps": 4})

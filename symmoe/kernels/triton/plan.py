@@ -241,77 +241,63 @@ def find_error(headers, num_rows, num_packed, received, rank, SIZES: tl.constexp
     headers: [RANK_LANES, HEADER_WORDS]. num_rows, num_packed: [RANK_LANES], rows that each rank would receive.
     """
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     is_rank = rank < SIZES.num_ranks
     word = tl.arange(0, HEADER_WORDS)
 
     most_packed = tl.max(num_packed, axis=0)
     fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
-    packed_capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
-    overflow = most_packed > packed_capacity
-    error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, CONTROL.PLAN_OK)
-    error_rank = tl.where(overflow, fullest, -1)
-    limit = tl.where(overflow, packed_capacity, 0)
-    value = tl.where(overflow, most_packed, 0)
+    capacity = smallest(pick(headers, (word == CONTROL.HEAD_PACKED_CAPACITY)[None, :], 1), is_rank)
+    error = CONTROL.PLAN_OK, -1, 0, 0, 0
+    error = later(error, most_packed > capacity, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_packed, 0))
 
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
     capacity = smallest(pick(headers, (word == CONTROL.HEAD_CAPACITY)[None, :], 1), is_rank)
     overflow = (most_rows > capacity) & (not SIZES.drop)
-    error = tl.where(overflow, CONTROL.PLAN_OVERFLOW, error)
-    error_rank = tl.where(overflow, fullest, error_rank)
-    limit = tl.where(overflow, capacity, limit)
-    value = tl.where(overflow, most_rows, value)
+    error = later(error, overflow, (CONTROL.PLAN_OVERFLOW, fullest, capacity, most_rows, 0))
 
     if not SIZES.drop:
         too_many = pick(headers, (word == CONTROL.HEAD_RAIL_DROPPED)[None, :], 1)
         culprit = tl.min(tl.where(is_rank & (too_many > 0), rank, RANK_LANES), axis=0)
-        overflow = culprit < RANK_LANES
         head = pick(headers, (rank == culprit)[:, None], 0)
-        error = tl.where(overflow, CONTROL.PLAN_RAIL_OVERFLOW, error)
-        error_rank = tl.where(overflow, culprit, error_rank)
-        limit = tl.where(overflow, pick(head, word == CONTROL.HEAD_RAIL_CAPACITY, 0), limit)
-        value = tl.where(overflow, pick(head, word == CONTROL.HEAD_RAIL_DROPPED, 0), value)
+        limit = pick(head, word == CONTROL.HEAD_RAIL_CAPACITY, 0)
+        value = pick(head, word == CONTROL.HEAD_RAIL_DROPPED, 0)
+        error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_RAIL_OVERFLOW, culprit, limit, value, 0))
 
     bad_slots = pick(headers, (word == CONTROL.HEAD_BAD_SLOTS)[None, :], 1)
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
-    found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
-    error = tl.where(found, CONTROL.PLAN_BAD_ID, error)
-    error_rank = tl.where(found, culprit, error_rank)
-    limit = tl.where(found, SIZES.num_experts, limit)
-    value = tl.where(found, pick(head, word == CONTROL.HEAD_BAD_ID, 0), value)
-    where = tl.where(found, pick(head, word == CONTROL.HEAD_BAD_SLOT, 0), 0)
+    value, where = pick(head, word == CONTROL.HEAD_BAD_ID, 0), pick(head, word == CONTROL.HEAD_BAD_SLOT, 0)
+    error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_BAD_ID, culprit, NUM_EXPERTS, value, where))
 
     first = pick(headers, (rank == 0)[:, None], 0)
     agreed = ((AGREED_WORDS >> word) & 1) != 0
-    is_room = (word == CONTROL.HEAD_CAPACITY) | (
-        word == CONTROL.HEAD_PACKED_CAPACITY
-    )  # which each rank may give itself
+    is_room = (word == CONTROL.HEAD_CAPACITY) | (word == CONTROL.HEAD_PACKED_CAPACITY)
     repeats = pick(headers, (word == CONTROL.HEAD_OVERFLOW)[None, :], 1) == CONTROL.OVERFLOW_REPEAT
-    is_own = (
-        repeats[:, None] & is_room[None, :] & (pick(first, word == CONTROL.HEAD_OVERFLOW, 0) == CONTROL.OVERFLOW_REPEAT)
-    )
+    repeats &= pick(first, word == CONTROL.HEAD_OVERFLOW, 0) == CONTROL.OVERFLOW_REPEAT
+    is_own = repeats[:, None] & is_room[None, :]  # room, which each rank may give itself
     differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None] & (is_own.to(tl.int32) == 0)
     culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
-    found = culprit < RANK_LANES
     head = pick(headers, (rank == culprit)[:, None], 0)
     field = tl.min(tl.where(pick(differs.to(tl.int32), (rank == culprit)[:, None], 0) != 0, word, HEADER_WORDS), axis=0)
-    error = tl.where(found, CONTROL.PLAN_MISMATCH, error)
-    error_rank = tl.where(found, culprit, error_rank)
-    limit = tl.where(found, pick(first, word == field, 0), limit)
-    value = tl.where(found, pick(head, word == field, 0), value)
-    where = tl.where(found, field, where)
+    limit, value = pick(first, word == field, 0), pick(head, word == field, 0)
+    error = later(error, culprit < RANK_LANES, (CONTROL.PLAN_MISMATCH, culprit, limit, value, field))
 
     lowest = tl.zeros((RANK_LANES,), tl.int64)
     for column in tl.static_range(CONTROL.NUM_PUBLISHED):
         lowest = tl.minimum(lowest, tl.load(received + rank * CONTROL.NUM_PUBLISHED + column, mask=is_rank, other=0))
-    found = tl.min(lowest, axis=0) < 0
-    error = tl.where(found, CONTROL.PLAN_FAULT, error)
-    error_rank = tl.where(found, -1, error_rank)
-    limit = tl.where(found, 0, limit)
-    value = tl.where(found, 0, value)
-    where = tl.where(found, 0, where)
-    return error, error_rank, limit, value, where
+    return later(error, tl.min(lowest, axis=0) < 0, (CONTROL.PLAN_FAULT, -1, 0, 0, 0))
+
+
+@triton.jit
+def later(error, found, other):
+    """The other error where it is found."""
+    code, rank, limit, value, where = error
+    other_code, other_rank, other_limit, other_value, other_where = other
+    code, rank = tl.where(found, other_code, code), tl.where(found, other_rank, rank)
+    limit, value = tl.where(found, other_limit, limit), tl.where(found, other_value, value)
+    return code, rank, limit, value, tl.where(found, other_where, where)
 
 
 @triton.jit

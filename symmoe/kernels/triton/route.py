@@ -1,21 +1,26 @@
 """Which experts a token goes to, and with what weight (Triton): from logits to the choice in one launch.
 
 A number and its index make one integer that is larger for the better choice, so K maxima give K choices: no sort, no
-copies of [T, E], and the result of a row depends only on the row.
+copies of [T, E], and the result of a row depends only on the row. Programs that count for the plan have one of its
+blocks of tokens each, and as many scores per thread as others, so that a row's sums are in the same order.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 
+from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
+from symmoe.kernels.triton import plan
+from symmoe.kernels.triton.plan import NO_SLOT
 
 SCORES_PER_PROGRAM = 1024
 NUM_WARPS = 4
+MOST_COUNTED = 128, 64  # experts, of which a block of tokens takes 16 warps; ranks, which are bits of an integer
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
@@ -23,13 +28,15 @@ SMALLEST_SUM = tl.constexpr(TINY)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The constants of both kernels: K of E experts are chosen by a rule, for so many tokens at a time."""
+    """The constants of both kernels: K of E experts are chosen by a rule, for so many tokens at a time. num_ranks: for
+    which tokens are counted."""
 
     num_experts: int
     top_k: int
     rule: RoutingRule
     tokens: int
     best_of_group: int
+    num_ranks: int
 
     @property
     def expert_lanes(self) -> int:
@@ -43,19 +50,24 @@ class Choice:
     def group_lanes(self) -> int:
         return next_power_of_2(self.rule.num_groups)
 
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.num_ranks
 
-def _choice(num_experts: int, top_k: int, rule: RoutingRule) -> tuple[int, Constants]:
-    """Tokens of a program, and the constants; the rule's route_scale is an argument."""
-    return _of_rule(num_experts, top_k, rule.score, rule.renormalize, rule.num_groups, rule.top_groups)
+    @property
+    def rank_lanes(self) -> int:
+        return next_power_of_2(self.num_ranks)
 
 
 @functools.cache
-def _of_rule(num_experts, top_k, score, renormalize, num_groups, top_groups) -> tuple[int, Constants]:
-    rule = RoutingRule(score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups)
-    tokens = max(1, SCORES_PER_PROGRAM // next_power_of_2(num_experts))
-    sizes = {"num_experts": num_experts, "top_k": top_k, "tokens": tokens}
+def _choice(num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0) -> tuple[int, Constants]:
+    """Tokens of a program, and the constants. num_ranks: 0, or programs count."""
+    rule, lanes = replace(rule, route_scale=1.0), next_power_of_2(num_experts)  # the scale is an argument
+    tokens = control.TOKENS_PER_BLOCK if num_ranks else max(1, SCORES_PER_PROGRAM // lanes)
+    num_warps = max(1, tokens * lanes * NUM_WARPS // SCORES_PER_PROGRAM)
+    sizes = {"num_experts": num_experts, "top_k": top_k, "tokens": tokens, "num_ranks": max(1, num_ranks)}
     choice = Choice(**sizes, rule=rule, best_of_group=rule.best_of_group(num_experts))
-    return tokens, Constants({"CHOICE": choice, "num_warps": NUM_WARPS})
+    return tokens, Constants({"CHOICE": choice, "num_warps": num_warps})
 
 
 @triton.jit
@@ -105,6 +117,7 @@ def choose_experts_kernel(
     topk_idx,
     probs,
     scores,
+    block_counts,
     num_tokens: tl.int32,
     route_scale: tl.float32,
     CHOICE: tl.constexpr,
@@ -133,6 +146,7 @@ def choose_experts_kernel(
             value = keep_top_groups(value, expert, CHOICE)
         key = tl.where(is_expert, keys_of(value, expert, EXPERT_LANES), LEAST)
     prob = tl.zeros((TOKENS, CHOICE_LANES), tl.float32)
+    ranks = tl.zeros((TOKENS,), tl.int64)  # bit r: the token goes to rank r
     for k in range(CHOICE.top_k):
         if given_idx is None:
             best = tl.max(key, axis=1)
@@ -143,10 +157,21 @@ def choose_experts_kernel(
         tl.store(topk_idx + token * CHOICE.top_k + k, chosen, mask=is_token)
         number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
         prob = tl.where((place == k)[None, :], number[:, None], prob)
+        if block_counts is not None:
+            ranks |= tl.full((TOKENS,), 1, tl.int64) << (chosen // CHOICE.experts_per_rank).to(tl.int64)
     if CHOICE.rule.renormalize:
         prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
     mask = is_token[:, None] & (place < CHOICE.top_k)[None, :]
     tl.store(probs + token[:, None] * CHOICE.top_k + place[None, :], prob * route_scale, mask=mask)
+    if block_counts is not None:
+        row = block_counts + tl.program_id(0) * (CHOICE.num_experts + CHOICE.num_ranks + 2)
+        is_chosen = (key == LEAST) & is_token[:, None]
+        tl.store(row + expert, tl.sum(is_chosen.to(tl.int32), axis=0), mask=expert < CHOICE.num_experts)
+        rank = tl.arange(0, CHOICE.rank_lanes)
+        goes = (tl.where(is_token, ranks, 0)[:, None] >> rank[None, :].to(tl.int64)).to(tl.int32) & 1
+        tl.store(row + CHOICE.num_experts + rank, tl.sum(goes, axis=0), mask=rank < CHOICE.num_ranks)
+        bad = tl.arange(0, 2)  # their number, and the first one
+        tl.store(row + CHOICE.num_experts + CHOICE.num_ranks + bad, tl.where(bad == 0, 0, NO_SLOT))
 
 
 @fast_jit()
@@ -188,13 +213,17 @@ def choose_experts_grad_kernel(
     tl.store(d_logits + at, d_logit, mask=mask)
 
 
-def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
+def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, block_counts=None):
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return
-    tokens, constants = _choice(num_experts, topk_idx.shape[1], rule)
-    tensors = logits, bias, given_idx, topk_idx, probs, scores
+    num_ranks = 0 if block_counts is None else block_counts.shape[1] - num_experts - 2
+    counts = num_ranks > 0 and given_idx is None and num_experts <= MOST_COUNTED[0] and num_ranks <= MOST_COUNTED[1]
+    tokens, constants = _choice(num_experts, topk_idx.shape[1], rule, num_ranks if counts else 0)
+    tensors = logits, bias, given_idx, topk_idx, probs, scores, block_counts if counts else None
     launch(choose_experts_kernel, (ceil_div(num_tokens, tokens),), constants, *tensors, num_tokens, rule.route_scale)
+    if num_ranks > 0 and not counts:
+        plan.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
 
 
 def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):

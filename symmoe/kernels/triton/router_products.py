@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
@@ -53,8 +53,14 @@ def next_part(rest):
 
 
 @fast_jit()
-def bf16_parts_kernel(matrix, parts, num_elements: tl.int32, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def bf16_parts_kernel(matrix, other, parts, num_elements: tl.int32, num_others: tl.int32, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    if other is not None:
+        end = tl.cdiv(num_elements, BLOCK) * BLOCK
+        if first >= end:
+            matrix, parts = other, parts + PARTS * num_elements.to(tl.int64)
+            first, num_elements = first - end, num_others
+    place = first + tl.arange(0, BLOCK)
     mask = place < num_elements
     rest = tl.load(matrix + place, mask=mask, other=0.0)
     for _ in tl.static_range(PARTS):
@@ -149,22 +155,22 @@ def router_gemm(x, weight, logits):
     block_n = _block(num_experts)
     grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
     constants = _sizes(num_experts, width, TOKENS, block_n, BLOCK_K, num_warps=4, num_stages=3)
-    launch(router_gemm_kernel, grid, constants, x, bf16_parts(weight), logits, num_tokens)
+    launch(router_gemm_kernel, grid, constants, x, *bf16_parts(weight), logits, num_tokens)
 
 
 def router_gemm_grads(d_logits, x, weight, dx, d_weight):
-    """A weight gradient is summed over some tokens at a time; these sums are added up in order."""
+    """A weight gradient is summed over some tokens at a time; torch.sum adds these sums up, in an order of its own."""
     (num_tokens, num_experts), width = d_logits.shape, x.shape[1]
     if num_tokens == 0:
         if d_weight is not None:
             d_weight.zero_()
         return
     num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
-    d_parts = bf16_parts(d_logits)
+    *parts, d_parts = bf16_parts(d_logits) if dx is None else bf16_parts(weight, d_logits)
     if dx is not None:
         sizes = num_experts, width, TOKENS, TILE, min(BLOCK_K, block)
         grid, constants = (num_column_tiles, ceil_div(num_tokens, TOKENS)), _sizes(*sizes, num_warps=4, num_stages=2)
-        launch(router_dgrad_kernel, grid, constants, d_parts, bf16_parts(weight), dx, num_tokens)
+        launch(router_dgrad_kernel, grid, constants, d_parts, *parts, dx, num_tokens)
     if d_weight is not None:
         block = max(64, block)
         num_expert_tiles = ceil_div(num_experts, block)
@@ -178,17 +184,16 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
             torch.sum(sums, 0, out=d_weight)
 
 
-def bf16_parts(matrix: torch.Tensor) -> torch.Tensor:
-    """bf16 [3, like matrix], whose sum is the contiguous fp32 matrix: exact where the last part is no denormal."""
-    parts = torch.empty((PARTS.value, *matrix.shape), dtype=torch.bfloat16, device=matrix.device)
-    grid, constants = (ceil_div(matrix.numel(), PART_ELEMENTS),), _part_constants()
-    launch(bf16_parts_kernel, grid, constants, matrix, parts, matrix.numel())
-    return parts
-
-
-@functools.cache
-def _part_constants() -> Constants:
-    return Constants({"BLOCK": PART_ELEMENTS, "num_warps": 4})
+def bf16_parts(*matrices: torch.Tensor) -> list[torch.Tensor]:
+    """bf16 [3, like the matrix] of each of one or two contiguous fp32 matrices, in one launch. The three add up to the
+    matrix: exactly where the last one is no denormal."""
+    sizes = [matrix.numel() for matrix in matrices]
+    memory = matrices[0].new_empty(PARTS.value * sum(sizes), dtype=torch.bfloat16)
+    grid = (sum(ceil_div(size, PART_ELEMENTS) for size in sizes),)
+    args = *[*matrices, None][:2], memory, *[*sizes, 0][:2]
+    launch(bf16_parts_kernel, grid, kept_constants(BLOCK=PART_ELEMENTS, num_warps=4), *args)
+    own = memory.split([PARTS.value * size for size in sizes])
+    return [parts.view(PARTS.value, *matrix.shape) for parts, matrix in zip(own, matrices, strict=True)]
 
 
 @functools.cache

@@ -1,11 +1,9 @@
 """From the number of rows of each group to where its rows are (Triton)."""
 
-import functools
-
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
 
 
 @fast_jit([])
@@ -23,10 +21,6 @@ def splits_to_row_range_kernel(
 
 
 def splits_to_row_range(splits, row_range, num_rows):
-    constants = _constants(splits.shape[0])
+    num_groups = splits.shape[0]
+    constants = kept_constants(NUM_GROUPS=num_groups, GROUP_LANES=next_power_of_2(num_groups), num_warps=4)
     launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
-
-
-@functools.cache
-def _constants(num_groups: int) -> Constants:
-    return Constants({"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups), "num_warps": 4})

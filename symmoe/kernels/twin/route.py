@@ -5,6 +5,7 @@ import math
 import torch
 
 from symmoe.kernels.routing_rule import TINY, RoutingRule
+from symmoe.kernels.twin import plan
 
 
 def router_gemm(x, weight, logits):
@@ -18,7 +19,7 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
         torch.mm(d_logits.t(), x.float(), out=d_weight)
 
 
-def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
+def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, block_counts=None):
     scores.copy_(logits.softmax(1) if rule.score == "softmax" else logits.sigmoid())
     if given_idx is None:
         values = scores if bias is None else scores + bias
@@ -30,6 +31,10 @@ def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule):
     if rule.renormalize:
         chosen = chosen / (chosen.sum(1, keepdim=True) + TINY)
     probs.copy_(chosen * rule.route_scale)
+    if block_counts is not None:
+        num_experts = scores.shape[1]
+        num_ranks = block_counts.shape[1] - num_experts - 2
+        plan.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
 
 
 def choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, *, rule):
