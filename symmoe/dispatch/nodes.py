@@ -207,7 +207,7 @@ class RailPlan:
         """[A, .], the rows of a tensor [T, .] that go to other nodes; any row where none does."""
         token = self.found.home_row_to_token[len(self.found.token_to_home_row) :]
         sent = tensor.new_empty((len(token), tensor.shape[1]))
-        kernels.for_device(sent.device).take_rows(tensor, token, sent)
+        kernels.for_device(sent.device).take_rows(tensor.contiguous(), token, sent)
         return sent
 
     def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
