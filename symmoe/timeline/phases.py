@@ -11,9 +11,10 @@ from __future__ import annotations
 _TABLE = {
     "route": ("router_gemm choose_experts choose_experts_grad", "router_gemm_grads",
               "bf16_parts router_dgrad router_wgrad"),
-    "plan": ("count_slots send_counts lay_out assign_rows", "", "assign_packed_rows"),
-    "wait": ("barrier wait_for_signal", "", ""),
-    "push": ("push_rows place_rows push_slots send_signal", "", "hopper_push"),
+    "plan": ("count_slots send_counts lay_out assign_rows rail_rows tell_header own_counts other_counts plan_in_node",
+             "", "assign_packed_rows"),
+    "wait": ("barrier wait_for_signal count_exchange hear_of_faults", "", ""),
+    "push": ("push_rows place_rows push_slots send_signal take_rows", "", "hopper_push"),
     "index": ("index_rows", "", ""),
     "fan-out": ("fan_out unpack_rows", "", "hopper_fan_out"),
     "FC1": ("grouped_gemm_act", "", "hopper_act"),
