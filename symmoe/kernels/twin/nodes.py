@@ -58,16 +58,14 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     row = home.gather(1, maps.to_node[plan.slot_to_rank])
     none = (plan.slot_to_rank < 0) | (row < 0)
     found.slot_to_home_row.copy_(torch.where(none, -1, row * top_k + torch.arange(top_k)))
-    found.token_to_home.copy_(home.clamp(max=0))
-    found.slot_to_home.copy_(found.slot_to_home_row.clamp(max=0))
+    found.zeros.zero_()
     found.ends.copy_(torch.tensor([0, num_tokens]))
     regions = torch.stack([plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit])
-    found.regions.copy_(regions[:, maps.by_node].transpose(0, 1))
+    found.regions[0] = regions[:, maps.by_node].transpose(0, 1)
+    found.regions[1] = 0
     found.source_to_packed_start.copy_(plan.source_to_packed_start[maps.first_with])
     end = maps.first + maps.by_node.shape[1] - 1
     found.own_rows.copy_(torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]]))
-    found.foreign_lines.fill_(-1)
-    found.foreign_regions.zero_()
 
 
 def take_rows(rows, index, out):
