@@ -296,6 +296,21 @@ class Peers:
         num_bytes = dtype.itemsize * math.prod(shape)
         return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)
 
+    def counters(self, rank: int) -> torch.Tensor:
+        """The counters of a rank, int64 [NUM_COUNTERS]."""
+        return self.region(rank, self.layout.counters, (NUM_COUNTERS,), torch.int64)
+
+    @property
+    def epoch(self) -> int:
+        """That of this rank's last barrier. Waits for the device."""
+        return int(self.counters(self.rank)[BARRIER_EPOCH])
+
+    def count_table(self, rank: int, epoch: int) -> torch.Tensor:
+        """The count table of a rank, int32 [S, row_words], in the half of a barrier."""
+        layout = self.layout
+        offset = layout.count_table + (epoch & 1) * layout.table_stride_bytes
+        return self.region(rank, offset, (layout.num_rows, layout.row_words), torch.int32)
+
 
 @dataclass(frozen=True, eq=False)
 class RankMaps:

@@ -20,7 +20,6 @@ from symmoe import kernels
 from symmoe.dispatch import trip
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
-from symmoe.kernels.twin import plan as twin_plan
 from symmoe.kernels.twin import sync
 from symmoe.symm_mem import faults
 
@@ -105,7 +104,7 @@ def _with(original: Callable, *args: Any, options: dict[str, Any], **kwargs: Any
 
 
 def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> Any:
-    counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    counters = peers.counters(peers.rank)
     epoch = int(counters[control.BARRIER_EPOCH])
     result = kernel(peers, *args, **kwargs)
     counters[control.BARRIER_EPOCH] = max(epoch, 2)  # those of the start have to work
@@ -188,7 +187,7 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "epoch stays": _hooks(barrier=_epoch_stays),
     "one half of the mailbox": _in_place_of(sync, "_mailbox", _one_mailbox_half),
     "one half of the count table": _in_place_of(
-        twin_plan, "_count_table", lambda original, peers, rank, half: original(peers, rank, 0)
+        Peers, "count_table", lambda original, peers, rank, epoch: original(peers, rank, 0)
     ),
     "payload after the flag": partial(_payload_after, "barrier"),
     "payload after the signal": partial(_payload_after, "send_signal"),

@@ -12,7 +12,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
@@ -202,7 +202,9 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
     grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
-    constants = _unpack_constants(num_groups, wire.shape[1], width, scale.shape[1])
+    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": wire.shape[1], "WIDTH": width}
+    scales = {"SCALE_BYTES": scale.shape[1], "SCALE_LANES": next_power_of_2(scale.shape[1])}
+    constants = kept_constants(**rows, **scales, LINES=LINES, COLUMNS=COLUMNS, num_warps=NUM_WARPS)
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
@@ -256,13 +258,6 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
         "FIRST_SCALE": width // item_bytes,
         "WIDTH": width,
     }
-
-
-@functools.cache
-def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
-    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": row_bytes, "WIDTH": width}
-    scales = {"SCALE_BYTES": scale_bytes, "SCALE_LANES": next_power_of_2(scale_bytes)}
-    return Constants({**rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
 
 
 @functools.cache

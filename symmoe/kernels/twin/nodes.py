@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 
 
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
@@ -22,16 +21,16 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, 
 
 def tell_header(number, peers, source, *, word):
     for rank in range(peers.num_ranks):
-        _half(peers, rank, barriers=1)[source, word] = number[0]
+        peers.count_table(rank, peers.epoch + 1)[source, word] = number[0]
 
 
 def own_counts(ranks, peers, rows):
-    rows.copy_(_half(peers, peers.rank)[ranks])
+    rows.copy_(peers.count_table(peers.rank, peers.epoch)[ranks])
 
 
 def other_counts(rows, ranks, peers, received):
-    _half(peers, peers.rank)[ranks] = rows
-    failed = _counters(peers)[control.ABORTED : control.RAIL_FAULT + 1].amax()
+    peers.count_table(peers.rank, peers.epoch)[ranks] = rows
+    failed = peers.counters(peers.rank)[control.ABORTED : control.RAIL_FAULT + 1].amax()
     received.copy_(-failed.expand_as(received))
 
 
@@ -70,14 +69,3 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
 
 def take_rows(rows, index, out):
     out.copy_(rows[index] if len(rows) else torch.zeros_like(out))
-
-
-def _counters(peers: Peers) -> torch.Tensor:
-    return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-
-
-def _half(peers: Peers, rank: int, barriers: int = 0) -> torch.Tensor:
-    """The count table of a rank in the half of the last barrier, or of one that is still to come."""
-    layout, epoch = peers.layout, int(_counters(peers)[control.BARRIER_EPOCH]) + barriers
-    offset = layout.count_table + (epoch & 1) * layout.table_stride_bytes
-    return peers.region(rank, offset, (layout.num_rows, layout.row_words), torch.int32)
