@@ -3,7 +3,7 @@
 They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
 
-import functools
+from collections.abc import Hashable
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tile
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
+_OF_ROWS = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
     if num_rows == 0:
         return
-    constants = _row_constants(block_format, wire.shape[1], width)
+    constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
     launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
@@ -212,7 +213,7 @@ def decode_rows(wire, out, block_format):
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    constants = _row_constants(block_format, wire.shape[1], width)
+    constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
     launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
@@ -228,7 +229,8 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
         on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    constants = _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype)
+    tile = {"NUM_GROUPS": row_range.shape[1], "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
+    constants = _constants(block_format, wire.shape[1], width, DTYPE=TRITON_DTYPES[dtype], **tile)
     inputs = wire, _scales_of(wire, block_format), row_index, row_range
     launch(requantize_columns_kernel, grid, constants, *inputs, data.view(torch.uint8), column_scale(scale), num_tiles)
 
@@ -243,26 +245,7 @@ def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
-@functools.cache
-def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    tile = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
-    return Constants({**_places(block_format, row_bytes, width), **tile})
-
-
-def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
+def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Hashable) -> Constants:
     item_bytes = block_format.scale_dtype.itemsize
-    return {
-        "FORMAT": block_format,
-        "ROW_BYTES": row_bytes,
-        "SCALE_ITEMS": row_bytes // item_bytes,
-        "FIRST_SCALE": width // item_bytes,
-        "WIDTH": width,
-    }
-
-
-@functools.cache
-def _requantize_constants(
-    block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
-) -> Constants:
-    tile = {"NUM_GROUPS": num_groups, "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
-    return Constants({"DTYPE": TRITON_DTYPES[dtype], **_places(block_format, row_bytes, width), **tile})
+    scales = {"SCALE_ITEMS": row_bytes // item_bytes, "FIRST_SCALE": width // item_bytes}
+    return kept_constants(FORMAT=block_format, ROW_BYTES=row_bytes, WIDTH=width, **scales, **tile)
