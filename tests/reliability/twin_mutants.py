@@ -116,6 +116,11 @@ def _one_mailbox_half(original: Callable, *args: Any) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(both, both.shape, (0, *both.strides[1:]))
 
 
+def _one_table_half(stack: ExitStack) -> None:
+    original = Peers.count_table
+    stack.enter_context(patch.object(Peers, "count_table", lambda peers, rank, epoch: original(peers, rank, 0)))
+
+
 def _payload_after(which: str, stack: ExitStack) -> None:
     """Rows for others are pushed after the barrier or the signal that says that they are there."""
     later: list[Callable[[], None]] = []
@@ -186,9 +191,7 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "timeout not reported": _in_place_of(sync, "_record", lambda original, *args: None),
     "epoch stays": _hooks(barrier=_epoch_stays),
     "one half of the mailbox": _in_place_of(sync, "_mailbox", _one_mailbox_half),
-    "one half of the count table": _in_place_of(
-        Peers, "count_table", lambda original, peers, rank, epoch: original(peers, rank, 0)
-    ),
+    "one half of the count table": _one_table_half,
     "payload after the flag": partial(_payload_after, "barrier"),
     "payload after the signal": partial(_payload_after, "send_signal"),
     "fault not told": _hooks(barrier=partial(_with, options={"fault": False})),
