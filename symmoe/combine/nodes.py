@@ -67,11 +67,9 @@ class FromNodes:
         self.own = self._home.first(nodes.own)
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
         zero, self._num_values = found.ends.split(1)
-        row, rank = found.token_to_home_row, found.token_to_home
         self._slot_to_row = found.slot_to_home_row
-        if order == "slot":
-            row, rank = self._slot_to_row, found.slot_to_home
-        self._maps = row, zero, rank, row
+        row = self._slot_to_row if order == "slot" else found.token_to_home_row
+        self._maps = row, zero, found.zeros[: row.numel()].view(row.shape), row
 
     @contextmanager
     def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:

@@ -286,9 +286,11 @@ def plan_in_node(
     key = "plan in node", num_tokens, top_k, len(plan.expert_load), *of_nodes
     found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
     rails = RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number)
-    lines, come = ([getattr(found, prefix + name) for name in _LINES] for prefix in ("", "foreign_"))
+    lines = [getattr(found, name) for name in _LINES]
+    come = [each[len(found.home_row_to_token) :] for each in lines]
     maps = [(rails.to_nodes(go[num_tokens:]), rails.by_node(comes)) for go, comes in zip(lines, come, strict=True)]
-    rails.maps = *maps, (list(found.regions), list(found.foreign_regions))
+    own_regions, foreign_regions = found.regions
+    rails.maps = *maps, (list(own_regions), list(foreign_regions))
 
     own, foreign = copy.copy(plan), copy.copy(plan)
     # Found before the views of the storage, which are of the plan over all ranks.
@@ -296,9 +298,9 @@ def plan_in_node(
         vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]), arrivals=arrivals_in_node(heap))
         if topology.is_in_order:
             vars(made).update(source_to_packed_start=found.source_to_packed_start)
-    vars(own)["regions"] = (_region(own, None, found.regions[topology.node]),)
+    vars(own)["regions"] = (_region(own, None, own_regions[topology.node]),)
     vars(foreign)["regions"] = tuple(
-        _region(foreign, slice(first, end), found.foreign_regions[source])
+        _region(foreign, slice(first, end), foreign_regions[source])
         for source, (first, end) in enumerate(rails.foreign_ranges)
         if end > first
     )

@@ -296,6 +296,21 @@ class Peers:
         num_bytes = dtype.itemsize * math.prod(shape)
         return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)
 
+    def counters(self, rank: int) -> torch.Tensor:
+        """The counters of a rank, int64 [NUM_COUNTERS]."""
+        return self.region(rank, self.layout.counters, (NUM_COUNTERS,), torch.int64)
+
+    @property
+    def epoch(self) -> int:
+        """That of this rank's last barrier. Waits for the device."""
+        return int(self.counters(self.rank)[BARRIER_EPOCH])
+
+    def count_table(self, rank: int, epoch: int) -> torch.Tensor:
+        """The count table of a rank, int32 [S, row_words], in the half of a barrier."""
+        layout = self.layout
+        offset = layout.count_table + (epoch & 1) * layout.table_stride_bytes
+        return self.region(rank, offset, (layout.num_rows, layout.row_words), torch.int32)
+
 
 @dataclass(frozen=True, eq=False)
 class RankMaps:
@@ -353,22 +368,16 @@ def in_node_layout(
         {
             "token_to_home_row": (num_tokens, num_nodes),
             "home_row_to_token": (num_home,),
-            "slot_to_row": (num_home, top_k),
-            "slot_to_rank": (num_home, top_k),
-            "token_to_packed_row": (num_home, per_node),
-            "token_to_primary_row": (num_home, per_node),
+            "slot_to_row": (num_home + num_foreign, top_k),
+            "slot_to_rank": (num_home + num_foreign, top_k),
+            "token_to_packed_row": (num_home + num_foreign, per_node),
+            "token_to_primary_row": (num_home + num_foreign, per_node),
             "slot_to_home_row": (num_tokens, top_k),
-            "token_to_home": (num_tokens, num_nodes),
-            "slot_to_home": (num_tokens, top_k),
+            "zeros": (num_tokens * max(num_nodes, top_k),),
             "ends": (2,),
-            "regions": (num_nodes, 3, per_node),
+            "regions": (2, num_nodes, 3, per_node),
             "source_to_packed_start": (num_nodes * per_node + 1,),
             "own_rows": (2, num_local),
-            "foreign_slot_to_row": (num_foreign, top_k),
-            "foreign_slot_to_rank": (num_foreign, top_k),
-            "foreign_token_to_packed_row": (num_foreign, per_node),
-            "foreign_token_to_primary_row": (num_foreign, per_node),
-            "foreign_regions": (num_nodes, 3, per_node),
         }
     )
 
@@ -438,18 +447,15 @@ class InNodeIntegers:
         storage, layout: as of PlanIntegers.
         token_to_home_row: [T, N], the home row of what a node has for a token; see RailPlan.
         home_row_to_token: [T + A], the token of a home row; any for those that are not used.
-        slot_to_row, slot_to_rank, token_to_packed_row, token_to_primary_row: [T + A, K] and [T + A, G], lines of the
-            plan for home rows, with the slots and the ranks of the node they are for; ranks count inside of it.
+        slot_to_row, slot_to_rank, token_to_packed_row, token_to_primary_row: [T + A + F, K] and [T + A + F, G], lines
+            of the plan for home rows, with the slots and the ranks of the node they are for, which count inside of it;
+            then those lines of the foreign tokens.
         slot_to_home_row: [T, K], where the value of a slot is among K for each home row; -1 for no expert.
-        token_to_home, slot_to_home: [T, N] and [T, K], 0 where these have a row, else -1; ends: 0 and T. So home is a
-            group of one rank.
-        regions, foreign_regions: [N, 3, G], for each node and what each other node's rank sends: tokens that go to each
-            rank, where their packed rows start, and how many there are.
+        zeros: [T * max(N, K)], the rank of each of those rows; ends: 0 and T. So home is a group of one rank.
+        regions: [2, N, 3, G], for each node, then of what each other node's rank sends: tokens that go to each rank,
+            where their packed rows start, and how many there are.
         source_to_packed_start: [R + 1], that of the plan, for the sources of this node (dispatch/nodes.py).
         own_rows: [2, e], see NodesPlan.
-        foreign_slot_to_row, foreign_slot_to_rank, foreign_token_to_packed_row, foreign_token_to_primary_row: [F, K] and
-            [F, G], those lines of the foreign tokens.
-        foreign_lines: all of these, flat.
     """
 
     storage: torch.Tensor
@@ -457,12 +463,5 @@ class InNodeIntegers:
 
     token_to_home_row, home_row_to_token, slot_to_row, slot_to_rank = _Integers(), _Integers(), _Integers(), _Integers()
     token_to_packed_row, token_to_primary_row, slot_to_home_row = _Integers(), _Integers(), _Integers()
-    token_to_home, slot_to_home, ends = _Integers(), _Integers(), _Integers()
-    regions, source_to_packed_start, own_rows = _Integers(), _Integers(), _Integers()
-    foreign_slot_to_row, foreign_slot_to_rank, foreign_regions = _Integers(), _Integers(), _Integers()
-    foreign_token_to_packed_row, foreign_token_to_primary_row = _Integers(), _Integers()
-
-    @functools.cached_property
-    def foreign_lines(self) -> torch.Tensor:
-        first, end = (self.layout[name][0] for name in ("foreign_slot_to_row", "foreign_regions"))
-        return self.storage[first:end]
+    zeros, ends, regions, source_to_packed_start = _Integers(), _Integers(), _Integers(), _Integers()
+    own_rows = _Integers()

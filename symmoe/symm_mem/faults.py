@@ -34,7 +34,6 @@ from symmoe.symm_mem.reports import (
     UNKNOWN,
     Fault,
     Report,
-    counters,
     end_waits,
     mismatch_error,
     plan_error,
@@ -129,7 +128,7 @@ class Faults:
         self._others, self._forget, self._folder = others, forget, flight_record.find_folder()
         self._peers, self._flight, self._words = waits.peers, waits.flight, waits.status.numpy()
         self._rank = waits.peers.in_group(waits.peers.rank)  # in the EP group
-        self._counters, self._num_messages = counters(waits.peers), 0  # sent to the peers
+        self._counters, self._num_messages = waits.peers.counters(waits.peers.rank), 0  # sent to the peers
 
     # -- found ----------------------------------------------------------------------------------------------------
 

@@ -93,11 +93,6 @@ class Fault:
         return decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
 
 
-def counters(peers: Peers) -> torch.Tensor:
-    """This rank's counters, int64 [NUM_COUNTERS]."""
-    return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-
-
 def mailbox(peers: Peers, rank: int) -> torch.Tensor:
     """Rank `rank`'s mailbox, int64 [2, R, MAIL_WORDS]."""
     return peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
@@ -136,7 +131,7 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
     """
     word = _word_of(peers.rank)
     # This comes first: barriers still on this rank's stream would send epochs over these words.
-    write_word(counters(peers)[control.ABORTED], 1)
+    write_word(peers.counters(peers.rank)[control.ABORTED], 1)
     _send(peers, _WORD.pack(word) + report.pack(), turn)
     for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
         signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)

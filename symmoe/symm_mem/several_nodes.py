@@ -34,7 +34,7 @@ from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
-from symmoe.symm_mem.reports import Fault, Report, counters, mailbox, mismatch_error, write_word
+from symmoe.symm_mem.reports import Fault, Report, mailbox, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 from symmoe.tape.recorder import recorded_in_order
@@ -78,7 +78,7 @@ class Nodes(OneNode):
         self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
         self.lane, self.payload, self.turn = lane, payload, access
         self._waits, self._peers, self._streams = waits, waits.peers, streams
-        self._counters, self._phase = counters(waits.peers), control.PHASE_START
+        self._counters, self._phase = waits.peers.counters(waits.peers.rank), control.PHASE_START
         self.rail_rows: list[int] = []
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
@@ -260,7 +260,7 @@ class Nodes(OneNode):
 
     def has_said_why(self, peer: int) -> bool:
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
-        its_counters = self._peers.region(peer, self._peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        its_counters = self._peers.counters(peer)
         own_mailbox = mailbox(self._peers, self._peers.rank)
         deadline = time.monotonic() + self._bound_s
         while True:

@@ -376,8 +376,8 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
         sync.send_signal(peers, number % 2)
         arrived = torch.zeros(1, dtype=torch.int64)
         sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
-        sync.count_exchange(arrived, status, which=number % 2)
-        sync.hear_of_faults(received, arrived)
+        sync.count_exchange(received, torch.zeros(2, dtype=torch.int64), which=number % 2)
+        sync.hear_of_faults(torch.zeros((number + 1, 5), dtype=torch.int64), arrived)
 
     case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
     others = replace(case, tokens=(1, 35), capacity=1), replace(case, tokens=(7, 100), capacity=3000)

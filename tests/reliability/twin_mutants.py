@@ -20,7 +20,6 @@ from symmoe import kernels
 from symmoe.dispatch import trip
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
-from symmoe.kernels.twin import plan as twin_plan
 from symmoe.kernels.twin import sync
 from symmoe.symm_mem import faults
 
@@ -105,7 +104,7 @@ def _with(original: Callable, *args: Any, options: dict[str, Any], **kwargs: Any
 
 
 def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> Any:
-    counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    counters = peers.counters(peers.rank)
     epoch = int(counters[control.BARRIER_EPOCH])
     result = kernel(peers, *args, **kwargs)
     counters[control.BARRIER_EPOCH] = max(epoch, 2)  # those of the start have to work
@@ -115,6 +114,11 @@ def _epoch_stays(kernel: Callable, peers: Peers, *args: Any, **kwargs: Any) -> A
 def _one_mailbox_half(original: Callable, *args: Any) -> np.ndarray:
     both = original(*args)
     return np.lib.stride_tricks.as_strided(both, both.shape, (0, *both.strides[1:]))
+
+
+def _one_table_half(stack: ExitStack) -> None:
+    original = Peers.count_table
+    stack.enter_context(patch.object(Peers, "count_table", lambda peers, rank, epoch: original(peers, rank, 0)))
 
 
 def _payload_after(which: str, stack: ExitStack) -> None:
@@ -187,9 +191,7 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     "timeout not reported": _in_place_of(sync, "_record", lambda original, *args: None),
     "epoch stays": _hooks(barrier=_epoch_stays),
     "one half of the mailbox": _in_place_of(sync, "_mailbox", _one_mailbox_half),
-    "one half of the count table": _in_place_of(
-        twin_plan, "_count_table", lambda original, peers, rank, half: original(peers, rank, 0)
-    ),
+    "one half of the count table": _one_table_half,
     "payload after the flag": partial(_payload_after, "barrier"),
     "payload after the signal": partial(_payload_after, "send_signal"),
     "fault not told": _hooks(barrier=partial(_with, options={"fault": False})),

@@ -182,10 +182,8 @@ def plans_of_nodes(module, drop: bool) -> dict[str, torch.Tensor]:
         header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
         module.send_counts(counts, topk_idx, header, peers, num_experts=num_experts)
     for peers in ranks:
-        counters = peers.region(peers.rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        counters[control.BARRIER_EPOCH] = epoch
-        offset = layout.count_table + (epoch & 1) * layout.table_stride_bytes
-        tables = [each.region(each.rank, offset, (num_ranks, layout.row_words), torch.int32) for each in ranks]
+        peers.counters(peers.rank)[control.BARRIER_EPOCH] = epoch
+        tables = [each.count_table(each.rank, epoch) for each in ranks]
         other = 2 * (1 - peers.rank // per_node)
         tables[peers.rank][other : other + per_node] = tables[other][other : other + per_node]
         found[f"table of rank {peers.rank}"] = tables[peers.rank].clone()

@@ -171,8 +171,7 @@ class _Call:
 
     def set_epoch(self, epoch: int) -> None:
         for peers in self.peers:
-            offset = peers.layout.counters
-            peers.region(peers.rank, offset, (control.NUM_COUNTERS,), torch.int64)[control.BARRIER_EPOCH] = epoch
+            peers.counters(peers.rank)[control.BARRIER_EPOCH] = epoch
 
     def int32(self, *shape: int) -> torch.Tensor:
         return torch.full(shape, -7, dtype=torch.int32, device=self.device)

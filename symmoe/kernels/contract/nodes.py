@@ -61,5 +61,5 @@ class NodeKernels(Protocol):
             token_to_rail_row, numbers: those of rail_rows.
             maps: of the topology.
             found: gets everything. Lines of sent rows that are not used are of token 0, and say that it goes nowhere;
-                so do all lines of foreign tokens, which are to come.
+                so do all lines of foreign tokens, which are to come, and their regions are empty.
         """

@@ -4,7 +4,7 @@ All kernels are bound by memory: one read of the numbers, one write of the data.
 elements; where lines are columns of the rows, the compiler reads along the features and writes along the tokens.
 """
 
-import functools
+from collections.abc import Hashable
 
 import torch
 import triton
@@ -12,9 +12,8 @@ import triton.language as tl
 
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
-from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
@@ -30,7 +29,7 @@ from symmoe.kernels.low_precision.codes import (
     spread,
 )
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.tensor_table import packed_and_table
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.bias import spread_rows, sum_spread_tile
 from symmoe.kernels.triton.tiles import (
@@ -317,7 +316,8 @@ def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=No
     num_rows, width = data.shape[0], rows.shape[1]
     if num_rows == 0:
         return
-    constants = _of_groups(block_format, num_groups, width, _ROWS if sums is None else _SUMMED_ROWS)
+    tile = _ROWS if sums is None else _SUMMED_ROWS
+    constants = kept_constants(FORMAT=block_format, NUM_GROUPS=num_groups, WIDTH=width, **tile)
     num_columns = ceil_div(width, constants.named["COLUMNS"])
     grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
     operands = rows, row_index, row_range, as_stored(data), as_stored(scale)
@@ -336,16 +336,16 @@ def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax
         on_hopper(rows, row_range, out, block_format, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    constants = _of_groups(block_format, num_groups, width, _COLUMNS if signs is None else _TRANSFORMED)
+    constants = _of_columns(num_groups, width, signs is not None, FORMAT=block_format)
     operands = rows, row_index, row_range, as_stored(data), column_scale(scale)
     launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
 
 
 def quantize_weights(weight, out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
+    line, element = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _of_weights(block_format, weight.dtype, num_lines, width, _WEIGHTS, strides)
+    constants = _of_weights(weight, FORMAT=block_format, LINE_STRIDE=line, ELEMENT_STRIDE=element, **_WEIGHTS)
     launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *map(as_stored, out), amax)
 
 
@@ -358,7 +358,7 @@ def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=Non
         return
     is_square = block_format.block == block_format.block_lines
     tile = _WEIGHTS if is_square else _tile(block_format.block, PAIR_COLUMNS, ROW_WARPS)
-    constants = _of_weights(block_format, weight.dtype, num_lines, width, tile)
+    constants = _of_weights(weight, FORMAT=block_format, **tile)
     grid = ceil_div(width, constants.named["COLUMNS"]), ceil_div(num_lines, constants.named["LINES"]), num_groups
     buffers = map(as_stored, (*out, *transposed_out))
     launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
@@ -371,7 +371,7 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
     if num_rows == 0:
         return
     grid = max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])
-    constants = _of_groups(None, num_groups, width, _COLUMNS if signs is None else _TRANSFORMED)
+    constants = _of_columns(num_groups, width, signs is not None)
     launch(group_amax_kernel, grid, constants, rows, row_index, row_range, amax.view(torch.int32), signs or 0)
 
 
@@ -379,43 +379,25 @@ def weight_amax(weight, amax):
     num_groups, num_lines, width = weight.shape
     amax.zero_()
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _of_weights(None, weight.dtype, num_lines, width, _WEIGHTS)
+    constants = _of_weights(weight, **_WEIGHTS)
     launch(weight_amax_kernel, grid, constants, *packed_and_table(weight), amax.view(torch.int32))
 
 
-def _tile(lines: int, columns: int, num_warps: int) -> tuple[tuple[str, int], ...]:
-    return ("LINES", lines), ("COLUMNS", columns), ("num_warps", num_warps)
+def _tile(lines: int, columns: int, num_warps: int) -> dict[str, int]:
+    return {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
 
 
 _ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
-_COLUMNS, _TRANSFORMED = (
-    (("HADAMARD", transforms), ("LINES", COLUMN_TILE[0]), ("num_warps", NUM_WARPS)) for transforms in (False, True)
-)
 _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 
-@functools.cache
-def _of_groups(
-    block_format: BlockFormat | None, num_groups: int, width: int, tile: tuple[tuple[str, int], ...]
-) -> Constants:
-    """Constants of a kernel of rows in groups."""
-    groups: dict[str, object] = {"NUM_GROUPS": num_groups, "WIDTH": width}
-    if block_format is not None:
-        groups["FORMAT"] = block_format
-    return Constants({**groups, **dict(tile)})
+def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable) -> Constants:
+    """Constants of a kernel of the columns of rows in groups."""
+    tile = {"HADAMARD": transforms, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
+    return kept_constants(NUM_GROUPS=num_groups, WIDTH=width, **tile, **more)
 
 
-@functools.cache
-def _of_weights(
-    block_format: BlockFormat | None,
-    dtype: torch.dtype,
-    num_lines: int,
-    width: int,
-    tile: tuple[tuple[str, int], ...],
-    strides: tuple[int, ...] = (),
-) -> Constants:
-    """Constants of a kernel of matrices. strides: of a line and an element, if the kernel takes any."""
-    sizes: dict[str, object] = {"DTYPE": TRITON_DTYPES[dtype], "NUM_LINES": num_lines, "WIDTH": width}
-    if block_format is not None:
-        sizes["FORMAT"] = block_format
-    return Constants({**sizes, **dict(zip(("LINE_STRIDE", "ELEMENT_STRIDE"), strides)), **dict(tile)})  # noqa: B905
+def _of_weights(weight: torch.Tensor | TensorTable, **more: Hashable) -> Constants:
+    """Constants of a kernel of matrices."""
+    _, num_lines, width = weight.shape
+    return kept_constants(DTYPE=TRITON_DTYPES[weight.dtype], NUM_LINES=num_lines, WIDTH=width, **more)

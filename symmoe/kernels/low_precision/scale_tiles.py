@@ -1,14 +1,12 @@
 """Scales into the 128x4 tiles of block-scaled matrix units, and back (Triton)."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, operands, quantized_gemm
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 from symmoe.kernels.tensor_table import ScaleTable
 from symmoe.kernels.triton.tiles import locate_tile, row_tile_prefix
 
@@ -105,9 +103,8 @@ def unswizzle_scales(swizzled, row_range, scale):
     launch(unswizzle_scales_kernel, tuple(swizzled.shape[:2]), constants, swizzled, row_range, scale.view(torch.uint8))
 
 
-@functools.cache
 def _constants(num_blocks: int, num_groups: int, **more: int) -> Constants:
-    return Constants({"NUM_BLOCKS": num_blocks, "NUM_GROUPS": num_groups, "num_warps": NUM_WARPS, **more})
+    return kept_constants(NUM_BLOCKS=num_blocks, NUM_GROUPS=num_groups, num_warps=NUM_WARPS, **more)
 
 
 _OF_TABLE = _constants(0, 1, TILES=8)  # the widths are in the table

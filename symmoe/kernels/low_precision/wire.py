@@ -3,7 +3,7 @@
 They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
 
-import functools
+from collections.abc import Hashable
 
 import torch
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
@@ -28,6 +28,7 @@ from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tile
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
+_OF_ROWS = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def encode_rows(rows, wire, block_format):
     num_rows, width = rows.shape
     if num_rows == 0:
         return
-    constants = _row_constants(block_format, wire.shape[1], width)
+    constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
     launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
@@ -202,7 +203,9 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
     grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
-    constants = _unpack_constants(num_groups, wire.shape[1], width, scale.shape[1])
+    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": wire.shape[1], "WIDTH": width}
+    scales = {"SCALE_BYTES": scale.shape[1], "SCALE_LANES": next_power_of_2(scale.shape[1])}
+    constants = kept_constants(**rows, **scales, LINES=LINES, COLUMNS=COLUMNS, num_warps=NUM_WARPS)
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
@@ -210,7 +213,7 @@ def decode_rows(wire, out, block_format):
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    constants = _row_constants(block_format, wire.shape[1], width)
+    constants = _constants(block_format, wire.shape[1], width, **_OF_ROWS)
     launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
@@ -226,7 +229,8 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
         on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    constants = _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype)
+    tile = {"NUM_GROUPS": row_range.shape[1], "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
+    constants = _constants(block_format, wire.shape[1], width, DTYPE=TRITON_DTYPES[dtype], **tile)
     inputs = wire, _scales_of(wire, block_format), row_index, row_range
     launch(requantize_columns_kernel, grid, constants, *inputs, data.view(torch.uint8), column_scale(scale), num_tiles)
 
@@ -241,33 +245,7 @@ def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
-@functools.cache
-def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    tile = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
-    return Constants({**_places(block_format, row_bytes, width), **tile})
-
-
-def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
+def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Hashable) -> Constants:
     item_bytes = block_format.scale_dtype.itemsize
-    return {
-        "FORMAT": block_format,
-        "ROW_BYTES": row_bytes,
-        "SCALE_ITEMS": row_bytes // item_bytes,
-        "FIRST_SCALE": width // item_bytes,
-        "WIDTH": width,
-    }
-
-
-@functools.cache
-def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
-    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": row_bytes, "WIDTH": width}
-    scales = {"SCALE_BYTES": scale_bytes, "SCALE_LANES": next_power_of_2(scale_bytes)}
-    return Constants({**rows, **scales, "LINES": LINES, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})
-
-
-@functools.cache
-def _requantize_constants(
-    block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
-) -> Constants:
-    tile = {"NUM_GROUPS": num_groups, "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
-    return Constants({"DTYPE": TRITON_DTYPES[dtype], **_places(block_format, row_bytes, width), **tile})
+    scales = {"SCALE_ITEMS": row_bytes // item_bytes, "FIRST_SCALE": width // item_bytes}
+    return kept_constants(FORMAT=block_format, ROW_BYTES=row_bytes, WIDTH=width, **scales, **tile)

@@ -27,7 +27,7 @@ from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, kept_constants, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
@@ -440,9 +440,5 @@ def zero_matrices(out: torch.Tensor | TensorTable) -> None:
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
     grid = ceil_div(size, ZERO_BLOCK.value), num_groups
-    launch(zero_matrices_kernel, grid, _zero_constants(out.dtype, size), out.pointers)
-
-
-@functools.cache
-def _zero_constants(dtype: torch.dtype, size: int) -> Constants:
-    return Constants({"DTYPE": TRITON_DTYPES[dtype], "SIZE": size, "BLOCK": ZERO_BLOCK.value, "num_warps": 4})
+    constants = kept_constants(DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4)
+    launch(zero_matrices_kernel, grid, constants, out.pointers)

@@ -1,13 +1,11 @@
 """Kernels of contract/nodes.py."""
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
 from symmoe.kernels.triton.plan import load_experts
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
@@ -19,14 +17,8 @@ OF_PLAN = (
 )
 FOUND = (
     *("token_to_home_row", "home_row_to_token", "slot_to_row", "slot_to_rank", "token_to_packed_row"),
-    *("token_to_primary_row", "slot_to_home_row", "token_to_home", "slot_to_home", "ends", "regions"),
-    *("source_to_packed_start", "own_rows", "foreign_lines", "foreign_regions"),
+    *("token_to_primary_row", "slot_to_home_row", "zeros", "ends", "regions", "source_to_packed_start", "own_rows"),
 )
-
-
-@functools.cache
-def _constants(num_warps, **named):
-    return Constants({**named, "num_warps": num_warps})
 
 
 @fast_jit([])
@@ -77,7 +69,7 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, 
     num_at_once = max(1, min(1024, ENTRIES // (lanes * next_power_of_2(top_k))))
     sizes |= {"NUM_NODES": num_nodes, "LANES": lanes, "TOKENS": num_at_once}
     arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most, room
-    launch(rail_rows_kernel, (1,), _constants(8, HERE=maps.here, **sizes), *arguments)
+    launch(rail_rows_kernel, (1,), kept_constants(HERE=maps.here, **sizes, num_warps=8), *arguments)
 
 
 @triton.jit
@@ -97,7 +89,7 @@ def tell_header_kernel(
 
 
 def tell_header(number, peers, source, *, word):
-    constants = _constants(1, RANK=peers.rank, NUM_RANKS=peers.num_ranks, LAYOUT=peers.layout)
+    constants = kept_constants(RANK=peers.rank, NUM_RANKS=peers.num_ranks, LAYOUT=peers.layout, num_warps=1)
     launch(tell_header_kernel, (1,), constants, number, peers.bases, source, word)
 
 
@@ -146,7 +138,8 @@ def other_counts(rows, ranks, peers, received):
 
 
 def _of_rows(peers):
-    return _constants(4, RANK=peers.rank, LAYOUT=peers.layout, BLOCK=next_power_of_2(peers.layout.row_words))
+    block = next_power_of_2(peers.layout.row_words)
+    return kept_constants(RANK=peers.rank, LAYOUT=peers.layout, BLOCK=block, num_warps=4)
 
 
 @fast_jit([])
@@ -163,7 +156,7 @@ def take_rows(rows, index, out):
     if len(index):
         rows, out = rows.view(torch.int32), out.view(torch.int32)
         num_words = out.shape[1]
-        constants = _constants(4, BLOCK=min(1024, next_power_of_2(num_words)))
+        constants = kept_constants(BLOCK=min(1024, next_power_of_2(num_words)), num_warps=4)
         launch(take_rows_kernel, (len(index),), constants, rows, index, out, len(rows), num_words)
 
 
@@ -190,19 +183,16 @@ def plan_in_node_kernel(
     its_packed_row,
     its_primary_row,
     slot_to_home_row,
-    token_to_home,
-    slot_to_home,
+    zeros,
     ends,
     regions,
     its_packed_start,
     own_rows,
-    foreign_lines,
-    foreign_regions,
     num_tokens: tl.int32,
     num_sent: tl.int32,
+    num_foreign: tl.int32,
     most: tl.int32,
     num_blocks: tl.int32,
-    num_foreign: tl.int32,
     HERE: tl.constexpr,
     NUM_NODES: tl.constexpr,
     PER_NODE: tl.constexpr,
@@ -226,7 +216,6 @@ def plan_in_node_kernel(
         home = tl.where((node == HERE) & (line < num_tokens), line, home)
         is_there = home >= 0
         tl.store(token_to_home_row + line * NUM_NODES + node, home, mask=line < num_tokens)
-        tl.store(token_to_home + line * NUM_NODES + node, tl.minimum(home, 0), mask=line < num_tokens)
         tl.store(home_row_to_token + home, line, mask=is_there)
         for k in range(TOP_K):
             slot = line * TOP_K + k
@@ -239,32 +228,33 @@ def plan_in_node_kernel(
             is_its = (local >= 0) | ((rank < 0) & (node == HERE))
             is_its &= line < num_tokens
             tl.store(slot_to_home_row + slot, place, mask=is_its)
-            tl.store(slot_to_home + slot, tl.minimum(place, 0), mask=is_its)
         for peer in range(PER_NODE):
             its = line * NUM_RANKS + tl.load(by_node + node * PER_NODE + peer)
             packed = tl.load(token_to_packed_row + its, mask=is_there, other=-1)
             primary = tl.load(token_to_primary_row + its, mask=is_there, other=-1)
             tl.store(its_packed_row + home * PER_NODE + peer, packed, mask=is_there)
             tl.store(its_primary_row + home * PER_NODE + peer, primary, mask=is_there)
-    # Sent rows that are not used.
+    WIDTH: tl.constexpr = NUM_NODES if NUM_NODES > TOP_K else TOP_K
+    for column in range(WIDTH):
+        tl.store(zeros + line * WIDTH + column, line * 0, mask=line < num_tokens)
+    # Sent rows that are not used, and foreign tokens.
     to = line // most
     to += (to >= HERE).to(tl.int32)
     num_used = tl.load(numbers + to, mask=line < num_sent, other=0)
     is_unused = (line < num_sent) & (line % most >= num_used)
     unused = num_tokens + line
     tl.store(home_row_to_token + unused, line * 0, mask=is_unused)
+    is_unused |= (line >= num_sent) & (line < num_sent + num_foreign)
     for k in range(TOP_K):
         tl.store(its_slot_to_rank + unused * TOP_K + k, line * 0 - 1, mask=is_unused)
         tl.store(its_slot_to_row + unused * TOP_K + k, line * 0 - 1, mask=is_unused)
     for peer in range(PER_NODE):
         tl.store(its_packed_row + unused * PER_NODE + peer, line * 0 - 1, mask=is_unused)
         tl.store(its_primary_row + unused * PER_NODE + peer, line * 0 - 1, mask=is_unused)
-    for first in range(program * BLOCK, num_foreign, tl.num_programs(0) * BLOCK):
-        tl.store(foreign_lines + first + word, word * 0 - 1, mask=first + word < num_foreign)
     if program == 0:
         tl.store(ends, 0)
         tl.store(ends + 1, num_tokens)
-        for first in range(0, NUM_REGIONS, BLOCK):
+        for first in range(0, 2 * NUM_REGIONS, BLOCK):
             entry = first + word
             mask = entry < NUM_REGIONS
             which, its_node = entry // PER_NODE % 3, entry // (3 * PER_NODE)
@@ -273,8 +263,7 @@ def plan_in_node_kernel(
             number += tl.load(packed_limit + its_rank, mask=mask & (which == 2), other=0)
             for block in range(num_blocks):
                 number += tl.load(block_tokens + block * NUM_RANKS + its_rank, mask=mask & (which == 0), other=0)
-            tl.store(regions + entry, number, mask=mask)
-            tl.store(foreign_regions + entry, word * 0, mask=mask)
+            tl.store(regions + entry, number, mask=entry < 2 * NUM_REGIONS)
         for first in range(0, NUM_RANKS + 1, BLOCK):
             mask = first + word < NUM_RANKS + 1
             source = tl.load(first_with + first + word, mask=mask, other=0)
@@ -296,6 +285,7 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     tensors = [getattr(plan, name) for name in OF_PLAN]
     tensors += [token_to_rail_row, numbers, maps.to_local, maps.by_node, maps.first_with]
     tensors += [getattr(found, name) for name in FOUND]
-    grid = (max(1, ceil_div(max(num_tokens, num_sent), LINES)),)
-    counts = num_tokens, num_sent, max(1, num_sent // (num_nodes - 1)), num_blocks, found.foreign_lines.numel()
-    launch(plan_in_node_kernel, grid, _constants(4, **sizes), *tensors, *counts)
+    num_foreign = len(found.slot_to_row) - num_tokens - num_sent
+    grid = (max(1, ceil_div(max(num_tokens, num_sent + num_foreign), LINES)),)
+    counts = num_tokens, num_sent, num_foreign, max(1, num_sent // (num_nodes - 1)), num_blocks
+    launch(plan_in_node_kernel, grid, kept_constants(**sizes, num_warps=4), *tensors, *counts)

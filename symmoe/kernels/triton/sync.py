@@ -4,7 +4,6 @@ The only inline assembly of the protocol is in four helpers: `now_ns`, `system_f
 and `wait_without_bound`.
 """
 
-import functools
 from dataclasses import make_dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from symmoe.kernels import control
-from symmoe.kernels.control import ControlLayout
+from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
 
 
 class _Numbers(tl.constexpr):
@@ -229,14 +228,14 @@ def barrier_kernel(
             write_record(status, CONTROL.STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
 
 
-@functools.cache
-def _constants(rank: int, num_ranks: int, layout: ControlLayout, bounded: bool = True) -> Constants:
-    named = {"RANK": rank, "NUM_RANKS": num_ranks, "LANES": next_power_of_2(num_ranks), "LAYOUT": layout}
-    return Constants({**named, "BOUNDED": bounded, "num_warps": 1})
+def _constants(peers: Peers, bounded: bool = True) -> Constants:
+    rank, num_ranks = peers.rank, peers.num_ranks
+    named = {"RANK": rank, "NUM_RANKS": num_ranks, "LANES": next_power_of_2(num_ranks), "LAYOUT": peers.layout}
+    return kept_constants(**named, BOUNDED=bounded, num_warps=1)
 
 
 def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
-    constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
+    constants = _constants(peers, timeout_ns is not None)
     numbers = status.data_ptr(), *words, call, int(fault), timeout_ns or 0, *_words_of(nan_on_failure)
     launch(barrier_kernel, (1,), constants, peers.bases, received, *numbers)
 
@@ -266,7 +265,7 @@ def send_signal_kernel(
 
 
 def send_signal(peers, rank):
-    launch(send_signal_kernel, (1,), _constants(peers.rank, peers.num_ranks, peers.layout), peers.bases, rank)
+    launch(send_signal_kernel, (1,), _constants(peers), peers.bases, rank)
 
 
 @fast_jit([])
@@ -311,7 +310,7 @@ def wait_for_signal_kernel(
 
 
 def wait_for_signal(peers, rank, arrived, status, *, phase, timeout_ns, nan_on_failure=None):
-    constants = _constants(peers.rank, peers.num_ranks, peers.layout, timeout_ns is not None)
+    constants = _constants(peers, timeout_ns is not None)
     numbers = status.data_ptr(), rank, phase, timeout_ns or 0, *_words_of(nan_on_failure)
     launch(wait_for_signal_kernel, (1,), constants, peers.bases, arrived, *numbers)
 
@@ -324,7 +323,7 @@ def count_exchange_kernel(counts, progress: tl.int64, which: tl.int32):
 
 
 def count_exchange(counts, progress, *, which):
-    launch(count_exchange_kernel, (1,), _one_warp(), counts, progress.data_ptr(), which)
+    launch(count_exchange_kernel, (1,), kept_constants(num_warps=1), counts, progress.data_ptr(), which)
 
 
 @fast_jit([])
@@ -338,9 +337,4 @@ def hear_of_faults_kernel(heard, fault, num_words: tl.int32, BLOCK: tl.constexpr
 
 
 def hear_of_faults(heard, fault):
-    launch(hear_of_faults_kernel, (1,), _one_warp(BLOCK=32), heard, fault, heard.numel())
-
-
-@functools.cache
-def _one_warp(**named: int) -> Constants:
-    return Constants({**named, "num_warps": 1})
+    launch(hear_of_faults_kernel, (1,), kept_constants(BLOCK=32, num_warps=1), heard, fault, heard.numel())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 
 
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
-    nodes, valid = torch.arange(token_to_rail_row.shape[1]), (topk_idx >= 0) & (topk_idx < num_experts)
+    nodes, valid = (
+        torch.arange(token_to_rail_row.shape[1], device=topk_idx.device),
+        (topk_idx >= 0) & (topk_idx < num_experts),
+    )
     node = maps.to_node[torch.where(valid, topk_idx, 0) // (num_experts // (maps.to_node.numel() - 1))]
     goes = ((node[..., None] == nodes) & valid[..., None]).any(1) & (nodes != maps.here)
     row = goes.cumsum(0, dtype=torch.int32) - 1
@@ -22,26 +24,26 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, 
 
 def tell_header(number, peers, source, *, word):
     for rank in range(peers.num_ranks):
-        _half(peers, rank, barriers=1)[source, word] = number[0]
+        peers.count_table(rank, peers.epoch + 1)[source, word] = number[0]
 
 
 def own_counts(ranks, peers, rows):
-    rows.copy_(_half(peers, peers.rank)[ranks])
+    rows.copy_(peers.count_table(peers.rank, peers.epoch)[ranks])
 
 
 def other_counts(rows, ranks, peers, received):
-    _half(peers, peers.rank)[ranks] = rows
-    failed = _counters(peers)[control.ABORTED : control.RAIL_FAULT + 1].amax()
+    peers.count_table(peers.rank, peers.epoch)[ranks] = rows
+    failed = peers.counters(peers.rank)[control.ABORTED : control.RAIL_FAULT + 1].amax()
     received.copy_(-failed.expand_as(received))
 
 
 def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     (num_tokens, num_nodes), top_k = token_to_rail_row.shape, plan.slot_to_row.shape[1]
     num_ranks, most = maps.to_node.numel() - 1, (len(found.home_row_to_token) - num_tokens) // (num_nodes - 1)
-    node = torch.arange(num_nodes)
+    node = torch.arange(num_nodes, device=token_to_rail_row.device)
     home = token_to_rail_row + (node - (node > maps.here).int()) * most + num_tokens
     home.masked_fill_(token_to_rail_row < 0, -1)
-    home[:, maps.here] = torch.arange(num_tokens)
+    home[:, maps.here] = torch.arange(num_tokens, device=home.device)
     found.token_to_home_row.copy_(home)
     for name in ("slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"):
         getattr(found, name).fill_(-1)
@@ -57,29 +59,16 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
         found.token_to_primary_row[row] = plan.token_to_primary_row[token][:, maps.by_node[its]]
     row = home.gather(1, maps.to_node[plan.slot_to_rank])
     none = (plan.slot_to_rank < 0) | (row < 0)
-    found.slot_to_home_row.copy_(torch.where(none, -1, row * top_k + torch.arange(top_k)))
-    found.token_to_home.copy_(home.clamp(max=0))
-    found.slot_to_home.copy_(found.slot_to_home_row.clamp(max=0))
-    found.ends.copy_(torch.tensor([0, num_tokens]))
+    found.slot_to_home_row.copy_(torch.where(none, -1, row * top_k + torch.arange(top_k, device=home.device)))
+    found.zeros.zero_()
+    found.ends.copy_(torch.tensor([0, num_tokens], device=home.device))
     regions = torch.stack([plan.block_tokens.sum(0, dtype=torch.int32), plan.packed_start, plan.packed_limit])
-    found.regions.copy_(regions[:, maps.by_node].transpose(0, 1))
+    found.regions[0] = regions[:, maps.by_node].transpose(0, 1)
+    found.regions[1] = 0
     found.source_to_packed_start.copy_(plan.source_to_packed_start[maps.first_with])
     end = maps.first + maps.by_node.shape[1] - 1
     found.own_rows.copy_(torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]]))
-    found.foreign_lines.fill_(-1)
-    found.foreign_regions.zero_()
 
 
 def take_rows(rows, index, out):
     out.copy_(rows[index] if len(rows) else torch.zeros_like(out))
-
-
-def _counters(peers: Peers) -> torch.Tensor:
-    return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-
-
-def _half(peers: Peers, rank: int, barriers: int = 0) -> torch.Tensor:
-    """The count table of a rank in the half of the last barrier, or of one that is still to come."""
-    layout, epoch = peers.layout, int(_counters(peers)[control.BARRIER_EPOCH]) + barriers
-    offset = layout.count_table + (epoch & 1) * layout.table_stride_bytes
-    return peers.region(rank, offset, (layout.num_rows, layout.row_words), torch.int32)

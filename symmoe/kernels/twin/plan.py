@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.control import Peers
 from symmoe.kernels.gemm_parts import PART_ROWS
 
 _NO_SLOT = 2**31 - 1
@@ -41,14 +40,14 @@ def send_counts(block_counts, topk_idx, header, peers, *, num_experts):
             id_32_bits = int(topk_idx.flatten()[head[control.HEAD_BAD_SLOT]])
             head[control.HEAD_BAD_ID] = max(-(2**31), min(2**31 - 1, id_32_bits))
     row = torch.cat([torch.tensor(head, dtype=torch.int32, device=totals.device), totals])
-    half = (_barrier_epoch(peers) + 1) & 1
+    epoch = peers.epoch + 1
     for rank in range(num_ranks):
-        _count_table(peers, rank, half)[peers.rank, : row.numel()] = row
+        peers.count_table(rank, epoch)[peers.rank, : row.numel()] = row
 
 
 def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, ranks):
     num_ranks, rank, num_experts = peers.num_ranks, peers.rank, plan.expert_load.numel()
-    table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
+    table = peers.count_table(rank, peers.epoch)
     headers = table[:, : control.HEADER_WORDS]
     first = control.HEADER_WORDS
     counts = table[:, first : first + num_experts].long()  # [R, E]
@@ -91,8 +90,7 @@ def lay_out(peers, received, status, plan, *, capacity, packed_capacity, drop, r
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
     is_guess = error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0  # the call is planned again
     if capacity >= 0 and failed and error[0] != control.PLAN_FAULT and not is_guess:
-        counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
+        peers.counters(rank)[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         _record_error(status, error)
 
 
@@ -225,15 +223,3 @@ def _record_error(status: torch.Tensor, error: tuple[int, int, int, int, int]) -
     status[control.STATUS_EPOCH] = code
     status[control.STATUS_WHERE] = where
     status[control.STATUS_KIND] = control.STATUS_PLAN
-
-
-def _barrier_epoch(peers: Peers) -> int:
-    counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-    return int(counters[control.BARRIER_EPOCH])
-
-
-def _count_table(peers: Peers, rank: int, half: int) -> torch.Tensor:
-    """int32 [R, row_words]: one half of rank `rank`'s count table."""
-    layout = peers.layout
-    offset = layout.count_table + half * layout.table_stride_bytes
-    return peers.region(rank, offset, (peers.num_ranks, layout.row_words), torch.int32)
