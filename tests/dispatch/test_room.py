@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cluster import run_on
 from heap_calls import outcome
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, free_bytes, open_heap
@@ -159,7 +160,8 @@ def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomput
     assert repeats > 2
 
 
-def check_in_flight(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
     """Backward of each call comes after two more forward calls, one of which may not fit."""
     findings = Findings()
     with open_heap("cpu", num_bytes=16 << 20) as heap:
@@ -178,11 +180,8 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_calls_in_flight(cluster):
-    assert cluster(2).findings(check_in_flight) == []
-
-
-def check_after_errors(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_after_errors(rank: int, num_ranks: int) -> list[str]:
     """Errors that only some rank makes, some of them after its plan: all ranks forget what they knew, and go on."""
     findings = Findings()
     with open_heap("cpu", num_bytes=16 << 20) as heap:
@@ -201,10 +200,6 @@ def check_after_errors(rank: int, num_ranks: int) -> list[str]:
             pairs = zip(run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True)
             findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
     return findings.texts
-
-
-def test_after_errors(cluster):
-    assert cluster(2).findings(check_after_errors) == []
 
 
 def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[str]]:

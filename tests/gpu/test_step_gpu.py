@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from layers import WAYS
 from suites.figures import MemoryMeter, StepTrace, trace_step
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.gpu
 # -- what a step takes ------------------------------------------------------------------------------------------------
 
 
-def check_peak(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
+@run_on(1, device="cuda")
+def test_the_peak_is_as_planned(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
     findings, config = Findings(), MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
     with open_heap("cuda", num_bytes=1 << 30) as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
@@ -38,11 +41,6 @@ def check_peak(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
     planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
     findings.check(abs(planned / found - 1) < 0.1, f"planned {planned}, found {found}")
     return findings.texts
-
-
-@pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
-def test_the_peak_is_as_planned(cluster, options: dict[str, Any]):
-    assert cluster(1, "cuda").findings(check_peak, options) == []
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
@@ -115,7 +113,9 @@ def test_a_thousand_replays(cluster, way: dict[str, str]):
     assert cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
 
 
-def check_refusals(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on(device="cuda")
+def test_what_a_graph_cannot_hold(rank: int, num_ranks: int) -> list[str]:
     """What a graph cannot hold raises while it is captured, with the reason; the next step is right."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
@@ -138,11 +138,8 @@ def check_refusals(rank: int, num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_graph_cannot_hold(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_refusals) == []
-
-
-def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
+@run_on(device="cuda")
+def test_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
     """An overflow during a replay is raised at the next check; what was computed stays inside its buffers."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
@@ -184,11 +181,6 @@ def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
         del graph
         heap.release_graphs()
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_overflow_in_graphs(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_overflow_in_graphs) == []
 
 
 # -- several streams, several groups ----------------------------------------------------------------------------------
@@ -243,7 +235,9 @@ def test_micro_batches_on_two_streams(cluster, num_ranks: int, way: dict[str, st
     assert cluster(num_ranks, "cuda").findings(check_streams, 500, way, timeout_s=240.0) == []
 
 
-def check_groups(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@run_on(device="cuda")
+def test_disjoint_groups(rank: int, num_ranks: int) -> list[str]:
     """Disjoint EP groups work at once, at their own pace."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     size = num_ranks // 2
@@ -269,8 +263,3 @@ def check_groups(rank: int, num_ranks: int) -> list[str]:
     for made in groups:
         dist.destroy_process_group(made)
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_disjoint_groups(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_groups) == []

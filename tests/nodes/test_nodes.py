@@ -18,6 +18,7 @@ import pytest
 import routings
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from stacks import EXACT as BIG_EXACT
 from stacks import MOST_TOKENS as MOST_BIG_TOKENS
@@ -135,7 +136,8 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
     assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def in_one_domain(rank: int, num_ranks: int) -> list[str]:
+@run_on(4)
+def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int) -> list[str]:
     """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
     findings = Findings()
     found = Place(f"machine {rank // 2}", "one domain")
@@ -145,10 +147,6 @@ def in_one_domain(rank: int, num_ranks: int) -> list[str]:
             with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
                 findings.equal("nodes", heap.topology.nodes, want)
     return findings.texts
-
-
-def test_machines_of_one_domain_are_one_node(cluster):
-    assert cluster(4).findings(in_one_domain) == []
 
 
 def arguments(rank: int, num_ranks: int) -> list[tuple[str, str]]:
@@ -287,7 +285,8 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
         assert all(torch.equal(a, b) for a, b in zip(got, its, strict=True))
 
 
-def in_two_groups(rank: int, num_ranks: int) -> list[str]:
+@run_on(4)
+def test_two_groups_of_two_nodes(rank: int, num_ranks: int) -> list[str]:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
     findings = Findings(f"rank {rank}")
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
@@ -304,10 +303,6 @@ def in_two_groups(rank: int, num_ranks: int) -> list[str]:
             findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
             findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
     return findings.texts
-
-
-def test_two_groups_of_two_nodes(cluster):
-    assert cluster(4).findings(in_two_groups) == []
 
 
 def test_order_node_sums_twice(cluster):

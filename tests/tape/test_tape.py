@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cluster import run_on
 from reliability.delays import before_steps
 from tape_cases import (
     AROUND,
@@ -83,7 +84,8 @@ def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, aroun
             assert repeats > 0
 
 
-def check_in_flight(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     findings, flying = Findings(), []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
@@ -103,11 +105,8 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_calls_in_flight(cluster):
-    assert cluster(2).findings(check_in_flight) == []
-
-
-def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
     """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
     findings = Findings()
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
@@ -143,14 +142,12 @@ def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_main_grads_that_change(cluster):
-    assert cluster(2).findings(check_main_grads_that_change) == []
-
-
 BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 
-def check_changes_between(rank: int, num_ranks: int, what: str) -> list[str]:
+@pytest.mark.parametrize("what", BETWEEN)
+@run_on(2)
+def test_options_that_change_between_forward_and_backward(rank: int, num_ranks: int, what: str) -> list[str]:
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
     findings = Findings()
@@ -192,11 +189,6 @@ def check_changes_between(rank: int, num_ranks: int, what: str) -> list[str]:
         findings.check(heap.tapes.num_played > 30, "nothing was played")
         findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
     return findings.texts
-
-
-@pytest.mark.parametrize("what", BETWEEN)
-def test_options_that_change_between_forward_and_backward(cluster, what):
-    assert cluster(2).findings(check_changes_between, what) == []
 
 
 @pytest.fixture
