@@ -75,7 +75,8 @@ def test_arguments(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def check_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, device="cuda")
+def test_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
     """Weights that autocast has cast and kept before a capture are cast anew in each replay."""
     findings = Findings()
     with open_heap("cuda", num_bytes=64 << 20) as heap:
@@ -97,7 +98,3 @@ def check_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
                     linear.weight.mul_(1.5)
         captured.close()
     return findings.texts
-
-
-def test_autocast_around_steps(cluster):
-    assert cluster(1, "cuda").run(check_autocast_around_steps) == [[]]

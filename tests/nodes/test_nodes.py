@@ -201,7 +201,9 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int, ranks_per_node: in
     assert cluster(num_ranks).findings(check_ways, "cpu", torch.float32, (kind,), ranks_per_node) == []
 
 
-def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tuple[str, bool]]]:
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+@run_on()
+def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     """Of forward and backward: what begins and ends on the rails, and parts of GEMMs, and whether they have rows."""
     events: list[tuple[str, bool]] = []
     part_of = trip.Part
@@ -230,18 +232,13 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
             events.clear()
             y.sum().backward()
             found.append(events)
-    return found
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_rails_are_under_way_while_own_rows_are_computed(cluster, num_ranks: int, ranks_per_node: int):
+    forward, backward = found
     begin, end, part = ("begin", True), ("end", True), ("part", True)
     num_nodes = num_ranks // ranks_per_node
-    for rank, (forward, backward) in enumerate(cluster(num_ranks).run(watch_order, ranks_per_node)):
-        ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
-        dispatch = [begin, *[part] * ranks_per_node, end, *ends]
-        assert forward == [*dispatch, *ends, part, begin, end], forward
-        assert backward == [*dispatch, begin, end], backward
+    ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
+    dispatch = [begin, *[part] * ranks_per_node, end, *ends]
+    assert forward == [*dispatch, *ends, part, begin, end], forward
+    assert backward == [*dispatch, begin, end], backward
 
 
 KINDS = [
@@ -380,9 +377,10 @@ def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
 
 
-def play_steps(rank: int, num_ranks: int, capacity: int | None) -> tuple[int, int, list[str], bool]:
-    """Calls that steps of a layer have played, before a last one and in it; why others were not; and whether all steps
-    have the same bits."""
+@pytest.mark.parametrize("capacity", [None, 160])
+@run_on(2)
+def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int | None) -> None:
+    """Of the router, the plan in two parts, the step and its gradient, and that of the router."""
     torch.manual_seed(rank)
     on = mock.patch.dict(os.environ, SYMMOE_TAPES="on")
     with on, open_heap("cpu", num_bytes=16 << 20, ranks_per_node=1) as heap:
@@ -392,31 +390,18 @@ def play_steps(rank: int, num_ranks: int, capacity: int | None) -> tuple[int, in
             num_played = heap.tapes.num_played
             y, _ = layer(x)
             found.append(torch.cat([g.flatten() for g in (y, *torch.autograd.grad(y.sum(), (x, *layer.parameters())))]))
-        equal = all(torch.equal(each, found[0]) for each in found)
-        return num_played, heap.tapes.num_played - num_played, heap.tapes.problems, equal
+        assert heap.tapes.problems == []
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert (num_played > 0, heap.tapes.num_played - num_played) == (True, 6)
 
 
-@pytest.mark.parametrize("capacity", [None, 160])
-def test_steps_between_nodes_are_played(cluster, capacity: int | None):
-    """Of the router, the plan in two parts, the step and its gradient, and that of the router."""
-    for before, last, problems, equal in cluster(2).run(play_steps, capacity):
-        assert problems == []
-        assert equal
-        assert (before > 0, last) == (True, 6)
-
-
-def profiled(rank: int, num_ranks: int) -> int:
-    """Rounds of a routing each of which is in a profile; torch's operators in the last one."""
+@run_on(2)
+def test_a_profile_ends_while_ranks_listen(rank: int, num_ranks: int) -> None:
+    """It ends the process if torch records the messages that are still awaited."""
     with open_heap("cpu", ranks_per_node=1) as heap:
         ids = torch.arange(num_ranks)[None].repeat(64, 1)
         for _ in range(6):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 plan = make_plan(ids, num_experts=num_ranks, heap=heap)
                 combine_tokens(dispatch_tokens(torch.ones((64, 8)), plan)[0], plan)
-            num_events = len(profile.events())
-        return num_events
-
-
-def test_a_profile_ends_while_ranks_listen(cluster):
-    """It ends the process if torch records the messages that are still awaited."""
-    assert all(num_events > 20 for num_events in cluster(2).run(profiled))
+        assert len(profile.events()) > 20

@@ -59,19 +59,18 @@ def test_peers_see_each_other(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def check_offsets(rank: int, num_ranks: int) -> bool:
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@run_on()
+def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int) -> None:
     """Leases at other offsets on every rank: peers are told, nothing is assumed."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
             first = round_trip(heap)
             with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
                 second = round_trip(heap, seed=50)
-        return first and second and heap.leased_bytes == 0
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_ranks_may_lease_in_different_ways(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(check_offsets) == [True] * num_ranks
+        assert first
+        assert second
+        assert heap.leased_bytes == 0
 
 
 @on_ranks(cpu=(4, 8), cuda=(4, 8))
@@ -357,12 +356,9 @@ def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks
             assert facts["took_s"] < PROMPT_S  # and not start_timeout_s
 
 
-def without_bound(rank: int, num_ranks: int) -> bool:
+@run_on(2)
+def test_waits_may_have_no_bound(rank: int, num_ranks: int) -> None:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=float("inf")) as heap:
         if rank:
             time.sleep(0.2)
-        return round_trip(heap)
-
-
-def test_waits_may_have_no_bound(cluster):
-    assert cluster(2).run(without_bound) == [True, True]
+        assert round_trip(heap)
