@@ -37,7 +37,7 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
 
 
 def run_on(
-    num_ranks: int | None = None, *, fixture: str = "cluster", device: str | None = None
+    num_ranks: int | None = None, *, fixture: str = "cluster", device: str | None = None, timeout_s: float = HANG_S
 ) -> Callable[[Callable[..., list[str] | None]], Callable[..., list[str] | None]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
     of the test; it fails if a rank raises or returns findings. None: on as many as the test's parameter `num_ranks`
@@ -49,7 +49,8 @@ def run_on(
             if on_a_rank:
                 return body(*on_a_rank, **given)
             size = given.pop("num_ranks", num_ranks), *filter(None, [given.get("device", device)])
-            found = [text for texts in given.pop(fixture)(*size).run(test, **given) for text in texts or ()]
+            results = given.pop(fixture)(*size).run(test, timeout_s=timeout_s, **given)
+            found = [text for texts in results for text in texts or ()]
             assert not found, "\n".join(found)
             return None
 
