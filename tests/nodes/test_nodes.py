@@ -149,24 +149,20 @@ def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int) -> list[
     return findings.texts
 
 
-def arguments(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+@run_on(3)
+def test_wrong_numbers_of_ranks_per_node(rank: int, num_ranks: int) -> None:
     found = []
     for ranks_per_node in (0, True, 2.0, 2, (1, 3, 1)[rank]):
         try:
             SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node)
         except Exception as error:  # noqa: BLE001
             found.append((type(error).__name__, str(error)))
-    return found
-
-
-def test_wrong_numbers_of_ranks_per_node(cluster):
-    for found in cluster(3).run(arguments):
-        for name, text in found[:3]:
-            assert name == "ArgumentError"
-            assert text.startswith("on rank 0: ranks_per_node (")
-        assert found[3][0] == "ArgumentError"
-        assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in found[3][1]
-        assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
+    for name, text in found[:3]:
+        assert name == "ArgumentError"
+        assert text.startswith("on rank 0: ranks_per_node (")
+    assert found[3][0] == "ArgumentError"
+    assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in found[3][1]
+    assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
