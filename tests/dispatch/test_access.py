@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from heap_calls import outcome, round_trip
 from worker import Findings
 
@@ -136,7 +137,8 @@ def test_threads_may_take_turns(heap: SymmetricHeap):
         assert round_trip(heap)
 
 
-def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int) -> list[str]:
     """Two threads on each rank: whatever comes, no result is wrong."""
     findings = Findings(f"rank {rank}")
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
@@ -159,10 +161,6 @@ def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as again:
         findings.check(round_trip(again), "a new heap does not work")
     return findings.texts
-
-
-def test_two_threads_on_each_of_two_ranks(cluster):
-    assert cluster(2).run(train_on_two_ranks) == [[]] * 2
 
 
 def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
@@ -271,7 +269,9 @@ WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
 }
 
 
-def fork_in_a_step(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@run_on()
+def test_a_forked_process_does_nothing_to_the_heap(rank: int, num_ranks: int) -> list[str]:
     """One rank forks between forward and backward; the child leaves the heap in every way. Nobody notices."""
     findings = Findings()
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
@@ -299,11 +299,6 @@ def fork_in_a_step(rank: int, num_ranks: int) -> list[str]:
             del y
         findings.check(all(map(is_same, train(layer, rank), want)), "later steps are wrong")
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_forked_process_does_nothing_to_the_heap(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(fork_in_a_step) == [[]] * num_ranks
 
 
 def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):

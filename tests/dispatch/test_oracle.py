@@ -9,6 +9,7 @@ import oracle
 import pytest
 import routings
 import torch
+from cluster import run_on
 from trip_checks import ORDERS, check_cases, check_combine, check_dispatch
 from worker import Findings, open_heap
 
@@ -82,7 +83,9 @@ def test_the_oracle_imports_nothing_of_the_package():
         assert not re.search(r"^\s*(import|from)\s+symmoe", file.read(), re.MULTILINE)
 
 
-def check_stale_use(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_autograd_refuses_rows_that_combine_overwrote(rank: int, num_ranks: int) -> list[str]:
     """Combine writes into no rows that autograd has saved."""
     findings = Findings(f"rank {rank}")
     with open_heap("cpu") as heap:
@@ -103,8 +106,3 @@ def check_stale_use(rank: int, num_ranks: int) -> list[str]:
             other.tensor.zero_()
             findings.equal("version of a lease after a write to its neighbour", one.tensor._version, version)
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_autograd_refuses_rows_that_combine_overwrote(cluster, num_ranks: int):
-    assert cluster(num_ranks).findings(check_stale_use) == []

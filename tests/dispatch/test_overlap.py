@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cluster import run_on
 from hypothesis import given
 from hypothesis import strategies as st
 from worker import open_heap
@@ -319,8 +320,9 @@ FORMULAS_GET = [
 ]
 
 
-def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int | None, int | None]]:
-    """Of a call for each of FORMULAS_GET."""
+@run_on(2)
+def test_what_formulas_get(rank: int, num_ranks: int) -> None:
+    """Of a call for each of FORMULAS_GET, the same on all ranks."""
     found = []
     chosen = formulas.overlap
 
@@ -336,12 +338,7 @@ def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int |
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
             x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
             expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
-    return found
-
-
-def test_what_formulas_get(cluster):
-    """The same on all ranks."""
-    assert cluster(2).run(what_formulas_get) == [[wanted for *_, wanted in FORMULAS_GET]] * 2
+    assert found == [wanted for *_, wanted in FORMULAS_GET]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cluster import run_on
 from heap_calls import outcome
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, free_bytes, open_heap
@@ -159,7 +160,8 @@ def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomput
     assert repeats > 2
 
 
-def check_in_flight(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
     """Backward of each call comes after two more forward calls, one of which may not fit."""
     findings = Findings()
     with open_heap("cpu", num_bytes=16 << 20) as heap:
@@ -178,11 +180,8 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_calls_in_flight(cluster):
-    assert cluster(2).findings(check_in_flight) == []
-
-
-def check_after_errors(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_after_errors(rank: int, num_ranks: int) -> list[str]:
     """Errors that only some rank makes, some of them after its plan: all ranks forget what they knew, and go on."""
     findings = Findings()
     with open_heap("cpu", num_bytes=16 << 20) as heap:
@@ -203,11 +202,8 @@ def check_after_errors(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_after_errors(cluster):
-    assert cluster(2).findings(check_after_errors) == []
-
-
-def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[str]]:
+@run_on(2)
+def test_recomputed_without_room(rank: int, num_ranks: int) -> list[str]:
     """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
     findings = Findings()
     with open_heap("cpu", num_bytes=16 << 20) as heap, patched(wraps=routed_experts.run_experts) as spy:
@@ -226,18 +222,13 @@ def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[
             want = [wanted[0], *wanted[2:]]  # no gradient of probs here
             findings.check(all(map(torch.equal, got, want)), f"rank {rank}, call {number}: other bits")
         findings.check(heap.leased_bytes == 0, "leases are left")
-        return count_repeats(spy), findings.texts
+        assert count_repeats(spy) >= 4
+        return findings.texts
 
 
-def test_recomputed_without_room(cluster):
-    results = cluster(2).run(check_recomputed_without_room)
-    assert [text for _, texts in results for text in texts] == []
-    assert all(count >= 4 for count, _ in results)
-
-
-def check_little_memory(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
-    """The last rank has less and less memory: a call fits with room where it does without, on all ranks, backward too.
-    What became of the calls; findings."""
+@run_on(2)
+def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_ranks: int) -> list[str]:
+    """The last rank has less and less memory: a call fits with room where it does without, backward too."""
     findings, found = Findings(), []
     own = torch.Generator().manual_seed(rank)
     ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
@@ -262,17 +253,13 @@ def check_little_memory(rank: int, num_ranks: int) -> tuple[list[str], list[str]
                         outcomes.append("exhausted")
             found.append(outcomes[0])
             findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
-    return found, findings.texts
+    assert found == sorted(found)
+    assert {*found} == {"exhausted", "right"}
+    return findings.texts
 
 
-def test_a_call_with_room_needs_no_more_memory_than_one_without(cluster):
-    for found, texts in cluster(2).run(check_little_memory):
-        assert texts == []
-        assert found == sorted(found)
-        assert {*found} == {"exhausted", "right"}
-
-
-def check_small_after_large(rank: int, num_ranks: int) -> tuple[int, list[int]]:
+@run_on(2)
+def test_a_small_call_holds_little_after_a_large_one(rank: int, num_ranks: int) -> None:
     """Bytes that a small call holds for backward at first, and after a large one of another layer of these sizes."""
     with open_heap("cpu", num_bytes=16 << 20) as heap:
         (large, small), held = (make_layers(heap)[0] for _ in range(2)), []
@@ -289,9 +276,4 @@ def check_small_after_large(rank: int, num_ranks: int) -> tuple[int, list[int]]:
             if number % 3 == 0:
                 call(large, 2048 * (rank + 1))  # ranks have different room
             held.append(call(small, 8))
-        return alone, held
-
-
-def test_a_small_call_holds_little_after_a_large_one(cluster):
-    for alone, held in cluster(2).run(check_small_after_large):
         assert max(held) <= alone <= 16 << 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cluster import run_on
 from heap_calls import outcome
 from torch import nn
 from worker import Findings
@@ -25,7 +26,10 @@ def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
     return MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options), heap)
 
 
-def check_padding(rank: int, num_ranks: int, options: dict) -> list[str]:
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_masked_tokens_are_not_there(rank: int, num_ranks: int, options: dict) -> list[str]:
     findings = Findings(f"rank {rank} of {num_ranks}, {options}")
     generator = torch.Generator().manual_seed(rank)
     x, dy = torch.randn(2, 2, 7, H, generator=generator)
@@ -58,12 +62,6 @@ def check_padding(rank: int, num_ranks: int, options: dict) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_masked_tokens_are_not_there(cluster, num_ranks: int, options: dict):
-    assert cluster(num_ranks).findings(check_padding, options) == []
-
-
 def test_the_shared_expert_sees_all_tokens():
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
         shared = nn.Linear(H, H)
@@ -74,7 +72,10 @@ def test_the_shared_expert_sees_all_tokens():
         assert not torch.allclose(y[mask], shared(x[mask]))
 
 
-def check_wrong_mask(rank: int, num_ranks: int, options: dict) -> list[str]:
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "aux_loss_coef": 0.1}], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on()
+def test_wrong_masks_and_choices(rank: int, num_ranks: int, options: dict) -> list[str]:
     """A wrong argument of one rank is an error of all, and the next call works."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     wrong = {
@@ -92,9 +93,3 @@ def check_wrong_mask(rank: int, num_ranks: int, options: dict) -> list[str]:
         y, _ = layer(torch.ones(2, 3, H))
         findings.check(bool(y.isfinite().all()), "the next call is wrong")
     return findings.texts
-
-
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "aux_loss_coef": 0.1}], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_wrong_masks_and_choices(cluster, num_ranks: int, options: dict):
-    assert cluster(num_ranks).findings(check_wrong_mask, options) == []

@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from cluster import run_on
 from grouped_cases import PATHS, Case, Sizes, assert_same_results, make_inputs, run_experts
 from layers import WAYS
 from worker import Findings, open_heap
@@ -54,7 +55,11 @@ NAMES = ("y", "dx", "dprobs", "parameters' gradients")
 ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 301, 77, 260), 4))
 
 
-def check_ways(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[str]:
+@dtypes
+@pytest.mark.parametrize("ffn", WIDTHS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@run_on(device="cuda", timeout_s=400.0)
+def test_ways_have_the_same_bits(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[str]:
     findings = Findings()
     num_experts = 8
     with open_heap("cuda", num_bytes=64 << 20) as heap:
@@ -84,10 +89,3 @@ def check_ways(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[
                         num_other = int((got != want).sum())
                         findings.check(not num_other, f"{num_other} of {got.numel()} numbers of {name} differ")
     return findings.texts
-
-
-@dtypes
-@pytest.mark.parametrize("ffn", WIDTHS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ways_have_the_same_bits(cluster, num_ranks, ffn, dtype):
-    assert cluster(num_ranks, "cuda").findings(check_ways, ffn, dtype, timeout_s=400.0) == []

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from captured_cases import Batch, H, Model, T, check_changes, check_counts, check_exact
+from cluster import run_on
 from worker import Findings, open_heap
 
 import symmoe
@@ -26,7 +27,9 @@ def test_what_decides_a_step_is_captured_apart(cluster, num_ranks):
     assert cluster(num_ranks, "cuda").run(check_changes, "cuda") == [[]] * num_ranks
 
 
-def check_arguments(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on(device="cuda")
+def test_arguments(rank: int, num_ranks: int) -> list[str]:
     """Of a dataclass with new tensors in every call and a number on the CPU that changes: the bits of eager steps."""
     findings, alive = Findings(), []
     with open_heap("cuda", num_bytes=64 << 20) as heap:
@@ -72,12 +75,8 @@ def check_arguments(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_arguments(cluster, num_ranks):
-    assert cluster(num_ranks, "cuda").run(check_arguments) == [[]] * num_ranks
-
-
-def check_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, device="cuda")
+def test_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
     """Weights that autocast has cast and kept before a capture are cast anew in each replay."""
     findings = Findings()
     with open_heap("cuda", num_bytes=64 << 20) as heap:
@@ -99,7 +98,3 @@ def check_autocast_around_steps(rank: int, num_ranks: int) -> list[str]:
                     linear.weight.mul_(1.5)
         captured.close()
     return findings.texts
-
-
-def test_autocast_around_steps(cluster):
-    assert cluster(1, "cuda").run(check_autocast_around_steps) == [[]]

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster
+from cluster import Cluster, run_on
 from culprits import TRANSFORMS, sets_of_culprits
 from heap_calls import outcome
 from layers import config_for, make_layer
@@ -118,7 +118,9 @@ def test_results_of_a_failed_combine_are_nan(where: str, order: str):
         assert ranks.findings(leave_out_of_combine, "cuda", where, order) == []
 
 
-def check_transforms(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on(device="cuda")
+def test_transforms_of_a_layer(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cuda") as heap:
         layer, _ = make_layer(heap, config_for(num_ranks, "cuda"))
@@ -138,8 +140,3 @@ def check_transforms(rank: int, num_ranks: int) -> list[str]:
                 findings.check("no rules for transforms of torch.func" in text, text)
                 findings.check(torch.equal(call(x).detach(), wanted), "the next call is wrong")
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_transforms_of_a_layer(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").run(check_transforms) == [[]] * num_ranks

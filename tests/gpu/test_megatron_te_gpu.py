@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import run_on
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.gpu
 BOUND = 0.05  # of bf16, root mean square, relative
 
 
-def compare(rank: int, num_ranks: int) -> dict[str, dict[str, float]]:
+@run_on(1, device="cuda")
+def test_layers_between_transformer_engines_modules(rank: int, num_ranks: int) -> None:
     """Relative errors of losses and all gradients of our dispatcher around TEGroupedMLP, and of both of ours."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -40,14 +42,10 @@ def compare(rank: int, num_ranks: int) -> dict[str, dict[str, float]]:
             losses.float().mean().backward()
             found[form] = {"losses": losses.detach().clone(), **gradients_of(model)}
     want = {name: tensor.float() for name, tensor in found.pop("megatron").items()}
-    return {
+    errors = {
         form: {name: float((got[name].float() - want[name]).norm() / want[name].norm()) for name in want}
         for form, got in found.items()
     }
-
-
-def test_layers_between_transformer_engines_modules(cluster):
-    (errors,) = cluster(1, "cuda").run(compare)
     assert errors.keys() == {"experts", "dispatcher"}
     for form, by_name in errors.items():
         assert sum(".mlp.experts." in name for name in by_name) == 2 * 2 * 8  # layers, linears, experts

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from gpu_steps import HIDDEN, TOKENS, TOP_K, check_replays, config_for, layer_for, training_step
 from layers import WAYS
 from suites.figures import MemoryMeter, StepTrace, trace_step
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.gpu
 # -- what a step takes ------------------------------------------------------------------------------------------------
 
 
-def check_peak(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
+@run_on(1, device="cuda")
+def test_the_peak_is_as_planned(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
     findings, config = Findings(), MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, **options)
     with open_heap("cuda", num_bytes=1 << 30) as heap:
         torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
@@ -38,11 +41,6 @@ def check_peak(rank: int, num_ranks: int, options: dict[str, Any]) -> list[str]:
     planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
     findings.check(abs(planned / found - 1) < 0.1, f"planned {planned}, found {found}")
     return findings.texts
-
-
-@pytest.mark.parametrize("options", [{}, {"layout": "expert-major"}, {"stash": "none"}, {"capacity": 40000}], ids=str)
-def test_the_peak_is_as_planned(cluster, options: dict[str, Any]):
-    assert cluster(1, "cuda").findings(check_peak, options) == []
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------
@@ -115,7 +113,9 @@ def test_a_thousand_replays(cluster, way: dict[str, str]):
     assert cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
 
 
-def check_refusals(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on(device="cuda")
+def test_what_a_graph_cannot_hold(rank: int, num_ranks: int) -> list[str]:
     """What a graph cannot hold raises while it is captured, with the reason; the next step is right."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
@@ -138,11 +138,8 @@ def check_refusals(rank: int, num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_graph_cannot_hold(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_refusals) == []
-
-
-def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
+@run_on(device="cuda")
+def test_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
     """An overflow during a replay is raised at the next check; what was computed stays inside its buffers."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=256 << 20) as heap:
@@ -186,15 +183,12 @@ def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_overflow_in_graphs(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_overflow_in_graphs) == []
-
-
 # -- several streams, several groups ----------------------------------------------------------------------------------
 
 
-def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]) -> list[str]:
+@pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
+@run_on(device="cuda", timeout_s=240.0)
+def test_micro_batches_on_two_streams(rank: int, num_ranks: int, way: dict[str, str]) -> list[str]:
     """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     with open_heap("cuda", num_bytes=512 << 20) as heap:
@@ -215,7 +209,7 @@ def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]
             want.append((y.detach().clone(), x.grad.clone()))
         layer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
-        for step in range(num_steps):
+        for step in range(500):
             flying = []
             for turn in range(4):
                 with torch.cuda.stream(streams[turn % 2]):
@@ -224,7 +218,7 @@ def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]
                 with torch.cuda.stream(streams[turn % 2]):
                     x, y = flying[turn]
                     y.float().square().sum().backward()
-            if step % 20 == 0 or step == num_steps - 1:
+            if step % 20 == 0 or step == 499:
                 torch.cuda.synchronize()
                 for turn, (x, y) in enumerate(flying):
                     findings.check(torch.equal(y, want[turn][0]), f"step {step}: y of micro-batch {turn} differs")
@@ -238,12 +232,9 @@ def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]
     return findings.texts
 
 
-@pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
-def test_micro_batches_on_two_streams(cluster, num_ranks: int, way: dict[str, str]):
-    assert cluster(num_ranks, "cuda").findings(check_streams, 500, way, timeout_s=240.0) == []
-
-
-def check_groups(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@run_on(device="cuda")
+def test_disjoint_groups(rank: int, num_ranks: int) -> list[str]:
     """Disjoint EP groups work at once, at their own pace."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     size = num_ranks // 2
@@ -269,8 +260,3 @@ def check_groups(rank: int, num_ranks: int) -> list[str]:
     for made in groups:
         dist.destroy_process_group(made)
     return findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_disjoint_groups(cluster, num_ranks: int):
-    assert cluster(num_ranks, "cuda").findings(check_groups) == []

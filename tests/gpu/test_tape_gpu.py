@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from cluster import run_on
 from tape_cases import AROUND, OPTIONS, check_bits, make_calls, make_layer, step
 from worker import open_heap
 
@@ -41,22 +42,19 @@ def test_recomputed_and_copied(cluster, around):
     compare(cluster, 2, LARGE, around, least=8 if around == "saved copies" else 16)
 
 
-def check_without_a_compiler(rank: int, num_ranks: int) -> tuple[int, int, list[str]]:
+@run_on(2, device="cuda")
+def test_without_a_compiler_triton_launches_and_nothing_is_played(rank: int, num_ranks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(player, "_player", lambda: None)
-        result = check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
+        num_played, _, texts = check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
     for kernel in [each for each in gc.get_objects() if type(each) is FastLaunch]:
         kernel._calls.clear()  # who remembers a variant knows that nothing else launches it
-    return result
+    assert num_played == 0
+    assert all("nothing plays it here" in text or "Triton's JIT" in text for text in texts)
 
 
-def test_without_a_compiler_triton_launches_and_nothing_is_played(cluster):
-    for num_played, _, texts in cluster(2, "cuda").run(check_without_a_compiler):
-        assert num_played == 0
-        assert all("nothing plays it here" in text or "Triton's JIT" in text for text in texts)
-
-
-def count_sections(rank: int, num_ranks: int) -> list[int]:
+@run_on(2, device="cuda")
+def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(rank: int, num_ranks: int) -> None:
     """Of each tape, in how many sections C plays it."""
     counts = []
     in_sections = player.in_sections
@@ -72,16 +70,12 @@ def count_sections(rank: int, num_ranks: int) -> list[int]:
         # As with many tokens: torch adds up the parts of the router's gradient, after the last launch.
         patch.setattr(router_products, "_splits", lambda num_tokens, num_tiles: (-(-num_tokens // 64), 64))
         check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
-    return counts
+    assert set(counts) <= {1, 2, 3}
+    assert len(counts) > 1
 
 
-def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(cluster):
-    for counts in cluster(2, "cuda").run(count_sections):
-        assert set(counts) <= {1, 2, 3}
-        assert len(counts) > 1
-
-
-def check_inference_first(rank: int, num_ranks: int) -> bool:
+@run_on(2, device="cuda")
+def test_training_after_inference_mode(rank: int, num_ranks: int) -> None:
     """Training after an evaluation in inference mode."""
     with open_heap("cuda", num_bytes=128 << 20) as heap:
         layer = make_layer(heap, **LARGE)
@@ -89,8 +83,4 @@ def check_inference_first(rank: int, num_ranks: int) -> bool:
         with torch.inference_mode():
             for _ in range(4):
                 layer(next(calls)[0])
-        return all(gradient.isfinite().all() for x, dy in calls for gradient in step(layer, x, dy, ""))
-
-
-def test_training_after_inference_mode(cluster):
-    assert all(cluster(2, "cuda").run(check_inference_first))
+        assert all(gradient.isfinite().all() for x, dy in calls for gradient in step(layer, x, dy, ""))

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from captured_cases import H, T, batches
+from cluster import run_on
 from torch import nn
 from torch._inductor import config
 from worker import Findings, open_heap, without_semaphores
@@ -51,7 +52,9 @@ def compare(
         findings.check(all(same), f"rank {heap.rank}, step {number}: {same}")
 
 
-def check_graphed_callables(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on(device="cuda")
+def test_graphed_callables(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         plain = Block(heap, **STATIC)
@@ -65,12 +68,9 @@ def check_graphed_callables(rank: int, num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_graphed_callables(cluster, num_ranks):
-    assert [text for texts in cluster(num_ranks, "cuda").run(check_graphed_callables) for text in texts] == []
-
-
-def check_reduce_overhead(rank: int, num_ranks: int, options: dict) -> tuple[int, list[str]]:
-    """How often a CUDA graph was replayed, and findings."""
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
+@run_on(device="cuda")
+def test_reduce_overhead(rank: int, num_ranks: int, options: dict) -> list[str]:
     without_semaphores()
     findings, replays = Findings(), []
     replay = torch.cuda.CUDAGraph.replay
@@ -91,12 +91,5 @@ def check_reduce_overhead(rank: int, num_ranks: int, options: dict) -> tuple[int
         compare(heap, plain, captured, findings, partial(torch.allclose, rtol=1e-4, atol=1e-4))
         torch._dynamo.reset()
         findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
-    return len(replays), findings.texts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
-def test_reduce_overhead(cluster, options, num_ranks):
-    for num_replays, texts in cluster(num_ranks, "cuda").run(check_reduce_overhead, options):
-        assert texts == []
-        assert num_replays > 8
+    assert len(replays) > 8
+    return findings.texts

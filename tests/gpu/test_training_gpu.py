@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cluster import run_on
 from worker import Findings, open_heap
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, add_lora, balance_step
@@ -18,7 +19,10 @@ FEATURES = (
 )
 
 
-def check_features(rank: int, num_ranks: int, options: dict) -> list[str]:
+@pytest.mark.parametrize("options", FEATURES, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@run_on(device="cuda")
+def test_features_in_a_graph(rank: int, num_ranks: int, options: dict) -> list[str]:
     findings = Findings()
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
@@ -95,9 +99,3 @@ def check_features(rank: int, num_ranks: int, options: dict) -> list[str]:
         del graph
         heap.release_graphs()
     return findings.texts
-
-
-@pytest.mark.parametrize("options", FEATURES, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_features_in_a_graph(cluster, num_ranks: int, options: dict):
-    assert cluster(num_ranks, "cuda").findings(check_features, options) == []

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import run_on
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -31,8 +32,11 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return (got.float() - want.float()).abs().max().item() / want.float().abs().max().item()
 
 
-def compare(rank: int, num_ranks: int, family: str) -> tuple[float, float]:
-    """Errors of one block's output and of this rank's gradient of its down projection, in bf16."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+@run_on(device="cuda")
+def test_block_equals_the_unmodified_one(rank: int, num_ranks: int, family: str) -> None:
+    """One block's output and this rank's gradient of its down projection, in bf16."""
     device = torch.device("cuda", rank)
     model = random_model(family, dtype=torch.bfloat16).to(device)
     reference = copy.deepcopy(model.model.layers[-1].mlp)
@@ -50,15 +54,8 @@ def compare(rank: int, num_ranks: int, family: str) -> tuple[float, float]:
         want = reference.experts.down_proj.grad
         want = want.transpose(1, 2) if family == "gpt_oss" else want
         dist.barrier()
-        return error(y.detach(), wanted[rank].detach()), error(got, want.chunk(num_ranks)[rank])
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_block_equals_the_unmodified_one(cluster, family: str, num_ranks: int):
-    for output, gradient in cluster(num_ranks, "cuda").run(compare, family):
-        assert output < BOUND
-        assert gradient < BOUND
+        assert error(y.detach(), wanted[rank].detach()) < BOUND
+        assert error(got, want.chunk(num_ranks)[rank]) < BOUND
 
 
 def test_example_learns_on_gpus(tmp_path: Path):

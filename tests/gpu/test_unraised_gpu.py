@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cluster import run_on
 from heap_calls import outcome, round_trip
 from worker import Findings, open_heap
 
@@ -29,7 +30,10 @@ def fail_together(heap: SymmetricHeap, capacity: int | None) -> tuple[str, str]:
     return outcome(call)
 
 
-def leave(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
+@pytest.mark.parametrize("capacity", [None, 4 * T * K])
+@run_on(2, device="cuda")
+def test_the_next_correct_call_works(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
+    """It has exact capacity, for which the host waits anyway, so that it knows of the error before it begins."""
     findings = Findings()
     with open_heap("cuda") as heap:
         findings.check(round_trip(heap), "the first call is wrong")
@@ -42,12 +46,6 @@ def leave(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
                 name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
                 findings.equal(f"error of correct call {again}", (name, text), ("", ""))
     return findings.texts
-
-
-@pytest.mark.parametrize("capacity", [None, 4 * T * K])
-def test_the_next_correct_call_works(cluster, capacity: int | None):
-    """It has exact capacity, for which the host waits anyway, so that it knows of the error before it begins."""
-    assert [text for texts in cluster(2, "cuda").run(leave, capacity) for text in texts] == []
 
 
 def look_late(rank: int, num_ranks: int) -> list[str]:

@@ -188,40 +188,6 @@ NUM_MICRO_BATCHES = 4
 NUM_CHUNKS = 2
 
 
-def heap_of_stage(
-    rank: int, num_ranks: int, *, stage: int, num_stages: int, layers_per_chunk: int, group_size: int, recompute: bool
-) -> None:
-    """One stage of an interleaved pipeline needs the planned heap, by Megatron's own schedule, at EP `num_ranks`.
-
-    All ranks are of that stage. What other stages would send is made up: it changes numbers, and here every lease has
-    the same size whatever the numbers are.
-    """
-    use_groups(ep=num_ranks)
-    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = config_of(
-        num_layers=num_stages * NUM_CHUNKS * layers_per_chunk,
-        pipeline_model_parallel_size=num_stages,
-        virtual_pipeline_model_parallel_size=NUM_CHUNKS,
-        microbatch_group_size_per_vp_stage=group_size,
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
-        moe_ffn_hidden_size=512,  # wide enough for rows in the layout that heap_bytes counts with
-        **(recomputed if recompute else {}),
-    )
-    in_flight = min(2 * (num_stages - 1 - stage) + (NUM_CHUNKS - 1) * group_size + 1, NUM_CHUNKS * NUM_MICRO_BATCHES)
-    num_layers = 1 if recompute else in_flight * layers_per_chunk
-    num_tokens = SEQUENCE * BATCH
-    planned = heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
-    too_small = pytest.raises(HeapExhausted, match="lease '")
-    for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
-        with open_heap(num_bytes) as heap:
-            options = DispatchOptions(capacity=_room(num_tokens * num_ranks * config.moe_router_topk))
-            spec = use_symmoe(reference_spec(config), heap, options=options)
-            chunks = _chunks(config, spec, stage, num_stages)
-            with outcome:
-                _run_stage(config, chunks, stage, num_stages)
-
-
 def _room(num_rows: int) -> int:
     """Rows that a call gets if the fullest rank of the one before it had so many."""
     history = RowHistory()
@@ -593,18 +559,48 @@ def test_pipeline_of_two_stages(rank: int, num_ranks: int, ep: int, num_chunks: 
     assert num_zeros(found["megatron"]) <= 4
 
 
-_STAGES = {  # stage, of, layers of a chunk, micro-batches in turn, recomputed
-    "first of 2": (0, 2, 2, 2, False),
-    "last of 2": (1, 2, 1, 4, False),
-    "second of 3, recomputed": (1, 3, 2, 4, True),
-}
+@pytest.mark.parametrize(
+    ("stage", "num_stages", "layers_per_chunk", "group_size", "recompute"),
+    [
+        pytest.param(0, 2, 2, 2, False, id="first of 2"),
+        pytest.param(1, 2, 1, 4, False, id="last of 2"),
+        pytest.param(1, 3, 2, 4, True, id="second of 3, recomputed"),
+    ],
+)
+@run_on(2, fixture="ranks")
+def test_heap_of_an_interleaved_stage_is_exact(
+    rank: int, num_ranks: int, stage: int, num_stages: int, layers_per_chunk: int, group_size: int, recompute: bool
+) -> None:
+    """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) is enough for one stage of an
+    interleaved pipeline, by Megatron's own schedule, no smaller one is.
 
-
-@pytest.mark.parametrize("name", _STAGES)
-def test_heap_of_an_interleaved_stage_is_exact(ranks, name: str):
-    """A heap of heap_bytes(num_layers = layers of a chunk * micro-batches in flight) is enough, no smaller one is."""
-    names = ("stage", "num_stages", "layers_per_chunk", "group_size", "recompute")
-    ranks(2).run(heap_of_stage, **dict(zip(names, _STAGES[name], strict=True)))
+    All ranks are of that stage. What other stages would send is made up: it changes numbers, and here every lease has
+    the same size whatever the numbers are.
+    """
+    use_groups(ep=num_ranks)
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = config_of(
+        num_layers=num_stages * NUM_CHUNKS * layers_per_chunk,
+        pipeline_model_parallel_size=num_stages,
+        virtual_pipeline_model_parallel_size=NUM_CHUNKS,
+        microbatch_group_size_per_vp_stage=group_size,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        moe_ffn_hidden_size=512,  # wide enough for rows in the layout that heap_bytes counts with
+        **(recomputed if recompute else {}),
+    )
+    in_flight = min(2 * (num_stages - 1 - stage) + (NUM_CHUNKS - 1) * group_size + 1, NUM_CHUNKS * NUM_MICRO_BATCHES)
+    num_layers = 1 if recompute else in_flight * layers_per_chunk
+    num_tokens = SEQUENCE * BATCH
+    planned = heap_bytes(config, num_tokens=num_tokens, num_layers=num_layers)
+    too_small = pytest.raises(HeapExhausted, match="lease '")
+    for num_bytes, outcome in ((planned, nullcontext()), (planned - ALIGNMENT_BYTES, too_small)):
+        with open_heap(num_bytes) as heap:
+            options = DispatchOptions(capacity=_room(num_tokens * num_ranks * config.moe_router_topk))
+            spec = use_symmoe(reference_spec(config), heap, options=options)
+            chunks = _chunks(config, spec, stage, num_stages)
+            with outcome:
+                _run_stage(config, chunks, stage, num_stages)
 
 
 @pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])

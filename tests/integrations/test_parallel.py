@@ -163,7 +163,9 @@ def test_curves_are_those_of_one_process(cluster, alone, function: str, fields: 
         assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
 
 
-def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)])
+@run_on()
+def test_dense_mesh_and_loss_divided_by_all_tokens(rank: int, num_ranks: int, alone, how: str) -> None:
     """Dense parameters on a mesh of their own over pairs of ranks; the first block is one more unit; or sums."""
     mesh = open_mesh(num_ranks // 2, 2)
     with open_heap(mesh) as heap:
@@ -177,14 +179,9 @@ def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tens
             parallelize(model, mesh, gradient_divide_factor=1.0)
         divisor = num_ranks if how == "sums" else 1
         (rank_loss(model, 0, rank, equal_shares(num_ranks)) / divisor).backward()
-        return whole_gradients(model)
-
-
-@pytest.mark.parametrize(("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)])
-def test_dense_mesh_and_loss_divided_by_all_tokens(cluster, alone, num_ranks: int, how: str):
-    for gradients in cluster(num_ranks).run(first_gradients, how):
-        for name, gradient in alone[1].items():
-            assert_close(gradients[name], gradient, name)
+        gradients = whole_gradients(model)
+    for name, gradient in alone[1].items():
+        assert_close(gradients[name], gradient, name)
 
 
 # 3 experts on 2 replicas, and 1 expert for 2: the next dimension is cut.
@@ -267,7 +264,8 @@ def test_every_kind_of_optimizer_takes_the_groups(rank: int, num_ranks: int, wra
             torch.testing.assert_close(found, results[0])
 
 
-def in_bf16(rank: int, num_ranks: int) -> float:
+@run_on(2)
+def test_bf16_parameters_and_an_fp32_router(rank: int, num_ranks: int, alone) -> None:
     mesh = open_mesh(2, 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with open_heap(mesh) as heap:
@@ -287,12 +285,7 @@ def in_bf16(rank: int, num_ranks: int) -> float:
         assert seen == {"router": torch.float32, "experts": torch.bfloat16}
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
         dist.all_reduce(loss := loss.detach().float())
-        return loss.item() / num_ranks
-
-
-def test_bf16_parameters_and_an_fp32_router(cluster, alone):
-    for loss in cluster(2).run(in_bf16):
-        assert loss == pytest.approx(alone[0][0][0], rel=0.02)
+        assert loss.item() / num_ranks == pytest.approx(alone[0][0][0], rel=0.02)
 
 
 @pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster
+from cluster import Cluster, run_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worker import without_semaphores
 
@@ -20,11 +20,10 @@ DIM, FFN, EXPERTS = 16, 24, 8
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Cluster]:
+def ranks() -> Iterator[Callable[[int], Cluster]]:
     """Ranks of this module's own: a process that has imported torchtitan may abort at its regular exit."""
-    cluster = Cluster(2)
-    yield cluster
-    cluster.close()
+    with Cluster(2) as cluster:
+        yield {2: cluster}.__getitem__
 
 
 def routed_experts(dispatcher):
@@ -97,8 +96,8 @@ def compare(rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype:
 
 @pytest.mark.parametrize("nums", [(40, 40), (33, 7), (25, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_ranks_give_what_one_with_every_expert_gives(ranks: Cluster, nums: tuple[int, int], dtype: torch.dtype):
-    for deviations in ranks.run(compare, nums, 2, dtype):
+def test_two_ranks_give_what_one_with_every_expert_gives(ranks, nums: tuple[int, int], dtype: torch.dtype):
+    for deviations in ranks(2).run(compare, nums, 2, dtype):
         # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
         for name in ("y", "x", "scores"):
             assert deviations.get(name, 0.0) == 0.0, name
@@ -106,47 +105,44 @@ def test_two_ranks_give_what_one_with_every_expert_gives(ranks: Cluster, nums: t
             assert deviations[name] < 0.02, name
 
 
-def test_sums_of_more_experts_differ_by_rounding(ranks: Cluster):
-    for deviations in ranks.run(compare, (40, 21), 5, torch.float32):
+def test_sums_of_more_experts_differ_by_rounding(ranks):
+    for deviations in ranks(2).run(compare, (40, 21), 5, torch.float32):
         assert deviations["y"] < 1e-6
         assert deviations["x"] < 1e-6
         assert deviations["scores"] < 1e-6
 
 
-def compiled(rank: int, num_ranks: int, nums: tuple[int, int]) -> tuple[list[str], dict[str, bool]]:
-    """Why a compiled RoutedExperts breaks its graph; which results equal those of the same module without compiling."""
+@run_on(2, fixture="ranks")
+def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None:
+    """A compiled RoutedExperts breaks its graph for them only; results equal those of the module without compiling."""
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
 
     without_semaphores()
     config = SymmoeTokenDispatcher.Config(num_experts=EXPERTS, top_k=2, hidden_dim=DIM, num_max_tokens_per_rank=64)
     module = routed_experts(config)
     spread(module, rank)
-    arguments = inputs(rank, nums[rank], 2, torch.float32)
+    num_tokens = (40, 21)[rank]
+    arguments = inputs(rank, num_tokens, 2, torch.float32)
     expected = {name: tensor.clone() for name, tensor in run(module, *arguments).items()}
     module.zero_grad()
     torch._dynamo.reset()
-    arguments = inputs(rank, nums[rank], 2, torch.float32)
+    arguments = inputs(rank, num_tokens, 2, torch.float32)
     found = run(torch.compile(module, backend="aot_eager"), *arguments)
     torch._dynamo.reset()
     x, scores, ids = arguments
     breaks = torch._dynamo.explain(module)(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
     torch._dynamo.reset()
     module.token_dispatcher.close()
-    same = {name: torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6) for name, tensor in expected.items()}
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6), name
     assert all(tensor.abs().max() > 0 for tensor in expected.values() if tensor.numel())
-    return [str(each.reason) for each in breaks.break_reasons], same
+    for each, name in zip(breaks.break_reasons, ("_dispatch", "_combine"), strict=True):
+        assert f"SymmoeTokenDispatcher.{name}" in str(each.reason)
+        assert "it was wrapped with `torch.compiler.disable`" in str(each.reason)
 
 
-def test_torch_compile_leaves_the_trips_alone(ranks: Cluster):
-    for reasons, same in ranks.run(compiled, (40, 21)):
-        assert all(same.values()), same
-        assert len(reasons) == 2
-        for reason, name in zip(reasons, ("_dispatch", "_combine"), strict=True):
-            assert f"SymmoeTokenDispatcher.{name}" in reason
-            assert "it was wrapped with `torch.compiler.disable`" in reason
-
-
-def alone(rank: int, num_ranks: int) -> None:
+@run_on(2, fixture="ranks")
+def test_without_expert_parallelism_it_is_the_local_dispatcher(rank: int, num_ranks: int) -> None:
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
     from symmoe.errors import ArgumentError
@@ -164,7 +160,3 @@ def alone(rank: int, num_ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     with pytest.raises(ArgumentError, match=r"num_experts \(7\) .* 2 ranks"):
         own.build().wire_meshes(ep_mesh=mesh)
-
-
-def test_without_expert_parallelism_it_is_the_local_dispatcher(ranks: Cluster):
-    ranks.run(alone)

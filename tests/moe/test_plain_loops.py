@@ -234,7 +234,8 @@ def test_parameters_elsewhere(rank: int, num_ranks: int, device: str) -> None:
         assert torch.equal(loss_of(model, rank), wanted)
 
 
-def broadcast(rank: int, num_ranks: int) -> None:
+@run_on(4)
+def test_broadcast_parameters(rank: int, num_ranks: int) -> None:
     """Two EP groups. Everything of rank 0 but its experts; with expert_group those of the first group, too."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     with open_heap("cpu", group=pairs[rank // 2]) as heap:
@@ -255,10 +256,6 @@ def broadcast(rank: int, num_ranks: int) -> None:
         model.meta = nn.Parameter(torch.empty(2, device="meta"))
         with pytest.raises(ArgumentError, match="meta is on meta"):
             symmoe.broadcast_parameters(model)
-
-
-def test_broadcast_parameters(cluster):
-    cluster(4).run(broadcast)
 
 
 def test_checksums_do_not_depend_on_the_order_of_layers():

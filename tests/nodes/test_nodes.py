@@ -18,6 +18,7 @@ import pytest
 import routings
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from node_calls import EAGERLY, EXACT, ON_RAILS, STATIC, drop_on_rails, train
 from stacks import EXACT as BIG_EXACT
 from stacks import MOST_TOKENS as MOST_BIG_TOKENS
@@ -135,7 +136,8 @@ def test_otherwise_the_domain_is_the_machine(monkeypatch: pytest.MonkeyPatch, nv
     assert found.domain == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def in_one_domain(rank: int, num_ranks: int) -> list[str]:
+@run_on(4)
+def test_machines_of_one_domain_are_one_node(rank: int, num_ranks: int) -> list[str]:
     """Two machines, as far as the heap can see, in one NVLink domain are one node, unless they are cut."""
     findings = Findings()
     found = Place(f"machine {rank // 2}", "one domain")
@@ -147,28 +149,20 @@ def in_one_domain(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_machines_of_one_domain_are_one_node(cluster):
-    assert cluster(4).findings(in_one_domain) == []
-
-
-def arguments(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+@run_on(3)
+def test_wrong_numbers_of_ranks_per_node(rank: int, num_ranks: int) -> None:
     found = []
     for ranks_per_node in (0, True, 2.0, 2, (1, 3, 1)[rank]):
         try:
             SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node)
         except Exception as error:  # noqa: BLE001
             found.append((type(error).__name__, str(error)))
-    return found
-
-
-def test_wrong_numbers_of_ranks_per_node(cluster):
-    for found in cluster(3).run(arguments):
-        for name, text in found[:3]:
-            assert name == "ArgumentError"
-            assert text.startswith("on rank 0: ranks_per_node (")
-        assert found[3][0] == "ArgumentError"
-        assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in found[3][1]
-        assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
+    for name, text in found[:3]:
+        assert name == "ArgumentError"
+        assert text.startswith("on rank 0: ranks_per_node (")
+    assert found[3][0] == "ArgumentError"
+    assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in found[3][1]
+    assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -203,7 +197,9 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int, ranks_per_node: in
     assert cluster(num_ranks).findings(check_ways, "cpu", torch.float32, (kind,), ranks_per_node) == []
 
 
-def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tuple[str, bool]]]:
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+@run_on()
+def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     """Of forward and backward: what begins and ends on the rails, and parts of GEMMs, and whether they have rows."""
     events: list[tuple[str, bool]] = []
     part_of = trip.Part
@@ -232,18 +228,13 @@ def watch_order(rank: int, num_ranks: int, ranks_per_node: int) -> list[list[tup
             events.clear()
             y.sum().backward()
             found.append(events)
-    return found
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_rails_are_under_way_while_own_rows_are_computed(cluster, num_ranks: int, ranks_per_node: int):
+    forward, backward = found
     begin, end, part = ("begin", True), ("end", True), ("part", True)
     num_nodes = num_ranks // ranks_per_node
-    for rank, (forward, backward) in enumerate(cluster(num_ranks).run(watch_order, ranks_per_node)):
-        ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
-        dispatch = [begin, *[part] * ranks_per_node, end, *ends]
-        assert forward == [*dispatch, *ends, part, begin, end], forward
-        assert backward == [*dispatch, begin, end], backward
+    ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
+    dispatch = [begin, *[part] * ranks_per_node, end, *ends]
+    assert forward == [*dispatch, *ends, part, begin, end], forward
+    assert backward == [*dispatch, begin, end], backward
 
 
 KINDS = [
@@ -287,7 +278,8 @@ def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
         assert all(torch.equal(a, b) for a, b in zip(got, its, strict=True))
 
 
-def in_two_groups(rank: int, num_ranks: int) -> list[str]:
+@run_on(4)
+def test_two_groups_of_two_nodes(rank: int, num_ranks: int) -> list[str]:
     """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
     findings = Findings(f"rank {rank}")
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
@@ -304,10 +296,6 @@ def in_two_groups(rank: int, num_ranks: int) -> list[str]:
             findings.equal("sources of rows", sources, [*one.bootstrap.global_ranks])
             findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
     return findings.texts
-
-
-def test_two_groups_of_two_nodes(cluster):
-    assert cluster(4).findings(in_two_groups) == []
 
 
 def test_order_node_sums_twice(cluster):
@@ -385,9 +373,10 @@ def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
     make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
 
 
-def play_steps(rank: int, num_ranks: int, capacity: int | None) -> tuple[int, int, list[str], bool]:
-    """Calls that steps of a layer have played, before a last one and in it; why others were not; and whether all steps
-    have the same bits."""
+@pytest.mark.parametrize("capacity", [None, 160])
+@run_on(2)
+def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int | None) -> None:
+    """Of the router, the plan in two parts, the step and its gradient, and that of the router."""
     torch.manual_seed(rank)
     on = mock.patch.dict(os.environ, SYMMOE_TAPES="on")
     with on, open_heap("cpu", num_bytes=16 << 20, ranks_per_node=1) as heap:
@@ -397,31 +386,18 @@ def play_steps(rank: int, num_ranks: int, capacity: int | None) -> tuple[int, in
             num_played = heap.tapes.num_played
             y, _ = layer(x)
             found.append(torch.cat([g.flatten() for g in (y, *torch.autograd.grad(y.sum(), (x, *layer.parameters())))]))
-        equal = all(torch.equal(each, found[0]) for each in found)
-        return num_played, heap.tapes.num_played - num_played, heap.tapes.problems, equal
+        assert heap.tapes.problems == []
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert (num_played > 0, heap.tapes.num_played - num_played) == (True, 6)
 
 
-@pytest.mark.parametrize("capacity", [None, 160])
-def test_steps_between_nodes_are_played(cluster, capacity: int | None):
-    """Of the router, the plan in two parts, the step and its gradient, and that of the router."""
-    for before, last, problems, equal in cluster(2).run(play_steps, capacity):
-        assert problems == []
-        assert equal
-        assert (before > 0, last) == (True, 6)
-
-
-def profiled(rank: int, num_ranks: int) -> int:
-    """Rounds of a routing each of which is in a profile; torch's operators in the last one."""
+@run_on(2)
+def test_a_profile_ends_while_ranks_listen(rank: int, num_ranks: int) -> None:
+    """It ends the process if torch records the messages that are still awaited."""
     with open_heap("cpu", ranks_per_node=1) as heap:
         ids = torch.arange(num_ranks)[None].repeat(64, 1)
         for _ in range(6):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 plan = make_plan(ids, num_experts=num_ranks, heap=heap)
                 combine_tokens(dispatch_tokens(torch.ones((64, 8)), plan)[0], plan)
-            num_events = len(profile.events())
-        return num_events
-
-
-def test_a_profile_ends_while_ranks_listen(cluster):
-    """It ends the process if torch records the messages that are still awaited."""
-    assert all(num_events > 20 for num_events in cluster(2).run(profiled))
+        assert len(profile.events()) > 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import Cluster, run_on
 from limits import HANG_S
 from node_calls import (
     EAGERLY,
@@ -138,7 +138,8 @@ def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
     check_unforeseen(cluster(2 * ranks_per_node).run(on_gpus, seed, unforeseen, ranks_per_node), ranks_per_node)
 
 
-def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
+@run_on(2)
+def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ranks: int) -> None:
     """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
     is_told: list[bool] = []
     with as_on_gpus(rank), open_heap("cpu", ranks_per_node=1) as heap, pytest.MonkeyPatch.context() as patch:
@@ -148,11 +149,7 @@ def watch_meetings(rank: int, num_ranks: int) -> list[bool]:
         for capture in (0, 1):
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
             heap.nodes.meet(control.PHASE_START)
-    return is_told[:2]
-
-
-def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(cluster):
-    assert cluster(2).run(watch_meetings) == [[True, False]] * 2
+    assert is_told[:2] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import Cluster, run_on
 from limits import HANG_S, PROMPT_S
 from node_calls import (
     HIDDEN,
@@ -51,7 +51,9 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int)
         assert [error for _, error in others] == [first] * (num_ranks - 1)
 
 
-def full_heaps(rank: int, num_ranks: int, ranks_per_node: int, culprit: int) -> list[str]:
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+@run_on()
+def test_full_heaps(rank: int, num_ranks: int, ranks_per_node: int) -> None:
     """Classes of errors where a heap has no room left, in dispatch, combine, backward and in a layer."""
     found = []
     sizes = {"hidden": HIDDEN, "ffn": 8, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
@@ -70,19 +72,14 @@ def full_heaps(rank: int, num_ranks: int, ranks_per_node: int, culprit: int) -> 
                 "layer": lambda: layer(ready.x),
                 "backward of the layer": lambda z=z: z.sum().backward(),
             }
-            hog = heap.lease((free_bytes(heap),), torch.uint8) if rank == culprit else None
+            hog = heap.lease((free_bytes(heap),), torch.uint8) if rank == 2 else None
             found.append(outcome(calls[call])[0])
             if hog is not None:
                 hog.release()
             del plan, rows, y, z, calls
             ready.step()
         layer(ready.x)[0].sum().backward()
-    return found
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
-def test_full_heaps(cluster, num_ranks: int, ranks_per_node: int):
-    assert cluster(num_ranks).run(full_heaps, ranks_per_node, 2) == [["HeapExhausted"] * 5] * num_ranks
+    assert found == ["HeapExhausted"] * 5
 
 
 def test_unforeseen_errors(cluster):

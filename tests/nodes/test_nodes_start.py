@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from limits import HANG_S, PROMPT_S
 from node_calls import Ready, connections, refuses
 from relay import _ADDRESS, _Publishing
@@ -138,7 +139,8 @@ def test_every_rank_says_who_cannot_connect(cluster, how: str, shared_memory_bef
     assert left_in_shared_memory(shared_memory_before) == set()
 
 
-def send_late(rank: int, num_ranks: int) -> int:
+@run_on(2)
+def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
     """What arrives later than a connection might."""
     dist.barrier()
     store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
@@ -147,18 +149,23 @@ def send_late(rank: int, num_ranks: int) -> int:
     time.sleep(3.0 * rank)  # gloo's own bound is 2 s
     rail.wait(rail.begin([(1 - rank, sent)], [(1 - rank, received)], HANG_S), HANG_S)
     rail.abort()
-    return int(received.sum())
-
-
-def test_messages_have_their_own_bounds(cluster):
-    assert cluster(2).run(send_late) == [8, 4]
+    assert int(received.sum()) == (8, 4)[rank]
 
 
 # -- NCCL, of which there is none -------------------------------------------------------------------------------------
 
 
-def connect_by(rank: int, num_ranks: int, how: str) -> dict[str, Any]:
-    """What a rank raises, when, and how often its NCCL has connected."""
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("works", ""),
+        ("fails", "NCCL does not connect node 1 with the others: ncclCommInitRank: connection refused; NCCL_SOCKET"),
+        ("has no id", "NCCL does not connect node 0 with the others: ncclGetUniqueId: no socket interface found; NCCL"),
+        ("hangs", "NCCL has not connected the nodes within 1 s; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name"),
+    ],
+)
+@run_on(2)
+def test_nccl_that_does_not_connect_a_node(rank: int, num_ranks: int, how: str, text: str) -> None:
     found: dict[str, Any] = {"error": "", "connected": 0}
 
     def make_id() -> bytes:
@@ -179,26 +186,12 @@ def connect_by(rank: int, num_ranks: int, how: str) -> dict[str, Any]:
         connect_together(make_id if rank == 0 else None, connect, store, node=rank, timeout_s=timeout_s)
     except BackendUnavailable as error:
         found["error"] = str(error)
-    found["seconds"] = time.monotonic() - start
+    seconds = time.monotonic() - start
     for thread in threading.enumerate():
         if thread.name == "symmoe-nccl":
             thread.join(PROMPT_S)
             assert not thread.is_alive()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("works", ""),
-        ("fails", "NCCL does not connect node 1 with the others: ncclCommInitRank: connection refused; NCCL_SOCKET"),
-        ("has no id", "NCCL does not connect node 0 with the others: ncclGetUniqueId: no socket interface found; NCCL"),
-        ("hangs", "NCCL has not connected the nodes within 1 s; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name"),
-    ],
-)
-def test_nccl_that_does_not_connect_a_node(cluster, how: str, text: str):
-    for each in cluster(2).run(connect_by, how):
-        assert each["error"].startswith(text), each
-        assert (each["error"] == "") == (text == ""), each
-        assert each["connected"] == (text == ""), each
-        assert each["seconds"] < PROMPT_S, each
+    assert found["error"].startswith(text), found
+    assert (found["error"] == "") == (text == ""), found
+    assert found["connected"] == (text == ""), found
+    assert seconds < PROMPT_S

@@ -37,19 +37,20 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
 
 
 def run_on(
-    num_ranks: int | None = None, *, fixture: str = "cluster"
+    num_ranks: int | None = None, *, fixture: str = "cluster", device: str | None = None, timeout_s: float = HANG_S
 ) -> Callable[[Callable[..., list[str] | None]], Callable[..., list[str] | None]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
     of the test; it fails if a rank raises or returns findings. None: on as many as the test's parameter `num_ranks`
-    says; `fixture`: what gives clusters by size, and by the parameter `device` if the test has one."""
+    says; `fixture`: what gives clusters by size, and by `device`, given here or a parameter of the test, if any."""
 
     def decorate(body: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
         @functools.wraps(body)
         def test(*on_a_rank: Any, **given: Any) -> list[str] | None:
             if on_a_rank:
                 return body(*on_a_rank, **given)
-            size, device = given.pop("num_ranks", num_ranks), [given["device"]] if "device" in given else []
-            found = [text for texts in given.pop(fixture)(size, *device).run(test, **given) for text in texts or ()]
+            size = given.pop("num_ranks", num_ranks), *filter(None, [given.get("device", device)])
+            results = given.pop(fixture)(*size).run(test, timeout_s=timeout_s, **given)
+            found = [text for texts in results for text in texts or ()]
             assert not found, "\n".join(found)
             return None
 

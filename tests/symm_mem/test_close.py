@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from cluster import run_on
 from heap_calls import round_trip
 from limits import HANG_S, PROMPT_S
 from worker import wait_for_arrivals
@@ -26,9 +27,11 @@ def raise_own_error(*args: object) -> None:
     raise OwnError("of a signal handler")
 
 
-def raise_in_close(rank: int, num_ranks: int, where: str) -> dict:
+@pytest.mark.parametrize("where", ["before the barrier", "in the wait"])
+@run_on(3)
+def test_peers_of_a_rank_that_raises_in_close(rank: int, num_ranks: int, where: str) -> None:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S)
-    facts = {"exact": round_trip(heap)}
+    assert round_trip(heap)
     dist.barrier()
     if rank == VICTIM and where == "before the barrier":
         heap.streams.synchronize = raise_own_error
@@ -40,39 +43,24 @@ def raise_in_close(rank: int, num_ranks: int, where: str) -> dict:
         time.sleep(0.5)
     start = time.monotonic()
     try:
-        heap.close()
-    except PeerAborted as error:
-        facts |= {"rank": error.rank, "reason": error.reason}
-    except OwnError:
-        facts["rank"] = "own"
+        with pytest.raises(OwnError if rank == VICTIM else PeerAborted) as raised:
+            heap.close()
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    facts["close_s"] = time.monotonic() - start
+    close_s = time.monotonic() - start
     heap.close()  # closed twice is closed
-    try:
+    with pytest.raises(HeapClosed):
         heap.check()
-    except HeapClosed:
-        facts["closed"] = True
     dist.barrier()
     with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S) as again:
-        facts["works"] = round_trip(again)
-    return facts
+        assert round_trip(again)
+    assert close_s < PROMPT_S  # and not timeout_s
+    if rank != VICTIM:
+        assert (raised.value.rank, raised.value.reason) == (VICTIM, "OwnError: of a signal handler")
 
 
-@pytest.mark.parametrize("where", ["before the barrier", "in the wait"])
-def test_peers_of_a_rank_that_raises_in_close(cluster, where: str):
-    for rank, facts in enumerate(cluster(3).run(raise_in_close, where)):
-        assert facts["exact"]
-        assert facts["works"]
-        assert facts["closed"]
-        assert facts["close_s"] < PROMPT_S  # and not timeout_s
-        if rank == VICTIM:
-            assert facts["rank"] == "own"
-        else:
-            assert (facts["rank"], facts["reason"]) == (VICTIM, "OwnError: of a signal handler")
-
-
-def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:
+@run_on(3)
+def test_close_waits_no_longer_than_the_timeout(rank: int, num_ranks: int) -> None:
     """Rank 0 stays away; the others wait for it no longer than timeout_s."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
     text, start = "", time.monotonic()
@@ -86,13 +74,6 @@ def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:
         text = str(error)
     seconds = time.monotonic() - start
     dist.barrier()
-    return text, seconds
-
-
-def test_close_waits_no_longer_than_the_timeout(cluster):
-    first, *others = cluster(3).run(close_alone)
-    assert first[0] == ""
-    for text, seconds in others:
-        assert text.startswith("rank 0 did not reach 'close' within ")
-        assert seconds < PROMPT_S
-    assert "within timeout_s=0.5" in others[0][0]
+    assert seconds < PROMPT_S
+    assert text.startswith("rank 0 did not reach 'close' within ") if rank else text == ""
+    assert rank != 1 or "within timeout_s=0.5" in text

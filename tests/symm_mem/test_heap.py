@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from heap_calls import outcome, round_trip
 from worker import Findings
 
@@ -181,7 +182,8 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
     assert lease.tensor.shape == (2, 3)
 
 
-def lease_badly(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_ranks_and_peers_of_a_lease(rank: int, num_ranks: int) -> list[str]:
     """In a collective call all ranks raise it; outside, and for ranks that there are none of, only this one."""
     findings = Findings(f"rank {rank}")
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
@@ -198,10 +200,6 @@ def lease_badly(rank: int, num_ranks: int) -> list[str]:
         findings.check(all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease")
         findings.check(round_trip(heap), "the next correct call is wrong")
     return findings.texts
-
-
-def test_ranks_and_peers_of_a_lease(cluster):
-    assert cluster(2).run(lease_badly) == [[]] * 2
 
 
 def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch):

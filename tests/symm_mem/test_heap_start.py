@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from heap_calls import outcome, round_trip
 from limits import PROMPT_S
 from shared_memory import left_in_shared_memory
@@ -78,25 +79,21 @@ def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | 
     assert host_backend.available_bytes(tmp_path) == want
 
 
-def construct_large(rank: int, num_ranks: int) -> list[str]:
-    """Texts of warnings."""
+@run_on(2)
+def test_more_memory_than_the_machine_has_is_said_once(rank: int, num_ranks: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with SymmetricHeap(num_bytes=1 << 44, backend="host") as heap:
             assert round_trip(heap)
         with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
             assert round_trip(heap)
+    assert len(caught) == (rank == 0)
     for warning in caught:
         assert warning.filename == __file__
-    return [str(warning.message) for warning in caught]
-
-
-def test_more_memory_than_the_machine_has_is_said_once(cluster):
-    [text], others = cluster(2).run(construct_large)
-    assert re.fullmatch(
-        r"num_bytes \(17592186044416\) times 2 ranks on this machine is more than .* \(\d+ bytes\): .*", text
-    )
-    assert others == []
+        assert re.fullmatch(
+            r"num_bytes \(17592186044416\) times 2 ranks on this machine is more than .* \(\d+ bytes\): .*",
+            str(warning.message),
+        )
 
 
 def test_a_group_of_one_needs_no_process_group_and_auto_says_what_it_picked():
@@ -140,29 +137,6 @@ def test_use_after_close():
     lease.release()  # giving back to a closed heap is no error
 
 
-def construct(rank: int, num_ranks: int) -> list[str]:
-    """Every wrong argument on every rank and on all: the same error everywhere; then a heap must work."""
-    findings = Findings()
-    for culprits in [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1):
-        for name, value, error, parts in BAD:
-            if (error == "ConfigMismatch" and len(culprits) == num_ranks) or (
-                value == "nvshmem" and torch.cuda.is_available()
-            ):
-                continue
-            findings.where = f"{name}={value!r} on {culprits}, rank {rank} of {num_ranks}"
-            found, text = outcome(SymmetricHeap, **{**GOOD, **({name: value} if rank in culprits else {})})
-            findings.equal("error", found, error)
-            if error == "ConfigMismatch":
-                values = [value if r in culprits else GOOD[name] for r in range(num_ranks)]
-                findings.equal("text", text, f"{name} differs between ranks: {values}")
-            else:
-                findings.check(f"on rank {culprits[0]}: " in text, text)
-                findings.check(all(part in text for part in parts), text)
-            with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-                findings.check(round_trip(heap), "a heap does not work afterwards")
-    return findings.texts
-
-
 GOOD = {"num_bytes": NUM_BYTES, "backend": "host", "timeout_s": 5.0}
 BAD: tuple[tuple[str, object, str, tuple[str, ...]], ...] = (
     ("num_bytes", 1000, "ArgumentError", ("num_bytes (1000)", "at least")),
@@ -186,8 +160,28 @@ BAD: tuple[tuple[str, object, str, tuple[str, ...]], ...] = (
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_bad_construction_fails_on_every_rank(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(construct) == [[]] * num_ranks
+@run_on()
+def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+    """Every wrong argument on every rank and on all: the same error everywhere; then a heap must work."""
+    findings = Findings()
+    for culprits in [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1):
+        for name, value, error, parts in BAD:
+            if (error == "ConfigMismatch" and len(culprits) == num_ranks) or (
+                value == "nvshmem" and torch.cuda.is_available()
+            ):
+                continue
+            findings.where = f"{name}={value!r} on {culprits}, rank {rank} of {num_ranks}"
+            found, text = outcome(SymmetricHeap, **{**GOOD, **({name: value} if rank in culprits else {})})
+            findings.equal("error", found, error)
+            if error == "ConfigMismatch":
+                values = [value if r in culprits else GOOD[name] for r in range(num_ranks)]
+                findings.equal("text", text, f"{name} differs between ranks: {values}")
+            else:
+                findings.check(f"on rank {culprits[0]}: " in text, text)
+                findings.check(all(part in text for part in parts), text)
+            with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+                findings.check(round_trip(heap), "a heap does not work afterwards")
+    return findings.texts
 
 
 def fails(number: int, *places: str) -> Callable[..., object]:
@@ -215,7 +209,8 @@ LACKS: tuple[tuple[str, Callable[..., object], int, tuple[str, ...]], ...] = (
 )
 
 
-def construct_without(rank: int, num_ranks: int) -> list[str]:
+@run_on(3)
+def test_what_a_rank_lacks_fails_on_every_rank(rank: int, num_ranks: int) -> list[str]:
     """A rank on a machine that lacks something, or that is none of its peers' machine."""
     findings = Findings()
     for name, stand_in, culprit, parts in LACKS:
@@ -241,11 +236,8 @@ def construct_without(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_what_a_rank_lacks_fails_on_every_rank(cluster):
-    assert cluster(3).run(construct_without) == [[]] * 3
-
-
-def construct_with_other_groups(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int) -> list[str]:
     """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
     findings = Findings()
     group, over = dist.new_group([0]), dist.new_group([rank])
@@ -266,10 +258,6 @@ def construct_with_other_groups(rank: int, num_ranks: int) -> list[str]:
         findings.check(name == "ArgumentError" and part in text, f"{name}: {text}")
     findings.check(time.monotonic() - start < PROMPT_S, "it has waited")
     return findings.texts
-
-
-def test_a_group_that_this_rank_is_not_in(cluster):
-    assert cluster(2).run(construct_with_other_groups) == [[]] * 2
 
 
 def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:

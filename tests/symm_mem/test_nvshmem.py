@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cluster import run_on
 from heap_calls import outcome, round_trip
 
 from symmoe import SymmetricHeap
@@ -156,7 +157,8 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
     assert nvshmem_backend.preflight(1 << 20) == "no CUDA device is visible to torch"
 
 
-def meet_on_gpus(rank: int, num_ranks: int) -> tuple[list[tuple[str, str]], list[int]]:
+@run_on(2)
+def test_gpus_of_two_ranks(rank: int, num_ranks: int) -> None:
     """What a heap checks of the GPUs of two ranks, on GPUs that are made up; the numbers of machines that it finds."""
     found, num_machines, find = [], [], nvshmem_backend.find_place
     for gpus, reach, machines in (("00", True, 1), ("01", False, 1), ("01", True, 1), ("01", False, 2)):
@@ -170,15 +172,10 @@ def meet_on_gpus(rank: int, num_ranks: int) -> tuple[list[tuple[str, str]], list
             patch.setattr(nvshmem_backend, "find_place", lambda gpu, place=place: place)
             check = backend._check_peers
             found.append(outcome(lambda check=check: num_machines.append(check(Bootstrap(None)))))
-    return found, num_machines
-
-
-def test_gpus_of_two_ranks(cluster):
-    for found, num_machines in cluster(2).run(meet_on_gpus):
-        assert num_machines == [1, 2]
-        assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + ["", ""]
-        assert found[0][1].startswith("on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device(")
-        assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
+    assert num_machines == [1, 2]
+    assert [name for name, _ in found] == ["BackendUnavailable"] * 2 + ["", ""]
+    assert found[0][1].startswith("on rank 0: two ranks of the group use the same GPU: set torch.cuda.set_device(")
+    assert found[1][1] == "on rank 0: GPU 0 cannot address GPUs [1]"
 
 
 @pytest.mark.parametrize("how", ["close", "abandon"])
@@ -199,16 +196,12 @@ def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, mo
         assert (fake.calls, bytes(fake.memory)) == ([], b"\7" * 5000)
 
 
-def share_one_gpu(rank: int, num_ranks: int) -> tuple[str, str]:
+@pytest.mark.gpu
+@run_on(2, device="cuda")
+def test_two_ranks_on_one_gpu(rank: int, num_ranks: int) -> None:
     torch.cuda.set_device(0)
-    found = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="nvshmem")
+    name, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="nvshmem")
     torch.cuda.set_device(rank)
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="nvshmem") as heap:
         assert round_trip(heap)
-    return found
-
-
-@pytest.mark.gpu
-def test_two_ranks_on_one_gpu(cluster):
-    for name, text in cluster(2, "cuda").run(share_one_gpu):
-        assert (name, "two ranks of the group use the same GPU" in text) == ("BackendUnavailable", True)
+    assert (name, "two ranks of the group use the same GPU" in text) == ("BackendUnavailable", True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, RankFailure, on_ranks
+from cluster import Cluster, RankFailure, on_ranks, run_on
 from heap_calls import outcome, round_trip
 from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
@@ -29,7 +29,9 @@ from symmoe.kernels.gemm_parts import Division
 NUM_BYTES = 1 << 20
 
 
-def check_peers(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@run_on()
+def test_peers_see_each_other(rank: int, num_ranks: int) -> list[str]:
     findings = Findings(f"rank {rank} of {num_ranks}")
     with (
         open_heap("cpu", num_bytes=NUM_BYTES) as heap,
@@ -57,27 +59,23 @@ def check_peers(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_peers_see_each_other(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(check_peers) == [[]] * num_ranks
-
-
-def check_offsets(rank: int, num_ranks: int) -> bool:
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@run_on()
+def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int) -> None:
     """Leases at other offsets on every rank: peers are told, nothing is assumed."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
             first = round_trip(heap)
             with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
                 second = round_trip(heap, seed=50)
-        return first and second and heap.leased_bytes == 0
+        assert first
+        assert second
+        assert heap.leased_bytes == 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_ranks_may_lease_in_different_ways(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(check_offsets) == [True] * num_ranks
-
-
-def check_groups(rank: int, num_ranks: int, device: str) -> list[str]:
+@on_ranks(cpu=(4, 8), cuda=(4, 8))
+@run_on()
+def test_disjoint_groups_at_once(rank: int, num_ranks: int, device: str) -> list[str]:
     """Two interleaved groups at once, even ranks and odd ones; on CPUs also the world and groups of one rank."""
     findings = Findings(f"rank {rank}")
     evens, odds = (list(range(first, num_ranks, 2)) for first in (0, 1))
@@ -109,12 +107,13 @@ def check_groups(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-@on_ranks(cpu=(4, 8), cuda=(4, 8))
-def test_disjoint_groups_at_once(cluster, num_ranks: int, device: str):
-    assert cluster(num_ranks, device).run(check_groups, device) == [[]] * num_ranks
-
-
-def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [("make_plan", "plan: counts"), ("dispatch_tokens", "dispatch: ready"), ("combine_tokens", "combine: ready")],
+)
+@run_on()
+def test_a_peer_that_does_not_come(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
     """The last rank stays away from `call` and comes late; what the others see, and that a new heap works at once."""
     findings, missing, timeout_s = Findings(), num_ranks - 1, 0.5
     findings.where = f"rank {rank} of {num_ranks}"
@@ -162,16 +161,9 @@ def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("call", "phase"),
-    [("make_plan", "plan: counts"), ("dispatch_tokens", "dispatch: ready"), ("combine_tokens", "combine: ready")],
-)
-def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: str):
-    assert cluster(num_ranks).run(leave_out, call, phase) == [[]] * num_ranks
-
-
-def run_ahead(rank: int, num_ranks: int) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@run_on()
+def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int) -> list[str]:
     """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at
     the status, as the hosts of GPUs do: the fault is raised once, and all go on from the same epoch."""
     findings = Findings()
@@ -194,12 +186,30 @@ def run_ahead(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_a_fault_stops_what_is_on_its_way(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(run_ahead) == [[]] * num_ranks
+def _aborts_when_all_have_sent(heap: SymmetricHeap, peer: int) -> None:
+    shape = heap.num_ranks, control.SIGNAL_WORDS
+    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[: heap.rank, 0]
+    while bool((signals != heap.epoch).any()):
+        time.sleep(0.01)
+    heap.abort("on purpose")
 
 
-def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
+def _gives_up(heap: SymmetricHeap, at: int):
+    barrier = heap.barrier
+
+    def gives_up(phase: int, **kwargs):
+        if phase == at:
+            wait_for_arrivals(heap, range(heap.rank))  # they have sent their rows
+            heap.abort("on purpose")
+            heap.check()
+        return barrier(phase, **kwargs)
+
+    return gives_up
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@run_on()
+def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int) -> list[str]:
     """The last rank gives up between its rows and their arrival; what the others have of the call then."""
     findings = Findings()
     last = rank == num_ranks - 1
@@ -240,33 +250,8 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def _aborts_when_all_have_sent(heap: SymmetricHeap, peer: int) -> None:
-    shape = heap.num_ranks, control.SIGNAL_WORDS
-    signals = heap.peers.region(heap.rank, heap.peers.layout.signals, shape, torch.int64)[: heap.rank, 0]
-    while bool((signals != heap.epoch).any()):
-        time.sleep(0.01)
-    heap.abort("on purpose")
-
-
-def _gives_up(heap: SymmetricHeap, at: int):
-    barrier = heap.barrier
-
-    def gives_up(phase: int, **kwargs):
-        if phase == at:
-            wait_for_arrivals(heap, range(heap.rank))  # they have sent their rows
-            heap.abort("on purpose")
-            heap.check()
-        return barrier(phase, **kwargs)
-
-    return gives_up
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_rows_of_a_failed_dispatch_are_nan(cluster, num_ranks: int):
-    assert cluster(num_ranks).run(fail_in_dispatch) == [[]] * num_ranks
-
-
-def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
+@run_on(3)
+def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int) -> list[str]:
     """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
     findings = Findings(f"rank {rank} of {num_ranks}")
     ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
@@ -301,11 +286,9 @@ def fail_after_a_signal(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_rows_are_sent_once_when_the_trip_fails(cluster):
-    assert cluster(3).run(fail_after_a_signal) == [[]] * 3
-
-
-def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:
+@pytest.mark.parametrize("how", ["close", "exception"])
+@run_on(2)
+def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, how: str) -> list[str]:
     """What is left of the tokens in an arena that somebody has kept mapped when its rank has closed it."""
     findings = Findings(f"{how}, rank {rank} of {num_ranks}")
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
@@ -327,11 +310,6 @@ def leave_rows(rank: int, num_ranks: int, how: str) -> list[str]:
         findings.check(not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something")
     dist.barrier()
     return findings.texts
-
-
-@pytest.mark.parametrize("how", ["close", "exception"])
-def test_nothing_of_the_tokens_is_left(cluster, how: str):
-    assert cluster(2).run(leave_rows, how) == [[]] * 2
 
 
 def stay_away_from_construction(rank: int, num_ranks: int, folder: str, how: str) -> None:
@@ -378,12 +356,9 @@ def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks
             assert facts["took_s"] < PROMPT_S  # and not start_timeout_s
 
 
-def without_bound(rank: int, num_ranks: int) -> bool:
+@run_on(2)
+def test_waits_may_have_no_bound(rank: int, num_ranks: int) -> None:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=float("inf")) as heap:
         if rank:
             time.sleep(0.2)
-        return round_trip(heap)
-
-
-def test_waits_may_have_no_bound(cluster):
-    assert cluster(2).run(without_bound) == [True, True]
+        assert round_trip(heap)

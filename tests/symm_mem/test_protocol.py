@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import run_on
 from heap_calls import outcome, round_trip
 from limits import HANG_S
 from worker import Findings, difference, free_bytes, open_heap
@@ -199,7 +200,8 @@ def test_a_signal_that_does_not_come(cluster):
     assert "gave up: rank 2 did not reach 'dispatch: arrived' within timeout_s=1" in results[2][0]
 
 
-def leave_with_the_same_error(rank: int, num_ranks: int, times: int) -> list[str]:
+@run_on(3)
+def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks: int) -> None:
     """An error that all ranks raise ends everybody's `with heap:`; a rank that looks late must not see that instead."""
     found = []
     wait = sync._wait
@@ -208,7 +210,7 @@ def leave_with_the_same_error(rank: int, num_ranks: int, times: int) -> list[str
         time.sleep(0.02 if rank == 0 else 0.0)
         return wait(*args)
 
-    for turn in range(times):
+    for turn in range(6):
         try:
             with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=HANG_S) as heap:
                 plan = new_plan(heap)
@@ -216,14 +218,11 @@ def leave_with_the_same_error(rank: int, num_ranks: int, times: int) -> list[str
                     dispatch_tokens(tokens(heap)[: T - (rank == 1 + turn % (num_ranks - 1))], plan)
         except SymmoeError as error:
             found.append(type(error).__name__)
-    return found
+    assert found == ["ArgumentError"] * 6
 
 
-def test_an_error_of_all_is_not_hidden_by_who_leaves_first(cluster):
-    assert cluster(3).run(leave_with_the_same_error, 6) == [["ArgumentError"] * 6] * 3
-
-
-def use_after_abort(rank: int, num_ranks: int) -> list[str]:
+@run_on(3)
+def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int) -> list[str]:
     findings = Findings(f"rank {rank}")
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
     plan, reason = new_plan(heap), "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
@@ -243,10 +242,6 @@ def use_after_abort(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_an_aborted_heap_is_of_no_use(cluster):
-    assert cluster(3).run(use_after_abort) == [[]] * 3
-
-
 def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]:
     """Weight gradients of experts used `calls` times with one plan, after `times` backward passes."""
     plan = new_plan(heap)
@@ -263,7 +258,8 @@ def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]
     return [mlp.fc1.weight.grad.clone() for mlp in experts]
 
 
-def check_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cpu") as heap:
         both = gradients(heap, 2, 1)
@@ -281,7 +277,3 @@ def check_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
         findings.check(torch.equal(*results), "the order of sums in backward changed another gradient")
         findings.equal("leased bytes", heap.leased_bytes, 0)
     return findings.texts
-
-
-def test_one_plan_for_several_calls(cluster):
-    assert cluster(2).run(check_one_plan_for_several_calls) == [[]] * 2

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from cluster import run_on
 from heap_calls import outcome, round_trip
 from worker import Findings, open_heap
 
@@ -46,7 +47,24 @@ def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tu
     return outcome(combine_tokens, rows, plan)
 
 
-def leave(rank: int, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None) -> list[str]:
+@pytest.mark.parametrize("capacity", [None, 4 * T * K])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "leavers"),
+    [
+        (2, 2, (0,)),
+        (2, 2, (1,)),
+        (3, 3, (0, 2)),
+        (3, 3, (0, 1, 2)),
+        (4, 2, (2, 3)),  # a node
+        (4, 2, (0, 2)),  # a rail
+        (4, 2, (0, 1, 3)),
+        (4, 2, (0, 1, 2, 3)),
+    ],
+)
+@run_on()
+def test_the_next_correct_call_works(
+    rank: int, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None
+) -> list[str]:
     findings = Findings()
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         for turn in range(4):
@@ -66,27 +84,8 @@ def leave(rank: int, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ..
     return findings.texts
 
 
-@pytest.mark.parametrize("capacity", [None, 4 * T * K])
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node", "leavers"),
-    [
-        (2, 2, (0,)),
-        (2, 2, (1,)),
-        (3, 3, (0, 2)),
-        (3, 3, (0, 1, 2)),
-        (4, 2, (2, 3)),  # a node
-        (4, 2, (0, 2)),  # a rail
-        (4, 2, (0, 1, 3)),
-        (4, 2, (0, 1, 2, 3)),
-    ],
-)
-def test_the_next_correct_call_works(
-    cluster, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None
-):
-    assert cluster(num_ranks).run(leave, ranks_per_node, leavers, capacity) == [[]] * num_ranks
-
-
-def leave_and_go_on(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_the_next_call_of_a_rank_that_left(rank: int, num_ranks: int) -> list[str]:
     """What rank 0 does in its next call, when it has left one that failed, or a plan; all ranks raise the same."""
     findings = Findings()
 
@@ -118,10 +117,6 @@ def leave_and_go_on(rank: int, num_ranks: int) -> list[str]:
             found = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
             raised(f"wrong on rank {culprit}", found, "ArgumentError", "topk_idx has dtype torch.float32")
     return findings.texts
-
-
-def test_the_next_call_of_a_rank_that_left(cluster):
-    assert cluster(2).run(leave_and_go_on) == [[]] * 2
 
 
 PLAN, READY, DONE = control.PHASE_PLAN, control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cluster import run_on
 from reliability.delays import before_steps
 from tape_cases import (
     AROUND,
@@ -83,7 +84,8 @@ def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, aroun
             assert repeats > 0
 
 
-def check_in_flight(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
     findings, flying = Findings(), []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
@@ -103,11 +105,8 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_calls_in_flight(cluster):
-    assert cluster(2).findings(check_in_flight) == []
-
-
-def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
+@run_on(2)
+def test_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
     """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
     findings = Findings()
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
@@ -143,14 +142,12 @@ def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def test_main_grads_that_change(cluster):
-    assert cluster(2).findings(check_main_grads_that_change) == []
-
-
 BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 
-def check_changes_between(rank: int, num_ranks: int, what: str) -> list[str]:
+@pytest.mark.parametrize("what", BETWEEN)
+@run_on(2)
+def test_options_that_change_between_forward_and_backward(rank: int, num_ranks: int, what: str) -> list[str]:
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
     findings = Findings()
@@ -194,11 +191,6 @@ def check_changes_between(rank: int, num_ranks: int, what: str) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("what", BETWEEN)
-def test_options_that_change_between_forward_and_backward(cluster, what):
-    assert cluster(2).findings(check_changes_between, what) == []
-
-
 @pytest.fixture
 def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
     """A heap of one rank, a layer, and steps of it."""
@@ -211,7 +203,9 @@ def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
 # -- audits -----------------------------------------------------------------------------------------------------------
 
 
-def check_audit(rank: int, num_ranks: int, tapes: str) -> tuple[int, int, list[str]]:
+@pytest.mark.parametrize("tapes", ["on", "audit"])
+@run_on(2)
+def test_an_audit_finds_a_difference(rank: int, num_ranks: int, tapes: str) -> list[str]:
     """From some step on rank 1 does more in one part of a call than its tape does: both ranks raise when that call is
     compared, and not before; steps after it are right."""
     findings, added = Findings(), []
@@ -242,15 +236,9 @@ def check_audit(rank: int, num_ranks: int, tapes: str) -> tuple[int, int, list[s
         for part in ("'forward'", " was Call", "and is Operator aten::mul_"):
             findings.check(part in text, f"rank {rank}: {part} is not in {text}")
         findings.check(number == (10 if tapes == "on" else 6), f"rank {rank}: found in step {number}")
-        return heap.tapes.num_played, heap.tapes.num_audited, findings.texts
-
-
-@pytest.mark.parametrize("tapes", ["on", "audit"])
-def test_an_audit_finds_a_difference(cluster, tapes):
-    for num_played, num_audited, texts in cluster(2).run(check_audit, tapes):
-        assert texts == []
-        assert (num_played > 0) == (tapes == "on")
-        assert num_audited >= (2 if tapes == "on" else 40)
+        assert (heap.tapes.num_played > 0) == (tapes == "on")
+        assert heap.tapes.num_audited >= (2 if tapes == "on" else 40)
+        return findings.texts
 
 
 def test_calls_are_compared_at_last():
@@ -288,7 +276,9 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
 # -- errors in the middle of a played call ----------------------------------------------------------------------------
 
 
-def check_errors(rank: int, num_ranks: int, options: dict) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
+@run_on(2)
+def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, options: dict) -> list[str]:
     """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
     findings = Findings()
     names: list[str] = []
@@ -323,14 +313,8 @@ def check_errors(rank: int, num_ranks: int, options: dict) -> tuple[int, list[st
                 found = step(layer, x, dy, "")
                 findings.check(all(map(torch.equal, found, wanted)), "other bits afterwards")
         findings.check(heap.leased_bytes == 0, "leases are left")
-        return heap.tapes.num_played, findings.texts
-
-
-@pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
-def test_an_error_in_a_played_call_is_every_ranks(cluster, options):
-    results = cluster(2).run(check_errors, options)
-    assert [text for _, texts in results for text in texts] == []
-    assert all(num_played > 20 for num_played, _ in results)
+        assert heap.tapes.num_played > 20
+        return findings.texts
 
 
 # -- what is played, and what is not ----------------------------------------------------------------------------------
@@ -543,7 +527,16 @@ def test_a_closed_heap_keeps_no_tapes(alone):
     assert not heap.tapes._kinds
 
 
-def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("defaults", "checkpoint"),
+        pytest.param("overlapped, expert-major, nothing kept", "", marks=pytest.mark.slow),
+        pytest.param("losses", "checkpoint", marks=pytest.mark.slow),
+    ],
+)
+@run_on(2)
+def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, name: str, around: str) -> list[str]:
     """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
     room = RowHistory.room
     calls = itertools.count()
@@ -555,36 +548,20 @@ def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)
-        num_played, _, texts = check_bits(rank, num_ranks, options, around)
-    return num_played, texts
+        num_played, _, texts = check_bits(rank, num_ranks, OPTIONS[name], around)
+    assert num_played > 20
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("name", "around"),
-    [
-        ("defaults", "checkpoint"),
-        pytest.param("overlapped, expert-major, nothing kept", "", marks=pytest.mark.slow),
-        pytest.param("losses", "checkpoint", marks=pytest.mark.slow),
-    ],
-)
-def test_calls_that_get_too_little_room_at_random(cluster, name, around):
-    results = cluster(2).run(check_random_room, OPTIONS[name], around)
-    assert [text for _, texts in results for text in texts] == []
-    assert all(num_played > 20 for num_played, _ in results)
-
-
-def check_router_of_a_busy_heap(rank: int, num_ranks: int) -> bool:
+@run_on(1)
+def test_a_router_needs_no_turn_on_the_heap(rank: int, num_ranks: int) -> None:
     """A router that runs by itself while another thread is in a call of the heap."""
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
         layer = make_layer(heap)
         x, _ = next(make_calls(rank, 1, torch.float32))
         wanted = layer.router(x).probs
         with heap.one_call, ThreadPoolExecutor(1) as pool:
-            return torch.equal(pool.submit(layer.router, x).result().probs, wanted)
-
-
-def test_a_router_needs_no_turn_on_the_heap(cluster):
-    assert cluster(1).run(check_router_of_a_busy_heap) == [True]
+            assert torch.equal(pool.submit(layer.router, x).result().probs, wanted)
 
 
 @pytest.mark.slow
