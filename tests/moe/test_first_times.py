@@ -94,7 +94,7 @@ def test_a_first_step_may_be_cold(rank: int, num_ranks: int, way: str) -> None:
         heap.timeout_s = 60.0
         assert fine
         assert plan.num_tokens == 1
-        assert len(cold) >= 10 if rank == num_ranks - 1 else not cold
+        assert len(cold) >= 9 if rank == num_ranks - 1 else not cold, cold
 
 
 def record_on_one_rank(rank: int, num_ranks: int) -> tuple[int, bool]:

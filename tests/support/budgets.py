@@ -16,16 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_266),
+    "symmoe": (36_000, 39_666),
     "tests": (42_000, 52_678),
     "docs": (4_000, 0),
-    "kernels + tape": (15_000, 0),
-    "symm_mem + nodes": (3_900, 4_704),
+    "kernels + tape": (15_000, 15_331),
+    "symm_mem + nodes": (3_900, 4_719),
     "checks + precision": (1_200, 1_242),
-    "dispatch + combine": (1_500, 1_571),
-    "grouped + moe + training": (6_900, 8_100),
+    "dispatch + combine": (1_500, 1_515),
+    "grouped + moe + training": (6_900, 8_023),
     "checkpoint + integrations": (3_500, 4_154),
-    "tools + timeline": (2_700, 3_620),
+    "tools + timeline": (2_700, 3_624),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),

@@ -549,7 +549,7 @@ def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, nam
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)
         num_played, _, texts = check_bits(rank, num_ranks, OPTIONS[name], around)
-    assert num_played > 20
+    assert num_played >= 20
     return texts
 
 
