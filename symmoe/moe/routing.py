@@ -55,7 +55,7 @@ class Route(NamedTuple):
         if _has_kernels(x, weight):
             ops.router_gemm(x, weight, logits)
         else:
-            torch.mm(x.float(), weight.t(), out=logits)  # which autocast leaves alone
+            torch.mm(x.float(), weight.t(), out=logits)  # which autocast does not change
         ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts)
         return Routed(logits, probs, scores, topk_idx)
 

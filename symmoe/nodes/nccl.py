@@ -143,7 +143,7 @@ class NcclRail(Payload):
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._turn = threading.Lock()  # of those who use the communicator
-        self._communicator, self._num_launched, self.bound_s, self.host_waits = 0, 0, math.inf, False
+        self._communicator, self._num_launched, self.bound_s = 0, 0, math.inf
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)

@@ -44,14 +44,13 @@ class Payload:
     Attributes:
         progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
             they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
-        counts: the same on the device.
-        host_waits: whether :meth:`wait` waits for anything.
+        counts: the same on the device; None: :meth:`wait` has something to wait for.
         bound_s: how long an exchange may take by now, for who watches.
     """
 
     progress: torch.Tensor | None = None
     counts: torch.Tensor | None = None
-    bound_s, host_waits = math.inf, True
+    bound_s = math.inf
 
     def count(self, which: int) -> None:
         """On a device, its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before and after

@@ -205,7 +205,7 @@ class Nodes(OneNode):
         self._branch.join()
         if self.faults.poison is not None:  # what may still come has its memory until the rail ends
             return
-        if self.payload.host_waits:
+        if self.payload.counts is None:
             self._wait()
         if hears:
             kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
