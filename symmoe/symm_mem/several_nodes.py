@@ -165,15 +165,18 @@ class Nodes(OneNode):
             raise
 
     def _come(self) -> None:
-        """Waits for what moves, unless that has happened."""
+        """Waits for what moves, unless that has happened. The next barrier is entered with what peers knew of."""
         if self._is_moving:
-            self.end(hears=True)
+            self.end()
+            if self.faults.poison is None:
+                kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
 
     def abandon(self) -> None:
-        """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone."""
+        """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone. What
+        peers knew of is of a call that is over."""
         if self._is_moving:
             with suppress(SymmoeError):
-                self.end(hears=False)
+                self.end()
         self.payload.settle()
 
     def _to_others(self, messages: Messages) -> list[tuple[int, torch.Tensor]]:
@@ -198,17 +201,13 @@ class Nodes(OneNode):
         with self._reporting():
             self._started, self._is_moving = self.payload.begin(*others, bound_s, stream), True
 
-    def end(self, *, hears: bool) -> None:
-        """Waits for what has begun. hears: whether the next barrier is entered with what peers knew of; after an
-        exception that is of a call that is over."""
+    def end(self) -> None:
+        """Waits for what has begun; after a failure only the device does: what may still come has its memory until the
+        rail ends."""
         self._is_moving = False
         self._branch.join()
-        if self.faults.poison is not None:  # what may still come has its memory until the rail ends
-            return
-        if self.payload.counts is None:
+        if self.payload.counts is None and self.faults.poison is None:
             self._wait()
-        if hears:
-            kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
 
     @recorded_in_order
     def _wait(self) -> None:
