@@ -88,9 +88,6 @@ reshaped_result: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = torch
 # Where it is gone, a torch.export with such a tuple cannot be saved.
 register_namedtuple: Callable[..., object] = _named("utils._pytree._register_namedtuple", lambda kind, **names: None)
 
-is_profiling: Callable[[], bool] = _named("_C._autograd._profiler_enabled", lambda: False)
-record_functions: Callable[[bool], None] = _named("_C._autograd._enable_record_function")
-
 store_of: Callable[[Any], Any] = _named("distributed.distributed_c10d._get_process_group_store")
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # if DDP does not read it, MoELayer finds that it has taken experts
 _active_ddp_of = _attribute("_active_ddp_module")

@@ -1,30 +1,28 @@
 """What the ranks of a rail say to each other before anything travels: where they are, and what has gone wrong.
 
 Before every exchange each rank sends a header. A rank with an error sends it in place of the header that its peers wait
-for, and nobody goes on; a rank that gives up sends that, for whoever waits for it next.
+for, and nobody goes on; a rank that gives up sends that, for whoever waits for it next, before it closes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import struct
 import threading
 import time
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from symmoe.errors import FAULT_BYTES
-from symmoe.nodes.rail import TO_LANE, GlooRail, RailBroken, Started
+from symmoe.nodes.rail import RailBroken
+from symmoe.nodes.reach import Link
 
 GOES_ON, FAILED, UNRAISED, GAVE_UP = range(4)
 _WORDS = struct.Struct("<qqqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
-_TO_NOBODY = 2  # a tag; TO_LANE and PAYLOAD are taken
-_REPORT_S = 0.5  # closing waits that long until rail peers that listen are told; they take no time
+_MAX_S = 1e6  # of a wait, as Python's sockets count
 _LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
 
 
@@ -40,134 +38,116 @@ class Header:
     origin: int = -1  # the rank of the group that has the error, or that gave up; -1: no one rank
     message: bytes = b""  # of an error or of a report
 
-    def pack(self) -> torch.Tensor:
-        """uint8 [_HEADER_BYTES]."""
+    def pack(self) -> bytes:
+        """_HEADER_BYTES bytes."""
         words = _WORDS.pack(self.kind, self.number, self.call, self.sizes, self.rail_rows, self.origin)
-        return torch.frombuffer(bytearray((words + self.message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+        return (words + self.message).ljust(_HEADER_BYTES, b"\0")
 
     @classmethod
-    def unpack(cls, packed: torch.Tensor) -> Header:
+    def unpack(cls, packed: bytes) -> Header:
         """The header that was packed."""
-        data: bytes = packed.numpy().tobytes()
-        kind, number, call, sizes, rail_rows, origin = _WORDS.unpack_from(data)
-        return cls(kind, number, call, sizes, rail_rows, origin, data[_WORDS.size :])
+        kind, number, call, sizes, rail_rows, origin = _WORDS.unpack_from(packed)
+        return cls(kind, number, call, sizes, rail_rows, origin, packed[_WORDS.size :])
 
 
 class Lane:
-    """This rank's place on its rail. It always listens for the next header of every peer: what a rank says when it
-    gives up arrives although it waits for nobody.
+    """This rank's place on its rail. What a rank says when it gives up waits until somebody listens.
 
     Args:
-        rail: of the hosts.
-        last_words: the same once more, for what a rank says when it gives up. A wait of gloo that is over its bound
-            closes the connections of its rail: those that wait for this rank would take it for lost.
+        links: by node, of all others; the lane closes them.
     """
 
-    def __init__(self, rail: GlooRail, last_words: GlooRail, *, num_nodes: int) -> None:
-        self._rail, self._last_words, self._num_nodes = rail, last_words, num_nodes
-        self._is_open, self._gives_up = True, threading.Lock()
-        self._last: list[torch.Tensor] = []  # while it travels
-        self._sent: deque[Started] = deque(maxlen=2)  # who has answered one header has got the one before it
-        self._reports, self._probes = Started(), Started()
-        room = torch.zeros((2, num_nodes, _HEADER_BYTES), dtype=torch.uint8, device="cpu")
-        self._words, self._received = (list(each.unbind()) for each in room)
-        self._awaited_words = self._listen_on(last_words, self._words)
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self._links, self._is_open, self._sends = links, True, threading.Lock()
+        self._incomplete = dict.fromkeys(links, b"")  # what has come of the next header
         self.number = 0
-        self._awaited = self._listen_on(rail, self._received)
 
     def say(self, header: Header) -> None:
         """Sends a header to all nodes; :meth:`hear` comes next. Does not wait."""
         self.number += 1
         self._said = replace(header, number=self.number)
-        packed = self._said.pack()
-        self._last = [packed]  # also if a wait fails
-        self._problem: RailBroken | None = None
-        try:
-            self._sent.append(self._rail.start([*enumerate([packed] * self._num_nodes)], [], tag=TO_LANE))
-        except RailBroken as broken:
-            self._problem = broken
+        self._problem = self._send(self._said)
 
     def hear(self, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
 
         Raises:
-            RailBroken: see GlooRail.wait.
+            RailBroken: a node did not answer in time, or its connection has closed.
         """
         deadline = time.monotonic() + timeout_s
-        headers = [self._said] * self._num_nodes
+        headers = [self._said] * (len(self._links) + 1)
         try:
             if self._problem is not None:
                 raise self._problem
-            for node, work in self._awaited:
-                headers[node] = said = self._hear(node, work, deadline - time.monotonic())
+            for node in self._links:
+                headers[node] = said = self._hear(node, deadline)
                 if said.kind == GAVE_UP:  # the others may be waiting for it
                     return [said]
         except RailBroken:
-            if last := self._has_given_up():
-                return [last]
+            for node in self._links:  # it has closed before this rank came, or another one is late
+                if last := self._gave_up(node, 0.0):
+                    return [last]
             raise
-        self._awaited = self._listen_on(self._rail, self._received)
         return headers
 
     def give_up(self, origin: int, message: bytes) -> None:
         """Tells whoever can still be told, once. Local; waits for nobody. From any thread."""
-        with self._gives_up:
-            is_open, self._is_open = self._is_open, False
-        if not is_open:
-            return
-        packed = Header(GAVE_UP, self.number + 1, origin=origin, message=message).pack()
-        self._last.append(packed)
-        for node in range(self._num_nodes):
-            for rail in (self._last_words, self._rail):
-                with contextlib.suppress(RailBroken):  # one by one: others may stand
-                    self._reports += rail.start([(node, packed)], [], tag=TO_LANE)
+        is_open, self._is_open = self._is_open, False
+        if is_open:
+            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message))
 
     def last_words(self, node: int) -> Header | None:
-        """What a node whose connection has closed has said when it gave up, if it did."""
-        awaited = [each for each in self._awaited_words if each[0] == node]
-        try:
-            self._last_words.wait(awaited, _LAST_WORDS_S)
-        except RailBroken:
-            return None
-        return Header.unpack(self._words[node]) if awaited else None
+        """What a node whose connection for payload has closed has said when it gave up, if it did."""
+        return self._gave_up(node, _LAST_WORDS_S)
 
     def find_lost(self) -> int | None:
         """The first node whose connection is known to have closed, or None. Local; from any thread."""
-        for node in range(self._num_nodes):
-            try:
-                awaited = torch.zeros(1, dtype=torch.uint8, device="cpu")
-                self._probes += self._rail.start([], [(node, awaited)], tag=_TO_NOBODY)
-            except RailBroken:
-                return node
-        return None
+        asked, nodes = select.poll(), {}
+        with contextlib.suppress(ValueError):  # this rank has closed
+            for node, link in self._links.items():
+                asked.register(link.receives, select.POLLRDHUP)
+                nodes[link.receives.fileno()] = node
+        return min((nodes[found] for found, _ in asked.poll(0)), default=None)
 
     def close(self) -> None:
-        """Ends the rail. Local; what this rank has said when it gave up leaves before."""
+        """Ends the rail. Local."""
         self._is_open = False
+        for link in self._links.values():
+            link.close()
+
+    def _send(self, header: Header) -> RailBroken | None:
+        problem, packed = None, header.pack()
+        with self._sends:  # a header is not cut by one of another thread
+            for node, link in self._links.items():
+                try:
+                    link.sends.sendall(packed)
+                except OSError as error:  # the others may stand
+                    problem = problem or _broken(node, error)
+        return problem
+
+    def _hear(self, node: int, deadline: float) -> Header:
+        """The next header of a node."""
+        receives = self._links[node].receives
+        while (missing := _HEADER_BYTES - len(self._incomplete[node])) > 0:
+            receives.settimeout(min(max(1e-3, deadline - time.monotonic()), _MAX_S))
+            try:
+                if not (piece := receives.recv(missing)):
+                    raise ConnectionResetError("the connection has closed")
+            except OSError as error:
+                raise _broken(node, error) from error
+            self._incomplete[node] += piece
+        packed, self._incomplete[node] = self._incomplete[node], b""
+        return Header.unpack(packed)
+
+    def _gave_up(self, node: int, timeout_s: float) -> Header | None:
+        """What a node has said that gave up, after all that it has said before."""
+        deadline = time.monotonic() + timeout_s
         with contextlib.suppress(RailBroken):
-            self._rail.wait(self._reports, _REPORT_S)
-        for rail in (self._last_words, self._rail):
-            rail.abort()
-        # What is on its way keeps the connections open, and a peer that waits would not know that this rank has gone.
-        for kept in (self._reports, self._probes, self._awaited, self._awaited_words, self._last, self._sent):
-            kept.clear()
-
-    def _hear(self, node: int, work: Any, timeout_s: float) -> Header:
-        """What a rail peer says."""
-        self._rail.wait([(node, work)], timeout_s)
-        return Header.unpack(self._received[node])
-
-    def _has_given_up(self) -> Header | None:
-        """What a rail peer has said that gave up: it has closed before this rank came, or another one is late."""
-        for node, work in self._awaited:
-            with contextlib.suppress(RailBroken):
-                said = self._hear(node, work, 0.0)
-                if said.kind == GAVE_UP:
-                    return said
+            while (said := self._hear(node, deadline)).kind != GAVE_UP:
+                pass
+            return said
         return None
 
-    def _listen_on(self, rail: GlooRail, received: list[torch.Tensor]) -> Started:
-        """What brings the next headers of all nodes."""
-        with contextlib.suppress(RailBroken):  # a peer has closed after the last meeting: the next one finds that out
-            return rail.start([], [*enumerate(received)], tag=TO_LANE)
-        return []
+
+def _broken(node: int, error: OSError) -> RailBroken:
+    return RailBroken(node, is_late=isinstance(error, TimeoutError), problem=str(error))

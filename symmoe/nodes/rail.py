@@ -1,4 +1,4 @@
-"""What travels between nodes, and by what: headers between hosts always by gloo, tensors by gloo or, on GPUs, by NCCL.
+"""What travels between nodes, and by what: tensors, by gloo or, on GPUs, by NCCL. Hosts speak over a lane (lane.py).
 
 The process group of gloo is made here, on a store that the ranks have in common, and nobody else knows it: a rail that
 breaks, or is aborted, leaves the groups of the trainer as they are.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from symmoe.torch_internals import is_profiling, record_functions
 
 _MAX_S = 1e9
 _CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that another rank is to make
@@ -34,7 +31,6 @@ class RailBroken(Exception):
 Started = list[tuple[int, Any]]  # the node, and torch's work
 Messages = Sequence[Sequence[torch.Tensor]]  # by message, and in it by node
 Pairs = Sequence[tuple[int, torch.Tensor]]  # nodes, and messages for them or from them
-TO_LANE, PAYLOAD = 0, 1  # tags
 BEGUN, ENDED = range(2)  # indices of Payload.progress
 
 
@@ -88,11 +84,15 @@ class Payload:
         return ""
 
     def end(self) -> None:
-        """Ends what is under way, a moment later, unless a lane does. Local; does nothing the second time."""
+        """Ends what is under way on the device, a moment later. Local; does nothing the second time."""
+
+    def close(self) -> None:
+        """Ends the rail. Local; waits for nobody."""
+        self.end()
 
 
 class GlooRail(Payload):
-    """A rail for tensors on CPUs, for headers and payload. Construction is collective over the rail.
+    """A rail for tensors on CPUs. Construction is collective over the rail.
 
     Args:
         store: of torch, which the ranks of the rail have in common.
@@ -109,22 +109,20 @@ class GlooRail(Payload):
         bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
 
-    def start(self, sends: Pairs, receives: Pairs, *, tag: int) -> Started:
-        """Same as :meth:`begin`. tag: messages of one tag keep their order."""
+    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         started = []
-        with _unprofiled():
-            for move, pairs in ((self._group.recv, receives), (self._group.send, sends)):
-                for node, tensor in pairs:
-                    if node == self._node or not tensor.numel():
-                        continue
-                    try:
-                        started.append((node, move([tensor], node, tag)))
-                    except RuntimeError as error:
-                        raise _broken(node, error, is_late=False) from error
+        for move, pairs in ((self._group.recv, receives), (self._group.send, sends)):
+            for node, tensor in pairs:
+                if node == self._node or not tensor.numel():
+                    continue
+                try:
+                    started.append((node, move([tensor], node, 0)))
+                except RuntimeError as error:
+                    raise _broken(node, error, is_late=False) from error
         return started
 
     def wait(self, started: Started, timeout_s: float) -> None:
-        """See Payload. After an error only :meth:`abort` works."""
+        """See Payload. After an error only :meth:`close` works."""
         deadline = math.inf if timeout_s == math.inf else time.monotonic() + timeout_s
         for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
@@ -133,28 +131,10 @@ class GlooRail(Payload):
             except RuntimeError as error:
                 raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
-        return self.start(sends, receives, tag=PAYLOAD)
-
-    def abort(self) -> None:
-        """Ends the rail. Local; waits for nobody."""
+    def close(self) -> None:
         if self._group is not None:
             self._group.abort()
             self._group = None  # which closes the connections
-
-
-@contextmanager
-def _unprofiled() -> Iterator[None]:
-    """A context of which torch's profiler sees nothing. It writes to memory that it has freed when work ends that began
-    while it was on (seen with torch 2.13), and a rank always listens to the others."""
-    is_on = is_profiling()
-    if is_on:
-        record_functions(False)
-    try:
-        yield
-    finally:
-        if is_on:
-            record_functions(True)
 
 
 def _broken(node: int, error: RuntimeError, *, is_late: bool) -> RailBroken:

@@ -1,8 +1,9 @@
-"""Whether ranks on several nodes can connect to each other: asked before gloo tries.
+"""How hosts of ranks on several nodes connect: each to every other, before gloo or NCCL try.
 
 Of two ranks gloo has one connect and the other wait. Where a connection is refused, the one that waits does so for
-five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its rail peers try to
-connect: the kernels of the two machines answer, and no byte is sent.
+five times the bound, and neither says with whom. So each rank listens where gloo is going to, and its rail peers
+connect to it. A rank sends on the connections that it has made, and receives on those that it has accepted: then it has
+never anything unread where it sends, and what it has said arrives although it closes right after it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
 
 from symmoe.errors import BackendUnavailable
 
 DEVICE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR: the IPv4 address of a device, in 4 bytes after the first 20 of a struct ifreq
 _IFREQ = struct.Struct("16s16x8x")
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line for each: 32 hexadecimal digits first, the device last
 _LOOPBACK = "127.0.0.1"
+_RANK_BYTES = 4
+_SEND_S = 5.0  # that a peer may leave what it is sent in its connection: hosts are never more than a header ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,10 @@ class Listener:
         BackendUnavailable: there is no such device.
     """
 
+    _socket: socket.socket | None
+
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+        self._socket = None
         device = os.environ.get(DEVICE_VARIABLE, "").split(",")[0]
         address = _address_of(device) if device else _address_of_host()
         self.endpoint = Endpoint(device)
@@ -69,14 +77,58 @@ class Listener:
         if self._socket is not None:
             self._socket.close()
 
+    def accept(self, ranks: Collection[int], token: bytes, timeout_s: float) -> dict[int, socket.socket]:
+        """The connections of these ranks, by rank, who have connected and said :func:`hello`; of nobody else.
 
-def unreachable(others: Mapping[int, Endpoint], timeout_s: float) -> dict[int, str]:
-    """Why this rank cannot connect to some of the others, by rank; {}: it can to all that listen. Local; takes at most
-    timeout_s."""
+        Raises:
+            OSError: that takes longer.
+        """
+        assert self._socket is not None
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, socket.socket] = {}
+        try:
+            while len(found) < len(ranks):
+                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+                each, _ = self._socket.accept()
+                each.settimeout(max(1e-3, deadline - time.monotonic()))
+                said = each.recv(len(token) + _RANK_BYTES, socket.MSG_WAITALL)
+                rank = int.from_bytes(said[len(token) :], "little")
+                if said == hello(token, rank) and rank in ranks and rank not in found:
+                    found[rank] = each
+                else:
+                    each.close()
+        except BaseException:
+            for each in found.values():
+                each.close()
+            raise
+        return found
+
+
+class Link(NamedTuple):
+    """Two connections with a rank of another node: this rank has made that on which it sends."""
+
+    sends: socket.socket
+    receives: socket.socket
+
+    def close(self) -> None:
+        """Closes both."""
+        self.sends.close()
+        self.receives.close()
+
+
+def hello(token: bytes, rank: int) -> bytes:
+    """What a rank says first on a connection that it has made. token: of the rails of one heap."""
+    return token + rank.to_bytes(_RANK_BYTES, "little")
+
+
+def connect(others: Mapping[int, Endpoint], timeout_s: float) -> tuple[dict[int, socket.socket], dict[int, str]]:
+    """Connections with the others, by rank, and why there is none with some. Local; takes at most timeout_s."""
+    made: dict[int, socket.socket] = {}
     problems: dict[int, str] = {}
     with selectors.DefaultSelector() as waiting:
         for rank, endpoint in others.items():
             if not endpoint.port:
+                problems[rank] = "it listens nowhere"
                 continue
             each = socket.socket(_family(endpoint.host), socket.SOCK_STREAM)
             each.setblocking(False)
@@ -91,28 +143,41 @@ def unreachable(others: Mapping[int, Endpoint], timeout_s: float) -> dict[int, s
             left_s = deadline - time.monotonic()  # after the deadline once more: what came while nobody looked
             for key, _ in waiting.select(max(0.0, left_s)):
                 each = key.fileobj  # type: ignore[assignment]
+                waiting.unregister(each)
                 if code := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     problems[key.data] = os.strerror(code)
-                waiting.unregister(each)
-                each.close()
+                    each.close()
+                    continue
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                each.settimeout(_SEND_S)
+                made[key.data] = each
         for key in [*waiting.get_map().values()]:
             problems[key.data] = f"no answer within {timeout_s:g} s"
             key.fileobj.close()  # type: ignore[union-attr]
-    return problems
+    return made, problems
 
 
 def _address_of(device: str) -> str:
-    """The IPv4 address of a device; "" if it has none."""
+    """The IPv4 address of a device, or its first IPv6 address; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             found = fcntl.ioctl(any_socket, _GET_ADDRESS, _IFREQ.pack(device.encode()[:15]))
         except OSError as error:
             if error.errno != errno.ENODEV:
-                return ""
+                return _ipv6_address_of(device)
             known = ", ".join(name for _, name in socket.if_nameindex())
             has = f"this machine ({socket.gethostname()}) has no such network device: {known}"
             raise BackendUnavailable(f"{DEVICE_VARIABLE}={device}: {has}") from error
     return socket.inet_ntoa(found[20:24])
+
+
+def _ipv6_address_of(device: str) -> str:
+    with contextlib.suppress(OSError):  # this kernel has no IPv6
+        for address, *_, name in map(str.split, _IPV6_ADDRESSES.read_text(encoding="utf-8").splitlines()):
+            found = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+            if name == device:
+                return f"{found}%{device}" if ip_address(found).is_link_local else found
+    return ""
 
 
 def _address_of_host() -> str:

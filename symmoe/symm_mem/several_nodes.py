@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
@@ -30,7 +31,7 @@ from symmoe.kernels.control import Peers
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Messages, Pairs, Payload, RailBroken, Started
-from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
+from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
 from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
@@ -291,7 +292,7 @@ class Nodes(OneNode):
 
     def close(self) -> None:
         self._ends.set()
-        self.payload.end()
+        self.payload.close()
         self.lane.close()
         self._started.clear()  # which would keep connections open
 
@@ -428,59 +429,64 @@ def start_rail(
     Raises:
         BackendUnavailable: on every rank, if two ranks cannot connect. The text names them, and what to look at.
     """
-    _check_reach(bootstrap, topology, min(_REACH_S, timeout_s / 2))
-    token = bootstrap.gather(os.urandom(16).hex())[0]
-    name, store = f"symmoe/{token}/{topology.local_rank}", bootstrap.store
-    node, num_nodes = topology.node, topology.num_nodes
-    options: dict[str, Any] = {"node": node, "num_nodes": num_nodes, "timeout_s": timeout_s / 2}
-    of_hosts = {**options, "timeout_s": timeout_s / 4}  # there are two
-    rail, last_words = bootstrap.attempt(
-        lambda: [_make_rail(topology, store, each, of_hosts) for each in (name, f"{name}/last words")]
-    )
+    token = bytes.fromhex(bootstrap.gather(os.urandom(16).hex())[0])
+    lane = Lane(_connect_hosts(bootstrap, topology, token, min(_REACH_S, timeout_s / 2)))
+    options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
     try:
-        payload = _make_payload(bootstrap, device, rail, store, f"{name}/payload", options)
+        name = f"symmoe/{token.hex()}/{topology.local_rank}"
+        return lane, _make_payload(bootstrap, topology, device, name, options)
     except SymmoeError:
-        for each in (rail, last_words):
-            each.abort()
+        lane.close()
         raise
-    return Lane(rail, last_words, num_nodes=num_nodes), payload
 
 
-def _check_reach(bootstrap: Bootstrap, topology: Topology, timeout_s: float) -> None:
-    """Raises on all ranks if two ranks of a rail cannot connect. Collective."""
-    with bootstrap.attempt(Listener) as listener:
+def _connect_hosts(bootstrap: Bootstrap, topology: Topology, token: bytes, timeout_s: float) -> dict[int, Link]:
+    """By node. Raises on all ranks if two ranks of a rail cannot connect. Collective."""
+    others = [rank for rank in topology.rail if rank != topology.rank]
+    with bootstrap.attempt(Listener) as listener, ExitStack() as unused:
         said = bootstrap.gather(asdict(listener.endpoint))
-        others = {rank: Endpoint(**said[rank]) for rank in topology.rail if rank != topology.rank}
-        refused, problem = unreachable(others, timeout_s), None
+        endpoints = {rank: Endpoint(**said[rank]) for rank in others}
+        (made, refused), problem = connect(endpoints, timeout_s), None
+        for each in made.values():
+            unused.callback(each.close)
         if refused:
             (rank, why), *_ = refused.items()
             problem = BackendUnavailable(
                 f"rank {topology.rank} on node {topology.node} cannot connect to rank {rank} on node "
-                f"{topology.node_of(rank)} at {others[rank]}: {why}; {_HINT}"
+                f"{topology.node_of(rank)} at {endpoints[rank]}: {why}; {_HINT}"
             )
         bootstrap.agree(problem)
 
+        def accept() -> dict[int, socket.socket]:
+            for each in made.values():
+                each.sendall(hello(token, topology.rank))
+            return listener.accept(others, token, timeout_s)
 
-def _make_rail(topology: Topology, store: Any, name: str, options: dict[str, Any]) -> GlooRail:
+        come = bootstrap.attempt(accept)
+        unused.pop_all()
+    return {topology.node_of(rank): Link(made[rank], come[rank]) for rank in others}
+
+
+def _make_payload(
+    bootstrap: Bootstrap, topology: Topology, device: torch.device, name: str, options: dict[str, Any]
+) -> Payload:
+    if device.type == "cpu":
+        return bootstrap.attempt(lambda: _make_gloo_rail(topology, bootstrap.store, name, options))
+    library = bootstrap.attempt(Nccl)  # together: a rank without it would keep the others waiting
+    made: list[NcclRail] = []
+    try:
+        bootstrap.attempt(lambda: made.append(NcclRail(library, bootstrap.store, name, **options)))
+    except SymmoeError:
+        for each in made:
+            each.end()
+        raise
+    return made[0]
+
+
+def _make_gloo_rail(topology: Topology, store: Any, name: str, options: dict[str, Any]) -> GlooRail:
     try:
         return GlooRail(store, name, **options)
     except RuntimeError as error:
         reason = str(error).split("\n", 1)[0]
         text = f"rank {topology.rank} on node {topology.node} does not connect to its rail, ranks {topology.rail}"
         raise BackendUnavailable(f"{text}: {reason}; {_HINT}") from error
-
-
-def _make_payload(
-    bootstrap: Bootstrap, device: torch.device, rail: GlooRail, store: Any, name: str, options: dict[str, Any]
-) -> Payload:
-    if device.type == "cpu":
-        return rail
-    library = bootstrap.attempt(Nccl)  # together: a rank without it would keep the others waiting
-    made: list[NcclRail] = []
-    try:
-        bootstrap.attempt(lambda: made.append(NcclRail(library, store, name, **options)))
-    except SymmoeError:
-        for each in made:
-            each.end()
-        raise
-    return made[0]

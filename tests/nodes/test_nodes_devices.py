@@ -76,11 +76,13 @@ class DeviceRail(GlooRail):
     def end(self) -> None:
         self._ended.set()
 
+    def close(self) -> None:
+        self.end()
+        super().close()
 
-def make_payload(
-    bootstrap: Any, device: torch.device, rail: GlooRail, store: Any, name: str, options: dict[str, Any]
-) -> DeviceRail:
-    return DeviceRail(store, name, **options)
+
+def make_payload(bootstrap: Any, topology: Any, device: torch.device, name: str, options: dict[str, Any]) -> DeviceRail:
+    return DeviceRail(bootstrap.store, name, **options)
 
 
 @contextlib.contextmanager

@@ -185,6 +185,7 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
             with pytest.MonkeyPatch.context() as patch:
                 if rank == num_ranks - 1:
                     patch.setattr(owner, name, fail)
+                    patch.setattr(heap.tapes, "run", lambda key, function, *_: function())  # a tape would not call it
                 found.append((*outcome(ready.step), ready.is_back))
             ready.step()
     return found

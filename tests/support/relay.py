@@ -1,8 +1,7 @@
 """TCP relays between nodes, which can delay what they pass on, hold it back for ever, or cut the connection.
 
-gloo's ranks write into a store where they listen. A rank of node 0 writes its relay's address there instead, so that
-rank of node 1 on its rail reaches it only through the relay, in both directions: a pair has one connection for each
-group of gloo.
+Hosts tell each other where they listen, and gloo's ranks write that into a store. A rank of node 0 says its relay's
+address instead, and takes the relay for the rank of node 1 on its rail: all connections of that pair go through it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import symmoe.symm_mem.several_nodes
+from symmoe.nodes import reach
 from symmoe.nodes.rail import GlooRail
 
 # What gloo writes has a sockaddr_in in it: the family, the port, and lo's address.
@@ -34,19 +35,16 @@ class Relay:
         self._flows = threading.Event()
         self._flows.set()
         self._is_closed = False
-        self._listener = _listen()
+        self._listeners: list[socket.socket] = []
         self._ends: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        port: int = self._listener.getsockname()[1]
-        return port
-
-    def open(self, port: int) -> None:
-        """Begins to pass the next connection on to the listener at that port."""
-        self._start(self._accept, port)
+    def open(self, port: int) -> int:
+        """Begins to pass a connection on to the listener at that port; where it listens for it."""
+        self._listeners.append(_listen())
+        self._start(self._accept, self._listeners[-1], port)
+        listens_at: int = self._listeners[-1].getsockname()[1]
+        return listens_at
 
     def stall(self) -> None:
         """Passes nothing on any more, not even that a side has closed."""
@@ -60,21 +58,20 @@ class Relay:
         """Ends everything, threads included."""
         self._is_closed = True
         self._flows.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+        _shut(*self._listeners)  # which wakes the threads that accept
         self.cut()
         for thread in self._threads:
             thread.join()
-        for each in (self._listener, *self._ends):
+        for each in (*self._listeners, *self._ends):
             each.close()
 
     def _start(self, function: Callable[..., None], *arguments: Any) -> None:
         self._threads.append(threading.Thread(target=function, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def _accept(self, port: int) -> None:
+    def _accept(self, listener: socket.socket, port: int) -> None:
         try:
-            far, _ = self._listener.accept()
+            far, _ = listener.accept()
         except OSError:
             return  # closed before anybody came
         near = socket.create_connection(("127.0.0.1", port))
@@ -133,16 +130,29 @@ def relayed(node: int) -> Iterator[Relay | None]:
         # rank on node 0 must find itself lower, and its relay must be lower than the rank on node 1.
         if relay is None:
             return value[: found.end() - 1] + b"\x02" + value[found.end() :]
-        relay.open(int.from_bytes(found[1], "big"))
-        return value[: found.start(1)] + relay.port.to_bytes(2, "big") + value[found.end(1) :]
+        port = relay.open(int.from_bytes(found[1], "big"))
+        return value[: found.start(1)] + port.to_bytes(2, "big") + value[found.end(1) :]
 
     def make(store: Any, name: str, **options: Any) -> GlooRail:
         stores.append(_Publishing(store, publish))
         return GlooRail(stores[-1], name, **options)
 
+    class Listener(reach.Listener):
+        def __init__(self) -> None:
+            super().__init__()
+            self.endpoint = behind(self.endpoint)
+
+    def behind(endpoint: reach.Endpoint) -> reach.Endpoint:
+        return endpoint if relay is None else replace(endpoint, port=relay.open(endpoint.port))
+
+    def connect(others: Mapping[int, reach.Endpoint], timeout_s: float) -> Any:
+        return reach.connect({rank: behind(endpoint) for rank, endpoint in others.items()}, timeout_s)
+
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(symmoe.symm_mem.several_nodes, "GlooRail", make)
+            for each in (make, Listener, connect):
+                name = "GlooRail" if each is make else each.__name__
+                patch.setattr(symmoe.symm_mem.several_nodes, name, each)
             yield relay
     finally:
         if relay is not None:

@@ -305,9 +305,9 @@ def look_on_gpus(rank: int, num_ranks: int, connects: bool) -> Exchange:
                 store.wait([f"came/{other}" for other in range(num_ranks)])
                 raise BackendUnavailable("NCCL does not connect the nodes: ncclCommInitRank: remote process exited")
 
-        def end(self) -> None:
+        def close(self) -> None:
             ended.append(True)
-            super().end()
+            super().close()
 
     with contextlib.ExitStack() as stack:
         for name, fake in (("Nccl", lambda: "library"), ("NcclRail", FakeNccl)):

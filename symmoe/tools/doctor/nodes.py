@@ -24,7 +24,7 @@ import torch.distributed as dist
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.nccl import Nccl, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Payload, RailBroken
-from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, unreachable
+from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Listener, connect
 from symmoe.nodes.topology import Topology, find_place, find_topology
 from symmoe.tools.doctor.findings import Finding, Said, about, worst_level
 from symmoe.tools.doctor.gpus import ask, read_gpus
@@ -157,8 +157,11 @@ def examine_nodes(
         except (ArgumentError, BackendUnavailable) as error:
             fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
             return [Finding("problem", "nodes", str(error), fix)]
-        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank}
-        refused = [dict(each) for each in board.gather("reach", [*unreachable(mates, _REACH_S).items()])]
+        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank and facts[rank].endpoint.port}
+        made, refuse = connect(mates, _REACH_S)
+        for each in made.values():
+            stack.callback(each.close)
+        refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
     found = [*check_nodes(facts, topology), *check_network(facts, topology, refused)]
     if sends and topology.num_nodes > 1 and worst_level(found) != "problem":
         tried = try_rail(board, topology, has_gpu=bool(mine.gpu))
@@ -215,12 +218,12 @@ def try_rail(board: Board, topology: Topology, *, has_gpu: bool) -> Exchange:
     name = f"symmoe-doctor/rail/{topology.local_rank}"
     with contextlib.ExitStack() as stack:
         try:
-            payload: Payload = GlooRail(board.store, name, **options)
-            stack.callback(payload.end)
             if has_gpu:
                 torch.cuda.set_device(device)
-                payload = NcclRail(Nccl(), board.store, f"{name}/payload", **options)
-                stack.callback(payload.end)
+                payload: Payload = NcclRail(Nccl(), board.store, name, **options)
+            else:
+                payload = GlooRail(board.store, name, **options)
+            stack.callback(payload.close)
             return measure_rail(topology, payload, device)
         except RailBroken as broken:
             return Exchange(error=str(broken), mate=topology.rail[broken.node])
