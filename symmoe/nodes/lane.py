@@ -51,6 +51,14 @@ class Header:
         return cls(kind, number, call, sizes, rail_rows, origin, packed[_WORDS.size :])
 
 
+class GaveUp(Exception):
+    """A node has said that it gave up, and why. For the heap."""
+
+    def __init__(self, said: Header) -> None:
+        super().__init__()
+        self.said = said
+
+
 class Lane:
     """This rank's place on its rail. What a rank says when it gives up waits until somebody listens.
 
@@ -70,9 +78,10 @@ class Lane:
         self._problem = self._send(self._said)
 
     def hear(self, timeout_s: float) -> list[Header]:
-        """The headers of all nodes, this one's included; or of one that gave up. Collective over the rail.
+        """The headers of all nodes, this one's included. Collective over the rail.
 
         Raises:
+            GaveUp: a node has.
             RailBroken: a node did not answer in time, or its connection has closed.
         """
         deadline = time.monotonic() + timeout_s
@@ -85,11 +94,11 @@ class Lane:
                     deadline += _LONGER_S
                 headers[node] = said
                 if said.kind == GAVE_UP:  # the others may be waiting for it
-                    return [said]
+                    raise GaveUp(said)
         except RailBroken:
             for node in self._links:  # it has closed before this rank came, or another one is late
                 if last := self._gave_up(node, 0.0):
-                    return [last]
+                    raise GaveUp(last) from None
             raise
         return headers
 

@@ -28,7 +28,7 @@ from symmoe import kernels
 from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, UNRAISED, Header, Lane
+from symmoe.nodes.lane import FAILED, GOES_ON, UNRAISED, GaveUp, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Messages, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
@@ -371,13 +371,11 @@ class Nodes(OneNode):
     def _hear(self) -> list[Header] | Report:
         try:
             with self._on_rail():
-                headers = self.lane.hear(self._bound_s)
+                return self.lane.hear(self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
-        for each in headers:
-            if each.kind == GAVE_UP:
-                return replace(Report.unpack(each.message), sender=each.origin)
-        return headers
+        except GaveUp as gone:
+            return replace(Report.unpack(gone.said.message), sender=gone.said.origin)
 
     def _missing(self, broken: RailBroken) -> Report:
         if not broken.is_late and (said := self.lane.last_words(broken.node)) is not None:

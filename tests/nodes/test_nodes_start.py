@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cluster import run_on
 from limits import HANG_S, PROMPT_S
 from node_calls import Ready, connections, refuses
-from relay import _ADDRESS, _Publishing
+from relay import _ADDRESS, _listen_low, _Publishing
 from shared_memory import left_in_shared_memory
 
 from symmoe import SymmetricHeap
@@ -75,7 +75,7 @@ def refuses_gloo() -> Iterator[None]:
 
     def publish(value: bytes) -> bytes:
         (found,) = _ADDRESS.finditer(value)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with _listen_low() as listener:  # so that the rank on node 1 is the one that connects
             port = listener.getsockname()[1].to_bytes(2, "big")
         return value[: found.start(1)] + port + value[found.end(1) :]
 
