@@ -11,18 +11,19 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from symmoe.errors import FAULT_BYTES
 from symmoe.nodes.rail import RailBroken
 from symmoe.nodes.reach import Link
 
-GOES_ON, FAILED, UNRAISED, GAVE_UP = range(4)
+GOES_ON, FAILED, UNRAISED, GAVE_UP, WAITS = range(5)
 _WORDS = struct.Struct("<qqqqqq")
 DETAIL_BYTES = 64
 _HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
 _MAX_S = 1e6  # of a wait, as Python's sockets count
+_LONGER_S = 0.25  # that a rank waits which has heard that a peer waits in turn: that one hears first who is missing
 _LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why, if it lives; it takes no time
 
 
@@ -30,7 +31,7 @@ _LAST_WORDS_S = 2.0  # a rail peer that has broken off gets that long to say why
 class Header:
     """What a rank says."""
 
-    kind: int  # GOES_ON, FAILED, GAVE_UP; UNRAISED: the rank has left the call that has failed, and keeps the error
+    kind: int  # GOES_ON, FAILED, GAVE_UP, WAITS; UNRAISED: the rank has left the call that failed, and keeps the error
     number: int = 0  # how many headers it has sent
     call: int = 0  # what the ranks must agree on, as in control.pack_call
     sizes: int = 0  # the same, of what says how long the messages are that follow
@@ -80,7 +81,9 @@ class Lane:
             if self._problem is not None:
                 raise self._problem
             for node in self._links:
-                headers[node] = said = self._hear(node, deadline)
+                while (said := self._hear(node, deadline)).kind == WAITS:
+                    deadline += _LONGER_S
+                headers[node] = said
                 if said.kind == GAVE_UP:  # the others may be waiting for it
                     return [said]
         except RailBroken:
@@ -90,11 +93,16 @@ class Lane:
             raise
         return headers
 
+    def wait(self) -> None:
+        """Tells all nodes that this rank waits for one of its own node, which waits for its rail. Does not wait."""
+        self._send(Header(WAITS))
+
     def give_up(self, origin: int, message: bytes) -> None:
-        """Tells whoever can still be told, once. Local; waits for nobody. From any thread."""
+        """Tells whoever can still be told, once; those that have gone are not to hear that they have. Local; waits for
+        nobody. From any thread."""
         is_open, self._is_open = self._is_open, False
         if is_open:
-            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message))
+            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self._lost())
 
     def last_words(self, node: int) -> Header | None:
         """What a node whose connection for payload has closed has said when it gave up, if it did."""
@@ -102,12 +110,15 @@ class Lane:
 
     def find_lost(self) -> int | None:
         """The first node whose connection is known to have closed, or None. Local; from any thread."""
+        return min(self._lost(), default=None)
+
+    def _lost(self) -> set[int]:
         asked, nodes = select.poll(), {}
         with contextlib.suppress(ValueError):  # this rank has closed
             for node, link in self._links.items():
                 asked.register(link.receives, select.POLLRDHUP)
                 nodes[link.receives.fileno()] = node
-        return min((nodes[found] for found, _ in asked.poll(0)), default=None)
+        return {nodes[found] for found, _ in asked.poll(0)}
 
     def close(self) -> None:
         """Ends the rail. Local."""
@@ -115,10 +126,12 @@ class Lane:
         for link in self._links.values():
             link.close()
 
-    def _send(self, header: Header) -> RailBroken | None:
+    def _send(self, header: Header, but: Collection[int] = ()) -> RailBroken | None:
         problem, packed = None, header.pack()
         with self._sends:  # a header is not cut by one of another thread
             for node, link in self._links.items():
+                if node in but:
+                    continue
                 try:
                     link.sends.sendall(packed)
                 except OSError as error:  # the others may stand

@@ -261,7 +261,7 @@ class Nodes(OneNode):
     def has_said_why(self, peer: int) -> bool:
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
-        own_mailbox = mailbox(self._peers, self._peers.rank)
+        own_mailbox, has_told = mailbox(self._peers, self._peers.rank), False
         deadline = time.monotonic() + self._bound_s
         while True:
             with self._streams.at_once():
@@ -269,6 +269,9 @@ class Nodes(OneNode):
                 has_said = any(slots[peer][0] >= control.ABORT for slots in own_mailbox.tolist())
             if has_said or not is_on_rail or time.monotonic() > deadline:
                 return has_said
+            if not has_told:
+                self.lane.wait()
+            has_told = True
             time.sleep(_POLL_S)
 
     def give_up(self, sender: int, report: Report) -> None:

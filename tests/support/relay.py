@@ -39,9 +39,9 @@ class Relay:
         self._ends: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
-    def open(self, port: int) -> int:
-        """Begins to pass a connection on to the listener at that port; where it listens for it."""
-        self._listeners.append(_listen())
+    def open(self, port: int, listen: Callable[[], socket.socket]) -> int:
+        """Begins to pass a connection on to the listener at that port; where this listens for it."""
+        self._listeners.append(listen())
         self._start(self._accept, self._listeners[-1], port)
         listens_at: int = self._listeners[-1].getsockname()[1]
         return listens_at
@@ -130,7 +130,7 @@ def relayed(node: int) -> Iterator[Relay | None]:
         # rank on node 0 must find itself lower, and its relay must be lower than the rank on node 1.
         if relay is None:
             return value[: found.end() - 1] + b"\x02" + value[found.end() :]
-        port = relay.open(int.from_bytes(found[1], "big"))
+        port = relay.open(int.from_bytes(found[1], "big"), _listen_low)
         return value[: found.start(1)] + port.to_bytes(2, "big") + value[found.end(1) :]
 
     def make(store: Any, name: str, **options: Any) -> GlooRail:
@@ -143,7 +143,7 @@ def relayed(node: int) -> Iterator[Relay | None]:
             self.endpoint = behind(self.endpoint)
 
     def behind(endpoint: reach.Endpoint) -> reach.Endpoint:
-        return endpoint if relay is None else replace(endpoint, port=relay.open(endpoint.port))
+        return endpoint if relay is None else replace(endpoint, port=relay.open(endpoint.port, _listen))
 
     def connect(others: Mapping[int, reach.Endpoint], timeout_s: float) -> Any:
         return reach.connect({rank: behind(endpoint) for rank, endpoint in others.items()}, timeout_s)
@@ -160,6 +160,10 @@ def relayed(node: int) -> Iterator[Relay | None]:
 
 
 def _listen() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def _listen_low() -> socket.socket:
     """A listener on a port that gloo takes for lower than those that the system gives out: to gloo, which compares
     ports as they lie in memory, a multiple of 256 is only its high byte."""
     listener = socket.socket()
