@@ -413,17 +413,22 @@ class _ExpertParallelMLP(Function):
         with plan.heap.one_call:
             if plan.to_fill is not None:
                 plan.generation = plan.heap.epoch + 1
-                key, inputs = (*key, plan.to_fill.key), [*inputs, *plan.to_fill.inputs]
+                key = *key, plan.to_fill.key
+                if route is not None:  # its other tensors are x and what stands for the storage of the plan
+                    route = route._replace(x=x, weight=given("weight", weight).contiguous())
+                    plan.to_fill = plan.to_fill._replace(route=route)
+                    inputs += _given(route.weight, route.bias)
             found = step.run(key, function, inputs)
             if plan.to_fill is not None:
                 plan.note_filled(*found[:5])
         step, hidden = forward.step, Hidden(*found[10 : 10 + NUM_HIDDEN])
+        routed, plan.routed = plan.routed, ()  # as results they have this function, which has the plan
         plan.packed_to_row, plan.row_to_packed_row, received, row_probs, a = found[5:10]
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
         if keeps:  # what backward needs, in the sizes of the routing: a checkpoint compares them
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
-                kept = x, given("weight", weight).contiguous(), given("topk_idx", route.topk_idx), plan.routed[2]
+                kept = x, given("weight", weight).contiguous(), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
                 (max_rows, max_packed_rows), rows = plan.needed_rows, None
                 if stash.keeps_rows:
@@ -444,7 +449,7 @@ class _ExpertParallelMLP(Function):
         if route is None:
             return y
         ctx.set_materialize_grads(False)
-        return y, *plan.routed
+        return y, *routed
 
     @staticmethod
     @once_differentiable
