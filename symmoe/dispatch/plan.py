@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,6 +52,7 @@ class Plan(PlanIntegers):
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
         to_fill: what launches the plan's kernels, which has not happened yet; else None.
+        routed: logits, probs and scores of a choice of experts that was made together with the plan.
     """
 
     heap: SymmetricHeap
@@ -71,6 +72,7 @@ class Plan(PlanIntegers):
     has_room: bool = True
     nodes: NodesPlan[Plan] | None = None
     to_fill: ToFill | None = None
+    routed: Sequence[torch.Tensor] = ()
     _read_report: Callable[[], list[int]] | None = None
 
     def fill(self) -> Sequence[torch.Tensor]:
@@ -82,21 +84,26 @@ class Plan(PlanIntegers):
             self.generation = heap.epoch + 1
             launch = partial(to_fill.launch, heap)
             is_first = heap.first_step is not None
-            filled = launch() if is_first else heap.run(to_fill.key, launch, (to_fill.topk_idx,))
-            self.note_filled(*filled[:2])
+            filled = launch() if is_first else heap.run(to_fill.key, launch, to_fill.inputs)
+            rails = self.note_filled(*filled)
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
-        return filled[2:]
+        return rails
 
-    def note_filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
-        """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
-        heap, reports = self.heap, self.to_fill.reports if self.to_fill else None
+    def note_filled(
+        self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None, *found: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Notes what ToFill.launch has returned, but for what it has found of rails, which this returns. In the same
+        turn, which began when the plan got its generation."""
+        heap, (reports, route) = self.heap, self.to_fill[-2:] if self.to_fill else (None, None)
         self.storage, self.to_fill, self._read_report = storage, None, read_report
+        self.routed, rails = ((), found) if route is None else (found[:3], found[3:])
         if reports is not None:
             reports.append(self.report)
         heap.waits.flight.note(self.generation, num_tokens=self.num_tokens, top_k=self.top_k)
         if heap.streams.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
+        return rails
 
     def next_phase(self) -> int:
         """The first barrier of this plan's call, or, once that is launched, of its dispatch."""
@@ -190,6 +197,17 @@ class Plan(PlanIntegers):
         return self.packed_to_row, self.row_to_packed_row
 
 
+class Choosing(Protocol):
+    """A choice of experts that is to be made; in its tensors and its key is everything on which it depends."""
+
+    @property
+    def key(self) -> Hashable: ...
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]: ...
+    def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        """Writes topk_idx, and what count_slots finds in it to counts; logits, probs and scores."""
+
+
 class ToFill(NamedTuple):
     """What the kernels of a plan take.
 
@@ -197,41 +215,46 @@ class ToFill(NamedTuple):
         topk_idx, config: as in make_plan and PlanOptions; contiguous.
         header: words for the peers, see control.HEAD_*.
         is_read: whether the host reads the report.
-        reports: None, or what gets the report instead.
         rails: the last arguments of RailRows, if the group spans nodes.
+        reports: None, or what gets the report instead.
+        route: None, or what makes topk_idx first.
     """
 
     topk_idx: torch.Tensor
     header: tuple[int, ...]
     config: int
     is_read: bool
-    reports: list[torch.Tensor] | None
     rails: tuple[int, Excess | None] | None
+    reports: list[torch.Tensor] | None
+    route: Choosing | None
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """On what it depends what is launched."""
-        return "plan", self.header, self.config, self.is_read, self.rails
+        """On what it depends what is launched, besides :attr:`inputs`."""
+        route = None if self.route is None else self.route.key
+        return "plan", self.header, self.config, self.is_read, self.rails, route
 
-    def new_counts(self, heap: SymmetricHeap) -> torch.Tensor:
-        """Memory for what count_slots finds in topk_idx."""
-        shape = num_blocks(len(self.topk_idx)), self.header[control.HEAD_NUM_EXPERTS] + heap.num_ranks + 2
-        return torch.empty(shape, dtype=torch.int32, device=heap.device)
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """The tensors."""
+        return (self.topk_idx,) if self.route is None else self.route.inputs
 
-    def launch(self, heap: SymmetricHeap, counts: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """A new storage of the plan, filled; if it is read, what waits for the report, or None; and, if the group spans
-        nodes, the integers and num_received of RailRows. Collective. counts: what count_slots finds, if it is there;
-        they are overwritten."""
-        topk_idx, header, config, is_read, _, its_rails = self
+    def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
+        """A new storage of the plan, filled; what waits for the report, or None if it is not read; logits, probs and
+        scores, if there is a route; the integers and num_received of RailRows, if the group spans nodes. Collective."""
+        topk_idx, header, config, is_read, its_rails, _, route = self
         num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
+        shape = num_blocks(len(topk_idx)), num_experts + num_ranks + 2
+        counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
+        routed = () if route is None else route.choose(heap, counts)
+        has_counts = route is not None
         if its_rails is not None:
             rails = RailRows(topk_idx, heap, num_experts, *its_rails)
-            topk_idx = rails.topk_idx
+            has_counts, topk_idx = has_counts and rails.topk_idx is topk_idx, rails.topk_idx
         ops, (numel, layout) = kernels.for_device(heap.device), plan_layout(*topk_idx.shape, num_experts, num_ranks)
         integers = in_storage(PlanIntegers, torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
         drop = header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP
-        if counts is None:
-            counts = self.new_counts(heap)
+        if not has_counts:
             ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(counts, topk_idx, header, heap.count_peers, num_experts=num_experts)
         received = _plan_barrier(heap, config, rails)
@@ -240,7 +263,7 @@ class ToFill(NamedTuple):
         ops.lay_out(heap.count_peers, received, heap.status, integers, **limits, drop=drop, ranks=ranks)
         ops.assign_rows(topk_idx, counts, integers, drop=drop)
         found = () if rails is None else rails.complete(integers.report)
-        return integers.storage, _start_reading(heap, integers.report) if is_read else None, *found
+        return integers.storage, _start_reading(heap, integers.report) if is_read else None, *routed, *found
 
 
 class PlanOptions(NamedTuple):
@@ -326,10 +349,14 @@ def plan_call(
 
 
 def begin_plan(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: Callable[[], RowBudget | None]
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    options: PlanOptions,
+    find_room: Callable[[], RowBudget | None],
+    route: Choosing | None = None,
 ) -> Plan:
-    """Same as plan_call, except that on one node nothing is launched: see Plan.fill. The values of topk_idx [T, K] may
-    come later, up to then."""
+    """Same as plan_call, except that on one node nothing is launched: see Plan.fill. route: what makes the values of
+    topk_idx [T, K] before, then: see Plan.routed."""
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, *_ = options
@@ -360,9 +387,9 @@ def begin_plan(
         }
         topk_idx = topk_idx.detach().contiguous()
         if heap.nodes is None:
-            plan = _new_plan(topk_idx, heap, words, options)
+            plan = _new_plan(topk_idx, heap, words, options, route=route)
         else:
-            plan = _plan_between_nodes(topk_idx, heap, words, options, room)
+            plan = _plan_between_nodes(topk_idx, heap, words, options, room, route)
         if room is not None:
             plan.expected_rows = room.expected_rows
         return plan
@@ -374,6 +401,7 @@ def _plan_between_nodes(
     words: dict[int, int],
     options: PlanOptions,
     room: RowBudget | None,
+    route: Choosing | None,
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
@@ -386,7 +414,7 @@ def _plan_between_nodes(
     words[control.HEAD_RAIL_CAPACITY] = rail_capacity
     packed_room = words[control.HEAD_PACKED_CAPACITY] if is_exact else None
     excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
-    plan = _new_plan(topk_idx, heap, words, options, (rail_rows, excess))
+    plan = _new_plan(topk_idx, heap, words, options, (rail_rows, excess), route)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
     integers, num_received = plan.fill()
     num_nodes = heap.topology.num_nodes
@@ -403,6 +431,7 @@ def _new_plan(
     words: dict[int, int],
     options: PlanOptions,
     rails: tuple[int, Excess | None] | None = None,
+    route: Choosing | None = None,
 ) -> Plan:
     """A plan that is to be filled; `words` of the header are the other arguments of make_plan."""
     num_tokens, top_k = topk_idx.shape
@@ -421,7 +450,7 @@ def _new_plan(
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails),
+        to_fill=ToFill(topk_idx, header, options.config, is_read, rails, reports, route),
     )
 
 

@@ -40,7 +40,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import SERIAL, Overlap, Sizes, overlap_of, received_layout
-from symmoe.moe.routing import Route, Routed, RouteGradients, fail_for_nonfinite
+from symmoe.moe.routing import Route, Routed, RouteGradients
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.heap import FailPeersOnError, SymmetricHeap
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Lease
@@ -102,9 +102,8 @@ def run_experts(
     out_shape: torch.Size | None = None,
     **words: str,
 ) -> tuple[torch.Tensor, Routed | None]:
-    """expert_parallel_mlp. With the route of x for probs, the choice of experts is made in the step, as a part of one
-    function of autograd, and comes with y: plan is that of its topk_idx, yet to be filled; on CPUs logits must be
-    finite, on all ranks."""
+    """expert_parallel_mlp. With the route of x for probs, the choice of experts comes with y, and is differentiated by
+    the same function of autograd: plan has been begun with that route."""
     if unknown := words.keys() - _WORDS:
         raise TypeError(f"expert_parallel_mlp takes {', '.join(_WORDS)}, not {', '.join(unknown)}")
     words, problem, heap, phase = _WORDS | words, words_problem(**words), plan.heap, plan.next_phase()
@@ -328,26 +327,20 @@ class _Forward:
     probs: torch.Tensor | None
     inputs: _Inputs
     frees: bool  # whether nobody reads the received rows after FC1
-    route: Route | None  # gives probs; None: they are there
     operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
 
     def planned(self) -> tuple[Any, ...]:
-        """What comes before dispatch, unless it is there: what ToFill.launch returns, logits, probs and scores. Where
-        the step is not put on a tape, these calls have tapes of their own, and the plan may have its sizes after it."""
-        step, plan, route, counts = self.step, self.step.plan, self.route, None
-        to_fill = None if step.kind is None else plan.to_fill
-        routed: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if route is not None:
-            counts = None if to_fill is None else to_fill.new_counts(plan.heap)
-            routed = logits, self.probs, _ = (route.run(plan.heap) if step.kind is None else route.compute(counts))[:3]
-            if plan.heap.device.type == "cpu":  # on GPUs the host would have to wait
-                fail_for_nonfinite(plan.heap, "the router's logits", logits)
-        if to_fill is None:
+        """What ToFill.launch returns, unless the plan is filled: then, and where the step is not put on a tape, None.
+        The plan, which has a tape of its own there, may have its sizes after it."""
+        step, plan = self.step, self.step.plan
+        if step.kind is None:
             plan.fill()
             self.step = step if step.num_rows else step.sized(self.x)
-            return None, None, *routed
-        plan.storage, read_report = to_fill.launch(plan.heap, counts=counts)
-        return plan.storage, read_report, *routed
+        found: tuple[Any, ...] = (None,) * 5 if plan.to_fill is None else plan.to_fill.launch(plan.heap)
+        plan.storage = plan.storage if found[0] is None else found[0]
+        if self.probs is None:
+            self.probs = plan.routed[1] if plan.routed else found[3]
+        return found if len(found) == 5 else (*found, None, None, None)
 
     def first_half(self) -> tuple[Any, ...]:
         """Plan, dispatch and FC1. What :meth:`planned` returns; the index of the plan; the lease of the received rows,
@@ -409,30 +402,33 @@ class _ExpertParallelMLP(Function):
         keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
         trains, held = (keeps_h and ctx.needs_input_grad[3], keeps_h), (linears[0].held_weight, linears[1].held_weight)
         probs = None if probs is None else probs.contiguous()
-        if route is not None:
-            route = route._replace(x=x, weight=given("weight", weight).contiguous())
-        forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees, route)
+        if plan.routed:
+            probs = plan.routed[1]
+        forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
         key: tuple[Hashable, ...] = "first half" if is_recomputed else "forward", trains, frees
         function = forward.first_half if is_recomputed else forward.both_halves
         inputs = _given(x, probs, plan.storage, b1, b2, *tensors)
-        if route is not None:
-            key, inputs = (*key, route.key), [*inputs, *_given(route.weight, route.bias)]
         with plan.heap.one_call:
             if plan.to_fill is not None:
                 plan.generation = plan.heap.epoch + 1
                 key = *key, plan.to_fill.key
+                if route is not None:  # its other tensors are x and what stands for the storage of the plan
+                    route = route._replace(x=x, weight=given("weight", weight).contiguous())
+                    plan.to_fill = plan.to_fill._replace(route=route)
+                    inputs += _given(route.weight, route.bias)
             found = step.run(key, function, inputs)
             if plan.to_fill is not None:
-                plan.note_filled(*found[:2])
-        step, scores, hidden = forward.step, found[4], Hidden(*found[10 : 10 + NUM_HIDDEN])
+                plan.note_filled(*found[:5])
+        step, hidden = forward.step, Hidden(*found[10 : 10 + NUM_HIDDEN])
+        routed, plan.routed = plan.routed, ()  # as results they have this function, which has the plan
         plan.packed_to_row, plan.row_to_packed_row, received, row_probs, a = found[5:10]
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
         if keeps:  # what backward needs, in the sizes of the routing: a checkpoint compares them
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
-                kept = x, route.weight, route.topk_idx, scores
+                kept = x, given("weight", weight).contiguous(), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
                 (max_rows, max_packed_rows), rows = plan.needed_rows, None
                 if stash.keeps_rows:
@@ -453,7 +449,7 @@ class _ExpertParallelMLP(Function):
         if route is None:
             return y
         ctx.set_materialize_grads(False)
-        return y, *found[2:5]
+        return y, *routed
 
     @staticmethod
     @once_differentiable

@@ -211,7 +211,7 @@ class MoELayer(ExpertParallelModule):
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             traced, own = is_traced(self.experts), None  # own: what the step routes by itself
             if token_mask is None and topk_idx is None and probs is None and shared is None and dtype == x.dtype:
-                if self.router is not None and self.heap.nodes is None and not traced:
+                if self.router is not None and not traced:
                     own = self.router.route_of(x.reshape(-1, self.config.hidden))  # not `tokens`: see run_experts
             if own is not None:
                 y, expert_load, num_dropped, found = self._routed_experts.run(

@@ -59,12 +59,26 @@ class Route(NamedTuple):
         ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts)
         return Routed(logits, probs, scores, topk_idx)
 
-    def run(self, heap: SymmetricHeap | None) -> Routed:
-        """The same; from a tape of the heap, if such calls repeat."""
-        if heap is None:
-            return self.compute()
+    def detached(self) -> Route:
+        """The same, of contiguous tensors without gradients."""
+        return self._replace(x=self.x.detach().contiguous(), weight=self.weight.detach().contiguous())
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors."""
         tensors = self.x, self.weight, self.bias, self.given_idx, self.topk_idx
-        return Routed(*heap.run(self.key, self.compute, [tensor for tensor in tensors if tensor is not None]))
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """As a part of a plan, see dispatch/plan.py. On CPUs logits must be finite, on all ranks."""
+        logits, probs, scores, _ = self.compute(counts)
+        if heap.device.type == "cpu":  # on GPUs the host would have to wait
+            fail_for_nonfinite(heap, "the router's logits", logits)
+        return logits, probs, scores
+
+    def run(self, heap: SymmetricHeap | None) -> Routed:
+        """What `compute` returns; from a tape of the heap, if such calls repeat."""
+        return self.compute() if heap is None else Routed(*heap.run(self.key, self.compute, self.inputs))
 
 
 class RouteGradients(NamedTuple):

@@ -157,8 +157,8 @@ def examine_nodes(
         except (ArgumentError, BackendUnavailable) as error:
             fix = "torchrun --nproc-per-node=... with the same number on every node, or --ranks-per-node"
             return [Finding("problem", "nodes", str(error), fix)]
-        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank and facts[rank].endpoint.port}
-        made, refuse = connect(mates, _REACH_S)
+        mates = {rank: facts[rank].endpoint for rank in topology.rail if rank != board.rank}
+        made, refuse = connect({rank: endpoint for rank, endpoint in mates.items() if endpoint.port}, _REACH_S)
         for each in made.values():
             stack.callback(each.close)
         refused = [dict(each) for each in board.gather("reach", [*refuse.items()])]
