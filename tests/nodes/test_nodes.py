@@ -389,6 +389,9 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
         assert heap.tapes.problems == []
         assert all(torch.equal(each, found[0]) for each in found)
         assert (num_played > 0, heap.tapes.num_played - num_played) == (True, 4)
+        y, _ = layer(x)
+        del y, _
+        assert heap.leased_bytes == 0  # nothing keeps the graph of a step that nobody has
 
 
 @run_on(2)

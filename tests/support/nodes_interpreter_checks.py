@@ -115,7 +115,9 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     assert bool((received == -(epoch % 2)).all())
     taken = torch.full((3, 6), -7.0, dtype=torch.bfloat16)
     module.take_rows(rows[:, :6].bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32) % len(own), taken)
-    return [*views, rows, received, taken]
+    none = torch.full((2, 8), -7.0, dtype=torch.bfloat16)
+    module.take_rows(torch.empty((0, 16), dtype=torch.bfloat16)[:, ::2], torch.zeros(2, dtype=torch.int32), none)
+    return [*views, rows, received, taken, none]
 
 
 def main() -> None:

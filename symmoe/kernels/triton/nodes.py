@@ -154,10 +154,11 @@ def take_rows_kernel(rows, index, out, num_rows: tl.int32, num_words: tl.int32, 
 
 def take_rows(rows, index, out):
     if len(index):
-        rows, out = rows.view(torch.int32), out.view(torch.int32)
+        num_rows, out = len(rows), out.view(torch.int32)
+        rows = rows.view(torch.int32) if num_rows else out  # rows of none may have any strides
         num_words = out.shape[1]
         constants = kept_constants(BLOCK=min(1024, next_power_of_2(num_words)), num_warps=4)
-        launch(take_rows_kernel, (len(index),), constants, rows, index, out, len(rows), num_words)
+        launch(take_rows_kernel, (len(index),), constants, rows, index, out, num_rows, num_words)
 
 
 @fast_jit([])
