@@ -27,9 +27,10 @@ from shared_memory import left_in_shared_memory
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
+from symmoe.nodes.lane import GOES_ON, GaveUp, Header, Lane
 from symmoe.nodes.nccl import NcclError, connect_together
 from symmoe.nodes.rail import GlooRail
-from symmoe.nodes.reach import Endpoint
+from symmoe.nodes.reach import Endpoint, Link
 from symmoe.symm_mem import several_nodes
 
 START_S = 20.0  # start_timeout_s where gloo waits for half of it
@@ -150,6 +151,48 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
     rail.wait(rail.begin([(1 - rank, sent)], [(1 - rank, received)], HANG_S), HANG_S)
     rail.close()
     assert int(received.sum()) == (8, 4)[rank]
+
+
+# -- connections of hosts -------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_says_before_it_closes_is_heard():
+    """A stranger is not taken for a rank; what comes before the end comes first, and in pieces."""
+    token, made = b"of this heap", {}
+    with reach.Listener() as mine, reach.Listener() as its:
+        for rank, listener in ((0, its), (1, mine)):
+            made |= {rank: reach.connect({0: listener.endpoint}, PROMPT_S)[0][0]}
+        with socket.create_connection((mine.endpoint.host, mine.endpoint.port)) as stranger:
+            stranger.sendall(reach.hello(b"of another!!", 1))
+            for rank, sends in made.items():
+                sends.sendall(reach.hello(token, rank))
+            come = {1: mine.accept([1], token, PROMPT_S), 0: its.accept([0], token, PROMPT_S)}
+    lane, other = Lane({1: Link(made[0], come[1][1])}), Lane({0: Link(made[1], come[0][0])})
+    for each in (lane, other):
+        each.say(Header(GOES_ON, call=7))
+    assert [header.call for header in lane.hear(PROMPT_S)] == [7, 7]
+    assert lane.find_lost() is None
+    other.wait()
+    for each in (lane, other):
+        each.say(Header(GOES_ON, call=8))
+    other.give_up(1, b"why")
+    other.close()
+    assert lane.hear(PROMPT_S)[1].number == 2  # after the word that it waits
+    assert lane.find_lost() == 1
+    lane.say(Header(GOES_ON, call=9))
+    with pytest.raises(GaveUp) as gone:
+        lane.hear(PROMPT_S)
+    assert (gone.value.said.origin, gone.value.said.message.rstrip(b"\0")) == (1, b"why")
+    assert lane.last_words(1) is None
+    lane.close()
+    assert lane.find_lost() is None
+
+
+def test_addresses_of_a_device():
+    assert reach._address_of("lo") == "127.0.0.1"
+    if Path("/proc/net/if_inet6").exists() and " lo\n" in Path("/proc/net/if_inet6").read_text():
+        assert reach._ipv6_address_of("lo") == "::1"
+    assert reach._ipv6_address_of("none") == ""
 
 
 # -- NCCL, of which there is none -------------------------------------------------------------------------------------
