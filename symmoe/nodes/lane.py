@@ -97,7 +97,7 @@ class Lane:
                     raise GaveUp(said)
         except RailBroken:
             for node in self._links:  # it has closed before this rank came, or another one is late
-                if last := self._gave_up(node, 0.0):
+                if last := self.last_words(node, 0.0):
                     raise GaveUp(last) from None
             raise
         return headers
@@ -111,17 +111,20 @@ class Lane:
         nobody. From any thread."""
         is_open, self._is_open = self._is_open, False
         if is_open:
-            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self._lost())
+            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.find_lost())
 
-    def last_words(self, node: int) -> Header | None:
-        """What a node whose connection for payload has closed has said when it gave up, if it did."""
-        return self._gave_up(node, _LAST_WORDS_S)
+    def last_words(self, node: int, timeout_s: float = _LAST_WORDS_S) -> Header | None:
+        """What a node whose connection has closed has said when it gave up, after all that it has said before, if it
+        did."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(RailBroken):
+            while (said := self._hear(node, deadline)).kind != GAVE_UP:
+                pass
+            return said
+        return None
 
-    def find_lost(self) -> int | None:
-        """The first node whose connection is known to have closed, or None. Local; from any thread."""
-        return min(self._lost(), default=None)
-
-    def _lost(self) -> set[int]:
+    def find_lost(self) -> set[int]:
+        """The nodes whose connections are known to have closed. Local; from any thread."""
         asked, nodes = select.poll(), {}
         with contextlib.suppress(ValueError):  # this rank has closed
             for node, link in self._links.items():
@@ -138,13 +141,11 @@ class Lane:
     def _send(self, header: Header, but: Collection[int] = ()) -> RailBroken | None:
         problem, packed = None, header.pack()
         with self._sends:  # a header is not cut by one of another thread
-            for node, link in self._links.items():
-                if node in but:
-                    continue
+            for node in [each for each in self._links if each not in but]:
                 try:
-                    link.sends.sendall(packed)
+                    self._links[node].sends.sendall(packed)
                 except OSError as error:  # the others may stand
-                    problem = problem or _broken(node, error)
+                    problem = problem or RailBroken(node, is_late=isinstance(error, TimeoutError), problem=error)
         return problem
 
     def _hear(self, node: int, deadline: float) -> Header:
@@ -156,20 +157,7 @@ class Lane:
                 if not (piece := receives.recv(missing)):
                     raise ConnectionResetError("the connection has closed")
             except OSError as error:
-                raise _broken(node, error) from error
+                raise RailBroken(node, is_late=isinstance(error, TimeoutError), problem=error) from error
             self._incomplete[node] += piece
         packed, self._incomplete[node] = self._incomplete[node], b""
         return Header.unpack(packed)
-
-    def _gave_up(self, node: int, timeout_s: float) -> Header | None:
-        """What a node has said that gave up, after all that it has said before."""
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(RailBroken):
-            while (said := self._hear(node, deadline)).kind != GAVE_UP:
-                pass
-            return said
-        return None
-
-
-def _broken(node: int, error: OSError) -> RailBroken:
-    return RailBroken(node, is_late=isinstance(error, TimeoutError), problem=str(error))

@@ -31,6 +31,7 @@ _MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail end
 _POLL_S = 1e-3
 _ID, _FAILED = "id", "failed"  # keys in the store of a rail
 _CONNECT_POLL_S = 0.05
+_Messages = list[tuple[int, int, int]]  # (address, bytes, rank)
 _HINT = "; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name its devices"
 
 
@@ -90,21 +91,17 @@ class Nccl:
 
     def connect(self, unique_id: bytes, rank: int, num_ranks: int) -> int:
         """A communicator on the current GPU. Collective; waits for the others as long as it takes."""
-        communicator = ctypes.c_void_p()
-        made = _UniqueId.from_buffer_copy(unique_id)
+        communicator, made = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(communicator), num_ranks, made, rank)
         return communicator.value or 0
 
-    def exchange(
-        self, communicator: int, sends: list[tuple[int, int, int]], receives: list[tuple[int, int, int]], stream: int
-    ) -> None:
+    def exchange(self, communicator: int, sends: _Messages, receives: _Messages, stream: int) -> None:
         """Sends and receives (address, bytes, rank) on a CUDA stream, at once. Messages to a rank keep their order."""
         self._call("ncclGroupStart")
         try:
-            for address, num_bytes, rank in receives:
-                self._call("ncclRecv", address, num_bytes, _UINT8, rank, communicator, stream)
-            for address, num_bytes, rank in sends:
-                self._call("ncclSend", address, num_bytes, _UINT8, rank, communicator, stream)
+            for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
+                for address, num_bytes, rank in messages:
+                    self._call(name, address, num_bytes, _UINT8, rank, communicator, stream)
         finally:
             self._call("ncclGroupEnd")
 
@@ -152,13 +149,9 @@ class NcclRail(Payload):
         torch.cuda.synchronize(self._device)
         self.progress.zero_()
         try:
-            connect_together(
-                library.unique_id if node == 0 else None,
-                self._connect,
-                dist.PrefixStore(name, store),  # type: ignore[attr-defined]
-                node=node,
-                timeout_s=timeout_s,
-            )
+            make_id = library.unique_id if node == 0 else None
+            own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+            connect_together(make_id, self._connect, own_store, node=node, timeout_s=timeout_s)
         except BackendUnavailable:
             self.end()  # first messages that wait for ever
             raise
@@ -174,9 +167,6 @@ class NcclRail(Payload):
 
     def count(self, which: int) -> None:
         kernels.for_device(self._device).count_exchange(self.counts, self.progress, which=which)
-
-    def wait(self, started: Started, timeout_s: float) -> None:
-        """The stream waits."""
 
     def settle(self) -> None:
         self.counts[ENDED].copy_(self.counts[BEGUN])
@@ -233,10 +223,8 @@ class NcclRail(Payload):
         stream = torch.cuda.current_stream(self._device) if stream is None else stream
         self._library.exchange(self._communicator, *messages, stream.cuda_stream)
 
-    def _addresses(self, pairs: Pairs) -> list[tuple[int, int, int]]:
-        return [
-            (tensor.data_ptr(), tensor.nbytes, node) for node, tensor in pairs if node != self._node and tensor.numel()
-        ]
+    def _addresses(self, pairs: Pairs) -> _Messages:
+        return [(each.data_ptr(), each.nbytes, node) for node, each in pairs if node != self._node and each.numel()]
 
 
 def connect_together(

@@ -23,8 +23,8 @@ class RailBroken(Exception):
     """A node's end of the rail did not answer in time (`is_late`), or its connection has closed. For the heap, which
     says so to the user in terms of ranks."""
 
-    def __init__(self, node: int, *, is_late: bool, problem: str) -> None:
-        super().__init__(problem)
+    def __init__(self, node: int, *, is_late: bool, problem: object) -> None:
+        super().__init__(str(problem).split("\n", 1)[0])
         self.node, self.is_late = node, is_late
 
 
@@ -113,12 +113,11 @@ class GlooRail(Payload):
         started = []
         for move, pairs in ((self._group.recv, receives), (self._group.send, sends)):
             for node, tensor in pairs:
-                if node == self._node or not tensor.numel():
-                    continue
                 try:
-                    started.append((node, move([tensor], node, 0)))
+                    if node != self._node and tensor.numel():
+                        started.append((node, move([tensor], node, 0)))
                 except RuntimeError as error:
-                    raise _broken(node, error, is_late=False) from error
+                    raise RailBroken(node, is_late=False, problem=error) from error
         return started
 
     def wait(self, started: Started, timeout_s: float) -> None:
@@ -129,13 +128,9 @@ class GlooRail(Payload):
             try:
                 work.wait(timedelta(milliseconds=math.ceil(left_s * 1e3)))  # as gloo counts; not before the deadline
             except RuntimeError as error:
-                raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
+                raise RailBroken(node, is_late=time.monotonic() >= deadline, problem=error) from error
 
     def close(self) -> None:
         if self._group is not None:
             self._group.abort()
             self._group = None  # which closes the connections
-
-
-def _broken(node: int, error: RuntimeError, *, is_late: bool) -> RailBroken:
-    return RailBroken(node, is_late=is_late, problem=str(error).split("\n", 1)[0])

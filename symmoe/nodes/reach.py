@@ -58,10 +58,9 @@ class Listener:
         BackendUnavailable: there is no such device.
     """
 
-    _socket: socket.socket | None
+    _socket: socket.socket | None = None
 
     def __init__(self) -> None:
-        self._socket = None
         device = os.environ.get(DEVICE_VARIABLE, "").split(",")[0]
         address = _address_of(device) if device else _address_of_host()
         self.endpoint = Endpoint(device)
@@ -86,7 +85,7 @@ class Listener:
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}
-        try:
+        with contextlib.ExitStack() as unused:
             while len(found) < len(ranks):
                 self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
                 each, _ = self._socket.accept()
@@ -94,13 +93,10 @@ class Listener:
                 said = each.recv(len(token) + _RANK_BYTES, socket.MSG_WAITALL)
                 rank = int.from_bytes(said[len(token) :], "little")
                 if said == hello(token, rank) and rank in ranks and rank not in found:
-                    found[rank] = each
+                    found[rank] = unused.enter_context(each)
                 else:
                     each.close()
-        except BaseException:
-            for each in found.values():
-                each.close()
-            raise
+            unused.pop_all()
         return found
 
 

@@ -155,10 +155,9 @@ def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | 
 
 def make_rank_maps(topology: Topology, device: torch.device) -> RankMaps:
     """The maps of a topology. Synchronises."""
-    nodes, here, num_ranks = topology.nodes, topology.node, topology.num_nodes * len(topology.ranks)
-    others = [ranks for ranks in nodes if ranks != topology.ranks]
+    nodes, here, own = topology.nodes, topology.node, topology.ranks
+    num_ranks, others = len(nodes) * len(own), [ranks for ranks in nodes if ranks != own]
     to_local = [ranks.index(rank) if rank in ranks else -1 for ranks in nodes for rank in range(num_ranks + 1)]
-    own = topology.ranks
     first_with = [own[0] if rank < own[0] else min(rank, own[-1] + 1) for rank in range(1, num_ranks)]
     with torch.inference_mode(False):
         return RankMaps(

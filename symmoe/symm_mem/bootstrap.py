@@ -14,17 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import (
-    FAULT_BYTES,
-    ArgumentError,
-    BackendUnavailable,
-    PeerError,
-    PeerLost,
-    PeerTimeout,
-    SymmoeError,
-    decode,
-    encode,
-)
+from symmoe import errors
+from symmoe.errors import ArgumentError, BackendUnavailable, PeerError, PeerLost, PeerTimeout, SymmoeError
 from symmoe.kernels import control
 from symmoe.torch_internals import store_of
 
@@ -90,10 +81,10 @@ class Bootstrap:
 
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one."""
-        mine = b"" if problem is None else encode(problem)
-        for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
+        mine = b"" if problem is None else errors.encode(problem)
+        for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=errors.FAULT_BYTES)):
             if payload.strip(b"\0"):
-                raise decode(payload, rank=rank)
+                raise errors.decode(payload, rank=rank)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: as JSON 512 bytes at most."""
@@ -215,19 +206,18 @@ class NodeBootstrap(Bootstrap):
 
 def _group_problem(group: object) -> ArgumentError | None:
     """What keeps this rank from talking to a group, or None. Peers cannot be told."""
+    not_in_it = "is one that this rank is not in: it has no heap there"
     if group is None:
         return None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return ArgumentError(
-            "group (GroupMember.NON_GROUP_MEMBER) is one that this rank is not in: it has no heap there"
-        )
+        return ArgumentError(f"group (GroupMember.NON_GROUP_MEMBER) {not_in_it}")
     if not isinstance(group, dist.ProcessGroup):
         return ArgumentError(f"group ({group!r}) must be a torch.distributed.ProcessGroup, or None")
     try:
         rank = dist.get_rank(group)
     except ValueError as error:
         return ArgumentError(f"group is not usable: {error}")
-    return None if rank >= 0 else ArgumentError("group is one that this rank is not in: it has no heap there")
+    return None if rank >= 0 else ArgumentError(f"group {not_in_it}")
 
 
 @functools.cache

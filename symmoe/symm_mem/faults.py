@@ -29,20 +29,9 @@ from dataclasses import replace
 
 from symmoe.errors import TRAVELLING, PeerAborted, PeerError, PeerTimeout, SymmoeError, encode
 from symmoe.kernels import control
-from symmoe.symm_mem import flight_record
-from symmoe.symm_mem.reports import (
-    UNKNOWN,
-    Fault,
-    Report,
-    end_waits,
-    mismatch_error,
-    plan_error,
-    plan_record,
-    read_fault,
-    read_report,
-    send_fault,
-)
-from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem import flight_record, reports
+from symmoe.symm_mem.reports import UNKNOWN, Fault, Report, end_waits, plan_error
+from symmoe.symm_mem.streams import Streams, capture_id
 from symmoe.symm_mem.waits import Waits
 from symmoe.torch_internals import outside_transforms
 
@@ -117,7 +106,7 @@ class Faults:
     def __init__(
         self,
         waits: Waits,
-        streams: StreamOrder | NoStreams,
+        streams: Streams,
         one_call: AbstractContextManager[None],
         forget: Callable[[], None],
         others: OneNode,
@@ -207,13 +196,11 @@ class Faults:
         if kind == control.STATUS_PLAN:
             fault = Fault(-1, encode(plan_error(words)))
         elif kind == control.STATUS_FAULT:
-            fault = read_fault(self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH])
+            fault = reports.read_fault(self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH])
         else:
             first, peer = self._peers.in_group(0), self._peers.in_group(words[control.STATUS_PEER])
-            mismatch = mismatch_error(
-                self._waits.configurations, first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
-            )
-            fault = Fault(-1, encode(mismatch))
+            calls = first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN]
+            fault = Fault(-1, encode(reports.mismatch_error(self._waits.configurations, *calls)))
         fault = replace(fault, is_unraised=is_unraised)
         answer: Fault | Report = self._others.tell(fault) if told is None else told
         if isinstance(answer, Fault) and answer.origin == UNKNOWN:
@@ -259,7 +246,7 @@ class Faults:
         """Enters the next barrier with an error, and waits for its end."""
         self._num_messages += 1
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
-        send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
+        reports.send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
         self._waits.barrier(call, fault=True)
         self._streams.synchronize()
 
@@ -291,7 +278,7 @@ class Faults:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Collective between nodes: ranks
         with a static capacity have it on record, and tell their rail."""
         with self._others.turn:
-            error, _ = self._agree(plan_record(report))
+            error, _ = self._agree(reports.plan_record(report))
         return error
 
     def _peer_failure(self, words: list[int]) -> PeerError:
@@ -312,7 +299,7 @@ class Faults:
         report = Report("it has not said why")
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
-                report = read_report(self._peers, peer)
+                report = reports.read_report(self._peers, peer)
         sender = report.sender if report.sender >= 0 else self._peers.in_group(peer)
         error = self._gone(report, sender)
         self._describe(error, words)

@@ -42,8 +42,7 @@ def describe(
     plan_epoch = next((call[1] for call in reversed(calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
     names = ("peer", "expected", "seen", "epoch", "where")
     facts_of_error = ("rank", "phase", "expected", "seen", "reported_by")
-    described = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
-    described = {"type": type(error).__name__, "text": str(error), **described}
+    known = {name: getattr(error, name) for name in facts_of_error if hasattr(error, name)}
     return {
         "format": FORMAT,
         "rank": peers.in_group(peers.rank),
@@ -51,7 +50,7 @@ def describe(
         "pid": os.getpid(),
         **facts,
         "written_unix_s": wall_s,
-        "error": described,
+        "error": {"type": type(error).__name__, "text": str(error), **known},
         "status": {
             "kind": _STATUS_KINDS[status[control.STATUS_KIND]],
             "phase": control.PHASES[status[control.STATUS_PHASE]],

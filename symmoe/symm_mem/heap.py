@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from symmoe import kernels
-from symmoe.errors import (
-    ArgumentError,
-    ConcurrentUse,
-    HeapClosed,
-    HeapExhausted,
-    HeapPoisoned,
-    StaleLease,
-    SymmoeError,
-    raise_for,
-)
+from symmoe import errors, kernels
+from symmoe.errors import ArgumentError, ConcurrentUse, HeapClosed, HeapExhausted, HeapPoisoned, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.symm_mem.faults import UNRAISED
 from symmoe.symm_mem.memory import Lease, lease_problem
@@ -222,16 +213,15 @@ class SymmetricHeap(HeapParts):
         ):
             return function()
         self.streams.eager_thread = get_ident()  # even if another one has its turn, which then asks again
+        has_turn = False
         try:
-            try:
-                self.one_call.__enter__()
-            except ConcurrentUse:
-                return function()  # which raises if it needs the turn, too
-            try:
-                with nullcontext() if self.nodes is None else self.nodes.playing():
-                    return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
-            finally:
-                self.one_call.__exit__(None, None, None)
+            with self.one_call, nullcontext() if self.nodes is None else self.nodes.playing():
+                has_turn = True
+                return self.tapes.run((*key, self.waits.timeout_s == math.inf), function, inputs, numbers)
+        except ConcurrentUse:
+            if has_turn:
+                raise
+            return function()  # which raises if it needs the turn, too
         finally:
             self.streams.eager_thread = 0
 
@@ -265,7 +255,7 @@ class SymmetricHeap(HeapParts):
             self.streams.synchronize()  # an error of that dispatch may still be on its way
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             with self._access:
-                raise_for(self.faults.find(phase))
+                errors.raise_for(self.faults.find(phase))
 
     @recorded_on_cpus
     def barrier(
@@ -293,7 +283,7 @@ class SymmetricHeap(HeapParts):
             if self.streams.raises_at_once:
                 self.check()
             if self.faults.unraised is not None:
-                raise_for(self.faults.settle(self.streams.read_back(received)()))
+                errors.raise_for(self.faults.settle(self.streams.read_back(received)()))
             return received
 
     @recorded_on_cpus
@@ -402,7 +392,7 @@ class SymmetricHeap(HeapParts):
             error, together = None, False
             try:
                 error, together = self.faults.meet_to_close()
-                raise_for(error)
+                errors.raise_for(error)
             finally:
                 del error  # as in `fail`
                 _end(self, together=together)

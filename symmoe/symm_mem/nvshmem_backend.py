@@ -85,10 +85,9 @@ class NvshmemBackend:
         sent = id_bytes.tobytes() if bootstrap.rank == 0 else b""
         received = bootstrap.all_gather_bytes(sent, num_bytes=_UNIQUE_ID_BYTES)[0]
         id_bytes[:] = np.frombuffer(received, dtype=np.uint8)
+        rank, num_ranks = bootstrap.rank, bootstrap.num_ranks
         with _files_of_this_user():
-            core.init(
-                device=device, uid=unique_id, rank=bootstrap.rank, nranks=bootstrap.num_ranks, initializer_method="uid"
-            )
+            core.init(device=device, uid=unique_id, rank=rank, nranks=num_ranks, initializer_method="uid")
         problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
             # The binding reports success for a half-done start; an allocation would then end the process.
@@ -96,7 +95,7 @@ class NvshmemBackend:
         bootstrap.agree(problem)
         with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
-        self.bases = [bindings.ptr(self._address, rank) for rank in range(bootstrap.num_ranks)]
+        self.bases = [bindings.ptr(self._address, each) for each in range(num_ranks)]
         missing = [rank for rank, base in zip(bootstrap.ranks, self.bases, strict=True) if base == 0]
         if missing:
             text = f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed"
@@ -126,17 +125,15 @@ class NvshmemBackend:
         machine = bootstrap.attempt(partial(find_place, None)).machine
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")[:128]
         uuids, indices, machines, views = zip(*bootstrap.gather([uuid, index, machine, visible]), strict=True)
-        problem = None
+        problem = ""
         if len(set(uuids)) < len(uuids):
-            problem = BackendUnavailable(
-                "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
-            )
-        if len(set(views)) == 1 and problem is None:  # all number the GPUs equally: a peer's index means something here
+            problem = "two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)"
+        elif len(set(views)) == 1:  # all number the GPUs equally: a peer's index means something here
             others = {i for i, of in zip(indices, machines, strict=True) if of == machine and i != index}
             blocked = [i for i in sorted(others) if not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
-                problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")
-        bootstrap.agree(problem)
+                problem = f"GPU {index} cannot address GPUs {blocked}"
+        bootstrap.agree(BackendUnavailable(problem) if problem else None)
         return len(set(machines))
 
 

@@ -17,16 +17,8 @@ from datetime import timedelta
 
 import torch
 
-from symmoe.errors import (
-    FAULT_BYTES,
-    CapacityError,
-    ConfigMismatch,
-    ExpertIdError,
-    SymmoeError,
-    decode,
-    decode_text,
-    encode,
-)
+from symmoe import errors
+from symmoe.errors import CapacityError, ConfigMismatch, ExpertIdError, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -61,12 +53,12 @@ class Report:
     def pack(self) -> bytes:
         """FAULT_BYTES and the details."""
         reason, *details = astuple(self)
-        return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
+        return errors.encode(SymmoeError(reason)) + _DETAILS.pack(*details)
 
     @classmethod
     def unpack(cls, message: bytes) -> Report:
         """The report that was packed."""
-        return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
+        return cls(errors.decode_text(message), *_DETAILS.unpack_from(message, errors.FAULT_BYTES))
 
 
 UNKNOWN = 1 << 31  # the origin of an error of which a rank knows only that there is one, on another node
@@ -90,7 +82,7 @@ class Fault:
     @property
     def error(self) -> SymmoeError:
         """The error as other ranks raise it."""
-        return decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
+        return errors.decode(self.message, rank=-1 if self.origin == UNKNOWN else self.origin)
 
 
 def mailbox(peers: Peers, rank: int) -> torch.Tensor:
@@ -116,7 +108,7 @@ def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:
         text = f"rank {peers.in_group(sender)} failed in epoch {epoch}, and has failed again since"
         if peers.group_ranks:
             text = "the call has failed on another node"
-        return Fault(UNKNOWN if peers.group_ranks else -1, encode(SymmoeError(text)))
+        return Fault(UNKNOWN if peers.group_ranks else -1, errors.encode(SymmoeError(text)))
     origin, *_ = _DETAILS.unpack_from(message, control.INBOX_DETAILS)
     return Fault(origin, message[_WORD.size : control.INBOX_DETAILS])
 

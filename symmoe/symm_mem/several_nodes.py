@@ -36,7 +36,7 @@ from symmoe.nodes.topology import Topology, make_rank_maps
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.reports import Fault, Report, mailbox, mismatch_error, write_word
-from symmoe.symm_mem.streams import Access, Branch, NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
 from symmoe.tape.recorder import recorded_in_order
 
@@ -68,13 +68,7 @@ class Nodes(OneNode):
     faults: Faults
 
     def __init__(
-        self,
-        topology: Topology,
-        waits: Waits,
-        streams: StreamOrder | NoStreams,
-        access: Access,
-        lane: Lane,
-        payload: Payload,
+        self, topology: Topology, waits: Waits, streams: Streams, access: Access, lane: Lane, payload: Payload
     ) -> None:
         self.topology, self.maps = topology, make_rank_maps(topology, waits.device)
         self.lane, self.payload, self.turn = lane, payload, access
@@ -339,14 +333,15 @@ class Nodes(OneNode):
             self._is_marked = is_long
         if not is_moving:
             return True
-        lost, is_overdue, is_lost = None, now - self._begun_s > bound_s, False
+        lost, is_overdue, is_lost = set[int](), now - self._begun_s > bound_s, False
         if not is_overdue and is_long and now - self._probed_s > _PROBE_S:
             self._probed_s, lost = now, self.lane.find_lost()
-            is_lost = lost is not None or bool(self.payload.problem())
+            is_lost = bool(lost or self.payload.problem())
         if not (is_overdue or is_lost):
             return True
         with suppress(ReferenceError):  # the heap has gone
-            self.overdue = self._absent(self.lane.find_lost() if is_overdue else lost, lost=int(is_lost))
+            lost = self.lane.find_lost() if is_overdue else lost
+            self.overdue = self._absent(min(lost, default=None), lost=int(is_lost))
             self.faults.note_overdue(self.overdue)
         return False
 

@@ -25,7 +25,7 @@ from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Memory
 from symmoe.symm_mem.reports import Configurations
 from symmoe.symm_mem.row_budget import RowHistory
-from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder
+from symmoe.symm_mem.streams import Access, NoStreams, OneCall, StreamOrder, Streams
 from symmoe.symm_mem.waits import Waits
 from symmoe.tape.recorder import MODES
 
@@ -69,7 +69,7 @@ class HeapParts:
     peers: Peers
     count_peers: Peers
     memory: Memory
-    streams: StreamOrder | NoStreams
+    streams: Streams
     one_call: AbstractContextManager[None]
     configurations: Configurations
     waits: Waits
@@ -127,11 +127,8 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
 
         try:
             rail = several_nodes.start_rail(whole, topology, device, start_s)
-        except BackendUnavailable:  # on every rank: the memory is given back together
-            arenas.close()
-            raise
-        except PeerError:
-            arenas.abandon()
+        except (BackendUnavailable, PeerError) as error:  # the former on every rank: memory is given back together
+            (arenas.abandon if isinstance(error, PeerError) else arenas.close)()
             raise
         heap._others = heap.nodes = several_nodes.Nodes(topology, heap.waits, heap.streams, heap._access, *rail)
         heap.count_peers = several_nodes.make_count_peers(peers, topology)
@@ -161,22 +158,18 @@ def _check_options(options: HeapOptions, bootstrap: Bootstrap) -> str:
     if options.backend not in ("host", "nvshmem"):
         raise ArgumentError(f"backend ({options.backend!r}) must be 'auto', 'host' or 'nvshmem'")
     if not isinstance(num_bytes, int) or not least <= num_bytes < 1 << 63:
-        raise ArgumentError(
-            f"num_bytes ({num_bytes!r}) must be an int of at least {least} for {bootstrap.num_ranks} ranks, "
-            "and less than 2**63"
-        )
+        bounds = f"at least {least} for {bootstrap.num_ranks} ranks, and less than 2**63"
+        raise ArgumentError(f"num_bytes ({num_bytes!r}) must be an int of {bounds}")
     raise_for(_timeout_problem("timeout_s", options.timeout_s))
     raise_for(_timeout_problem("start_timeout_s", options.start_timeout_s))
     tape_mode = os.environ.get("SYMMOE_TAPES") or MODES[0]
     if tape_mode not in MODES:
         raise ArgumentError(f"SYMMOE_TAPES ({tape_mode!r}) must be one of {', '.join(map(repr, MODES))}")
-    if ranks_per_node is not None and not (
-        isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool) and 0 < ranks_per_node < 1 << 31
-    ):
+    is_int = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
+    if ranks_per_node is not None and not (is_int and 0 < ranks_per_node < 1 << 31):
         raise ArgumentError(f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None")
     is_on_host = options.backend == "host"
-    missing = host_backend.preflight() if is_on_host else nvshmem_backend.preflight(num_bytes)
-    if missing:
+    if missing := host_backend.preflight() if is_on_host else nvshmem_backend.preflight(num_bytes):
         raise BackendUnavailable(missing)
     if is_on_host and bootstrap.rank == 0:
         host_backend.warn_if_too_large(num_bytes, bootstrap.num_ranks)

@@ -239,6 +239,9 @@ class NoStreams:
     synchronize = bool  # there is nothing to wait for: it does nothing, without a frame
 
 
+Streams = StreamOrder | NoStreams
+
+
 def _mark(stream: torch.cuda.Stream) -> _Mark:
     event = torch.cuda.Event()
     event.record(stream)
@@ -252,10 +255,8 @@ def capture_id(device: torch.device) -> int:
     from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
 
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
-    query = driver.library().cuStreamGetCaptureInfo
-    driver.check(
-        query(current_stream(device.index), ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo"
-    )
+    asked = current_stream(device.index), ctypes.byref(status), ctypes.byref(number)
+    driver.check(driver.library().cuStreamGetCaptureInfo(*asked), "cuStreamGetCaptureInfo")
     return number.value
 
 

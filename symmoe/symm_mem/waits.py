@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,23 +134,18 @@ class Waits:
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.peers, self.configurations, self.device = peers, configurations, peers.bases.device
         self.kernels = kernels.looked_up(self.device)
-        self.status = torch.zeros(
-            control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
-        )
+        is_pinned = self.device.type == "cuda"
+        self.status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         self.flight, self.compiles, self.is_inside = FlightRing(), True, False
         self.first_times = FirstTimes(kernels.compiled_counter(self.device))
 
     def barrier(
-        self,
-        call: int,
-        publish: tuple[int, ...] = (),
-        *,
-        fault: bool = False,
-        nan_on_failure: torch.Tensor | None = None,
+        self, call: int, publish: Sequence[int] = (), *, fault: bool = False, nan_on_failure: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Waits for every rank, as SymmetricHeap.barrier does. Collective. call: control.pack_call of what the ranks
         must agree on. fault: whether this rank fails the call."""
-        received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
+        peers, status = self.peers, self.status
+        received = torch.empty((peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         recording = recorder()
         if recording is None:
@@ -168,14 +163,7 @@ class Waits:
             )
         self.is_inside = True
         self.kernels().barrier(
-            self.peers,
-            words,
-            received,
-            self.status,
-            call=call,
-            fault=fault,
-            timeout_ns=timeout_ns,
-            nan_on_failure=nan_on_failure,
+            peers, words, received, status, call=call, fault=fault, timeout_ns=timeout_ns, nan_on_failure=nan_on_failure
         )
         self.is_inside = False
         return received
@@ -183,13 +171,11 @@ class Waits:
     def signal(self, rank: int, phase: int, nan_on_failure: torch.Tensor | None) -> torch.Tensor:
         """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
         arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        recording = recorder()
+        recording, note = recorder(), self._note_signal
         if recording is None:
-            (timeout_ns,) = self._note_signal(phase, rank)
+            (timeout_ns,) = note(phase, rank)
         else:
-            (timeout_ns,) = recording.launches_with(
-                self._note_signal, (phase, rank), {}, ("timeout_ns",), nan_on_failure
-            )
+            (timeout_ns,) = recording.launches_with(note, (phase, rank), {}, ("timeout_ns",), nan_on_failure)
         self.is_inside = True
         self.kernels().wait_for_signal(
             self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, nan_on_failure=nan_on_failure
