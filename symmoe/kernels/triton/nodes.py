@@ -1,12 +1,11 @@
 """Kernels of contract/nodes.py."""
 
 import torch
-import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
-from symmoe.kernels.triton.plan import load_experts
+from symmoe.kernels.triton.plan import count_row, load_experts
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
 ENTRIES = 1 << 14  # comparisons of a slot with a node that rail_rows makes at a time
@@ -70,13 +69,6 @@ def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, 
     sizes |= {"NUM_NODES": num_nodes, "LANES": lanes, "TOKENS": num_at_once}
     arguments = topk_idx, maps.to_node, numbers, token_to_rail_row, num_tokens, most, room
     launch(rail_rows_kernel, (1,), kept_constants(HERE=maps.here, **sizes, num_warps=8), *arguments)
-
-
-@triton.jit
-def count_row(base, epoch, source, LAYOUT: tl.constexpr):
-    """Pointer to the row of a rank in the count table of the arena at `base`, in the half of a barrier."""
-    offset = (epoch & 1) * LAYOUT.table_stride_bytes + source * (LAYOUT.row_words * 4)
-    return (base + LAYOUT.count_table + offset).to(tl.pointer_type(tl.int32))
 
 
 @fast_jit([])

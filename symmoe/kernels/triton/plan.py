@@ -143,11 +143,10 @@ def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
 
 
 @triton.jit
-def table_row(base, half, RANK: tl.constexpr, SIZES: tl.constexpr):
-    """Pointer to rank RANK's row in one half of the count table of the arena at `base`."""
-    ROW_BYTES: tl.constexpr = SIZES.layout.row_words * 4
-    address = base + SIZES.layout.count_table + half * (SIZES.num_ranks * ROW_BYTES) + RANK * ROW_BYTES
-    return address.to(tl.pointer_type(tl.int32))
+def count_row(base, epoch, rank, LAYOUT: tl.constexpr):
+    """Pointer to the row of a rank in the count table of the arena at `base`, in the half of a barrier."""
+    offset = (epoch & 1) * LAYOUT.table_stride_bytes + rank * (LAYOUT.row_words * 4)
+    return (base + LAYOUT.count_table + offset).to(tl.pointer_type(tl.int32))
 
 
 @fast_jit([])
@@ -166,7 +165,8 @@ def send_counts_kernel(
     BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     NUM_COLUMNS: tl.constexpr = SIZES.num_experts + SIZES.num_ranks
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
-    half = (barrier_epoch(bases, SIZES.rank, SIZES.layout.counters) + 1) & 1  # the half of the next barrier
+    LAYOUT: tl.constexpr = SIZES.layout
+    half = (barrier_epoch(bases, SIZES.rank, LAYOUT.counters) + 1) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * BLOCK_COLUMNS
     if first_column < NUM_COLUMNS:
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -180,7 +180,7 @@ def send_counts_kernel(
             tl.store(place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=mask)
             total += tl.sum(count, axis=0)
         for peer in range(SIZES.num_ranks):
-            row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
+            row = count_row(tl.load(bases + peer), half, SIZES.rank, LAYOUT)
             tl.store(row + HEADER_WORDS + column, total, mask=is_column)
     else:  # the last program
         lane = tl.arange(0, HEADER_WORDS)
@@ -208,7 +208,7 @@ def send_counts_kernel(
                 bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
                 words = tl.where(lane == CONTROL.HEAD_BAD_ID, bad_id, words)
         for peer in range(SIZES.num_ranks):
-            row = table_row(tl.load(bases + peer), half, SIZES.rank, SIZES)
+            row = count_row(tl.load(bases + peer), half, SIZES.rank, LAYOUT)
             tl.store(row + lane, words)
 
 
@@ -389,8 +389,9 @@ def lay_out_kernel(
     EXPERTS_PER_RANK: tl.constexpr = SIZES.experts_per_rank
     RANK_LANES: tl.constexpr = SIZES.rank_lanes
     EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
-    half = barrier_epoch(bases, RANK, SIZES.layout.counters) & 1
-    table = table_row(tl.load(bases + RANK), half, 0, SIZES)
+    LAYOUT: tl.constexpr = SIZES.layout
+    half = barrier_epoch(bases, RANK, LAYOUT.counters) & 1
+    table = count_row(tl.load(bases + RANK), half, 0, LAYOUT)
 
     rank = tl.arange(0, RANK_LANES)
     is_rank = rank < SIZES.num_ranks

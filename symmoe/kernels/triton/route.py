@@ -27,16 +27,13 @@ SMALLEST_SUM = tl.constexpr(TINY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(plan.Sizes):
     """The constants of both kernels: K of E experts are chosen by a rule, for so many tokens at a time. num_ranks: for
     which tokens are counted."""
 
-    num_experts: int
-    top_k: int
     rule: RoutingRule
     tokens: int
     best_of_group: int
-    num_ranks: int
 
     @property
     def expert_lanes(self) -> int:
@@ -50,14 +47,6 @@ class Choice:
     def group_lanes(self) -> int:
         return next_power_of_2(self.rule.num_groups)
 
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.num_ranks
-
-    @property
-    def rank_lanes(self) -> int:
-        return next_power_of_2(self.num_ranks)
-
 
 @functools.cache
 def _choice(num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0) -> tuple[int, Constants]:
@@ -65,8 +54,14 @@ def _choice(num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0)
     rule, lanes = replace(rule, route_scale=1.0), next_power_of_2(num_experts)  # the scale is an argument
     tokens = control.TOKENS_PER_BLOCK if num_ranks else max(1, SCORES_PER_PROGRAM // lanes)
     num_warps = max(1, tokens * lanes * NUM_WARPS // SCORES_PER_PROGRAM)
-    sizes = {"num_experts": num_experts, "top_k": top_k, "tokens": tokens, "num_ranks": max(1, num_ranks)}
-    choice = Choice(**sizes, rule=rule, best_of_group=rule.best_of_group(num_experts))
+    choice = Choice(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=max(1, num_ranks),
+        rule=rule,
+        tokens=tokens,
+        best_of_group=rule.best_of_group(num_experts),
+    )
     return tokens, Constants({"CHOICE": choice, "num_warps": num_warps})
 
 
