@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,8 @@ from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded
 
 MAX_TOP_K = 32
+FindRoom = Callable[[], RowBudget | None]
+_Rails = tuple[int, Excess | None] | None  # the last arguments of RailRows, if the group spans nodes
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
 
 
@@ -197,17 +199,6 @@ class Plan(PlanIntegers):
         return self.packed_to_row, self.row_to_packed_row
 
 
-class Choosing(Protocol):
-    """A choice of experts that is to be made; in its tensors and its key is everything on which it depends."""
-
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def inputs(self) -> Sequence[torch.Tensor]: ...
-    def choose(self, heap: SymmetricHeap, counts: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        """Writes topk_idx, and what count_slots finds in it to counts; logits, probs and scores."""
-
-
 class ToFill(NamedTuple):
     """What the kernels of a plan take.
 
@@ -215,24 +206,22 @@ class ToFill(NamedTuple):
         topk_idx, config: as in make_plan and PlanOptions; contiguous.
         header: words for the peers, see control.HEAD_*.
         is_read: whether the host reads the report.
-        rails: the last arguments of RailRows, if the group spans nodes.
         reports: None, or what gets the report instead.
-        route: None, or what makes topk_idx first.
+        route: None, or what makes topk_idx first: a Route of moe/routing.py.
     """
 
     topk_idx: torch.Tensor
     header: tuple[int, ...]
     config: int
     is_read: bool
-    rails: tuple[int, Excess | None] | None
+    rails: _Rails
     reports: list[torch.Tensor] | None
-    route: Choosing | None
+    route: Any
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """On what it depends what is launched, besides :attr:`inputs`."""
-        route = None if self.route is None else self.route.key
-        return "plan", self.header, self.config, self.is_read, self.rails, route
+        return "plan", self.header, self.config, self.is_read, self.rails, self.route and self.route.key
 
     @property
     def inputs(self) -> Sequence[torch.Tensor]:
@@ -246,8 +235,7 @@ class ToFill(NamedTuple):
         num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
         shape = num_blocks(len(topk_idx)), num_experts + num_ranks + 2
         counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
-        routed = () if route is None else route.choose(heap, counts)
-        has_counts = route is not None
+        routed, has_counts = (() if route is None else route.choose(heap, counts)), route is not None
         if its_rails is not None:
             rails = RailRows(topk_idx, heap, num_experts, *its_rails)
             has_counts, topk_idx = has_counts and rails.topk_idx is topk_idx, rails.topk_idx
@@ -333,9 +321,7 @@ def make_plan(
     return plan_call(topk_idx, heap, options, lambda: None)
 
 
-def plan_call(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: Callable[[], RowBudget | None]
-) -> Plan:
+def plan_call(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom) -> Plan:
     """Same as make_plan, except that with exact capacity the host does not wait if there is room: see Plan.settle.
 
     Args:
@@ -349,11 +335,7 @@ def plan_call(
 
 
 def begin_plan(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    options: PlanOptions,
-    find_room: Callable[[], RowBudget | None],
-    route: Choosing | None = None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom, route: Any = None
 ) -> Plan:
     """Same as plan_call, except that on one node nothing is launched: see Plan.fill. route: what makes the values of
     topk_idx [T, K] before, then: see Plan.routed."""
@@ -386,22 +368,15 @@ def begin_plan(
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
         topk_idx = topk_idx.detach().contiguous()
-        if heap.nodes is None:
-            plan = _new_plan(topk_idx, heap, words, options, route=route)
-        else:
-            plan = _plan_between_nodes(topk_idx, heap, words, options, room, route)
+        its = topk_idx, heap, words, options
+        plan = _new_plan(*its, None, route) if heap.nodes is None else _plan_between_nodes(*its, room, route)
         if room is not None:
             plan.expected_rows = room.expected_rows
         return plan
 
 
 def _plan_between_nodes(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    words: dict[int, int],
-    options: PlanOptions,
-    room: RowBudget | None,
-    route: Choosing | None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions, room: Any, route: Any
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
@@ -426,12 +401,7 @@ def _plan_between_nodes(
 
 
 def _new_plan(
-    topk_idx: torch.Tensor,
-    heap: SymmetricHeap,
-    words: dict[int, int],
-    options: PlanOptions,
-    rails: tuple[int, Excess | None] | None = None,
-    route: Choosing | None = None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions, rails: _Rails, route: Any
 ) -> Plan:
     """A plan that is to be filled; `words` of the header are the other arguments of make_plan."""
     num_tokens, top_k = topk_idx.shape
@@ -504,11 +474,10 @@ def _find_problem(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOpti
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
     if dtype is not None and (error := parameter_dtype_problem(dtype)) is not None:
         return error
-    if capacity is None and (max_tokens is not None or overflow != "raise"):
-        setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
-        return ArgumentError(f"{setting} needs a static capacity, and capacity is None")
-    if capacity is None and rail_capacity is not None:
-        return ArgumentError(f"rail_capacity ({rail_capacity}) needs a static capacity, and capacity is None")
+    its = ("max_tokens", max_tokens), ("overflow", overflow), ("rail_capacity", rail_capacity)
+    for name, value in its if capacity is None else ():
+        if value not in (None, "raise"):
+            return ArgumentError(f"{name} ({value!r}) needs a static capacity, and capacity is None")
     if capacity is None and heap.captured_reports is None and heap.streams.capture:
         return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "

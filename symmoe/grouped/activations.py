@@ -146,8 +146,7 @@ class _ScaledActivation(Function):
     def forward(ctx: Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
         h, scale = h.contiguous(), scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
-        out = h.new_empty((*h.shape[:-1], ffn))
-        ops = kernels.for_device(h.device)
+        out, ops = h.new_empty((*h.shape[:-1], ffn)), kernels.for_device(h.device)
         ops.scaled_activation(h.view(-1, h.shape[-1]), scale.view(-1), out.view(-1, ffn), activation)
         ctx.save_for_backward(h, scale)
         ctx.activation = activation

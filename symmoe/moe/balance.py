@@ -54,8 +54,7 @@ def load_balance_loss(
     of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
     parallelism). shares: [T, E] fp32, see :func:`normalised`; expert_load: [E] integer, slots per expert.
     """
-    mean_share_E = _mean(shares, token_mask)
-    load_E = expert_load.detach().float()
+    mean_share_E, load_E = _mean(shares, token_mask), expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
     return shares.shape[1] * (fraction_E * mean_share_E).sum()
 

@@ -336,11 +336,11 @@ class _Forward:
         if step.kind is None:
             plan.fill()
             self.step = step if step.num_rows else step.sized(self.x)
-        found: tuple[Any, ...] = (None,) * 5 if plan.to_fill is None else plan.to_fill.launch(plan.heap)
-        plan.storage = plan.storage if found[0] is None else found[0]
+        found = () if plan.to_fill is None else plan.to_fill.launch(plan.heap)
+        plan.storage = found[0] if found else plan.storage
         if self.probs is None:
             self.probs = plan.routed[1] if plan.routed else found[3]
-        return found if len(found) == 5 else (*found, None, None, None)
+        return (*found, *[None] * 5)[:5]
 
     def first_half(self) -> tuple[Any, ...]:
         """Plan, dispatch and FC1. What :meth:`planned` returns; the index of the plan; the lease of the received rows,
@@ -490,8 +490,7 @@ def _backward(
     )
     held = linears[0].held_weight, linears[1].held_weight
     inputs = _Inputs((b1, b2), tensors, (needs_x, True), held)
-    spends_h = not (step.stash.keeps_h and keeps_graph())
-    needs = needs_x, needs_probs
+    spends_h, needs = not (step.stash.keeps_h and keeps_graph()), (needs_x, needs_probs)
     backward = _Backward(step, dy, x, received, hidden, row_probs, inputs, (fc1, fc2), needs, spends_h, route)
     read = _given(dy, x, received, hidden.h, row_probs, b1, b2, plan.storage, *plan.received_index(), *tensors)
     options: tuple[Any, ...] = needs_x, needs_probs, spends_h, x is None, fc1.option, fc2.option

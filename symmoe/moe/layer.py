@@ -210,8 +210,8 @@ class MoELayer(ExpertParallelModule):
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             traced, own = is_traced(self.experts), None  # own: what the step routes by itself
-            if token_mask is None and topk_idx is None and probs is None and shared is None and dtype == x.dtype:
-                if self.router is not None and not traced:
+            if self.router is not None and not traced and dtype == x.dtype:
+                if token_mask is None and topk_idx is None and probs is None and shared is None:
                     own = self.router.route_of(x.reshape(-1, self.config.hidden))  # not `tokens`: see run_experts
             if own is not None:
                 y, expert_load, num_dropped, found = self._routed_experts.run(

@@ -92,9 +92,8 @@ def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
 
 def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
     """The layout that `layout` stands for. Quantising gathers rows by itself, so "auto" does not copy them."""
-    if layout != "auto":
-        return layout
-    return layout_for(ffn) if precision is None else "packed"
+    chosen = layout_for(ffn) if precision is None else "packed"
+    return chosen if layout == "auto" else layout
 
 
 def chance_of_part(num_experts: int, num_parts: int, top_k: int, num_groups: int = 1, top_groups: int = 1) -> float:

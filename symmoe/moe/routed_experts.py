@@ -88,7 +88,7 @@ class RoutedExperts:
         with FailPeersOnError(heap, control.PHASE_PLAN):
             experts = evaluated(experts, x.dtype)  # once, also for a call that is planned again
         find_room = partial(self._find_room, topk_idx.shape[0], x.dtype.itemsize, experts)
-        route = probs.detached() if isinstance(probs, Route) else None
+        route = probs._replace(x=probs.x.detach(), weight=probs.weight.detach()) if isinstance(probs, Route) else None
         plan = begin_plan(topk_idx, heap, options, find_room, route)
         if before_trips is not None:
             with FailPeersOnError(heap, control.PHASE_PLAN):

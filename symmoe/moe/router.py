@@ -123,8 +123,8 @@ class Router(nn.Module):
         config = self.config
         if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
             return None
-        topk_idx = torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
-        return Route(x.contiguous(), self.weight, self.expert_bias, None, config.top_k, self._rule, topk_idx)
+        idx = torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
+        return Route(x.contiguous(), self.weight.contiguous(), self.expert_bias, None, config.top_k, self._rule, idx)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""

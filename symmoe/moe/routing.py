@@ -59,10 +59,6 @@ class Route(NamedTuple):
         ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule, block_counts=block_counts)
         return Routed(logits, probs, scores, topk_idx)
 
-    def detached(self) -> Route:
-        """The same, of contiguous tensors without gradients."""
-        return self._replace(x=self.x.detach().contiguous(), weight=self.weight.detach().contiguous())
-
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors."""
@@ -148,8 +144,7 @@ def route_tokens(
     given_idx = None if given_idx is None else given_idx.contiguous()
     if torch.compiler.is_compiling():
         return Routed(*_route(x, weight, bias, given_idx, _packed(top_k, rule, heap)))
-    route = Route(x, weight, bias, given_idx, top_k, rule)
-    return Routed(*_RouteFunction.apply(heap, route, x, weight))
+    return Routed(*_RouteFunction.apply(heap, Route(x, weight, bias, given_idx, top_k, rule), x, weight))
 
 
 @recorded
@@ -166,11 +161,9 @@ def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None) -> Routed:
-    num_tokens, num_experts = x.shape[0], weight.shape[0]
-    logits, probs, scores = (
-        x.new_empty((num_tokens, width), dtype=torch.float32) for width in (num_experts, top_k, num_experts)
-    )
-    topk_idx = x.new_empty((num_tokens, top_k), dtype=torch.int32) if topk_idx is None else topk_idx
+    widths = len(weight), top_k, len(weight)
+    logits, probs, scores = (x.new_empty((len(x), width), dtype=torch.float32) for width in widths)
+    topk_idx = x.new_empty((len(x), top_k), dtype=torch.int32) if topk_idx is None else topk_idx
     return Routed(logits, probs, scores, topk_idx)
 
 

@@ -81,8 +81,7 @@ def test_router_drops_like_megatron(policy: str, factor: float):
     with torch.no_grad():
         router.weight.normal_()
     x = torch.randn(TOKENS, 12) + 0.4
-    routed = router(x)
-    plain = Router(MoEConfig(**fields))
+    routed, plain = router(x), Router(MoEConfig(**fields))
     plain.load_state_dict(router.state_dict())
     before = plain(x)
     assert torch.equal(routed.chosen_idx, before.topk_idx)

@@ -323,8 +323,7 @@ FORMULAS_GET = [
 @run_on(2)
 def test_what_formulas_get(rank: int, num_ranks: int) -> None:
     """Of a call for each of FORMULAS_GET, the same on all ranks."""
-    found = []
-    chosen = formulas.overlap
+    found, chosen = [], formulas.overlap
 
     def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
         found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))

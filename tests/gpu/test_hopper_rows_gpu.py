@@ -90,8 +90,7 @@ def test_push(case, dtype):
 @dtypes
 @cases
 def test_fan_out(case, dtype):
-    p = Problem(case, dtype)
-    number = 200
+    p, number = Problem(case, dtype), 200
     packed_to_row, rows = p.slots(number), p.rows(p.capacity)
     starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
     packed_to_row[number - 20 :] = 2**30
@@ -111,8 +110,7 @@ def test_fan_out(case, dtype):
 @cases
 def test_push_sums(case, dtype):
     for rank in {0, case[3] - 1}:
-        p = Problem(case, dtype, rank)
-        number = 200
+        p, number = Problem(case, dtype, rank), 200
         packed_to_row, rows = p.slots(number), p.rows(p.capacity)
         starts = torch.linspace(0, number - 20, p.R + 1, device="cuda").int()  # what is left of them is not looked at
         packed_to_row[number - 20 :] = 2**30
@@ -167,8 +165,7 @@ def test_triton_is_not_compared_with_itself(monkeypatch):
     """Few programs mean TMA, where rows are multiples of 256 bytes; other rows Triton."""
     from symmoe.kernels.hopper import rows
 
-    launched = []
-    launch = rows.launch
+    launched, launch = [], rows.launch
     monkeypatch.setattr(rows, "launch", lambda *args: (launched.append(1), launch(*args)))
     for hidden, expected in ((2048, 1), (2056, 0)):
         launched.clear()

@@ -123,8 +123,7 @@ def test_what_a_graph_cannot_hold(rank: int, num_ranks: int) -> list[str]:
         x = torch.randn(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
         before = exact(x)[0]
         heap.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        error = ""
+        graph, error = torch.cuda.CUDAGraph(), ""
         try:
             with torch.cuda.graph(graph):
                 exact(x)
@@ -241,8 +240,7 @@ def test_disjoint_groups(rank: int, num_ranks: int) -> list[str]:
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
     group = groups[rank // size]
     with SymmetricHeap(group, num_bytes=256 << 20) as heap:
-        layer = layer_for(heap, config_for(size))
-        results = []
+        layer, results = layer_for(heap, config_for(size)), []
         for turn in range(30 + 10 * (rank // size)):  # the groups take different numbers of steps
             torch.manual_seed(1000 * (turn % 10) + heap.rank)
             x = torch.randn(TOKENS, HIDDEN, device=heap.device).bfloat16().requires_grad_()

@@ -56,8 +56,7 @@ def test_without_a_compiler_triton_launches_and_nothing_is_played(rank: int, num
 @run_on(2, device="cuda")
 def test_a_section_ends_where_the_plan_is_read_or_a_lease_ends_for_another(rank: int, num_ranks: int) -> None:
     """Of each tape, in how many sections C plays it."""
-    counts = []
-    in_sections = player.in_sections
+    counts, in_sections = [], player.in_sections
 
     def counted(tape):
         result = in_sections(tape)

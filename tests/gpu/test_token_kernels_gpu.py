@@ -170,8 +170,7 @@ def test_barrier_timeout(gpu):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_barrier_in_a_graph(gpu, num_ranks):
-    ranks = Ranks(gpu, num_ranks)
-    graphs = []
+    ranks, graphs = Ranks(gpu, num_ranks), []
     for rank, stream in enumerate(ranks.streams):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=stream):

@@ -190,10 +190,8 @@ def x_with_room(op: Op) -> torch.Tensor:
 @pytest.mark.parametrize(("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()])
 def test_refused_in_forward(op, name, what, make, parts):
     x = x_with_room(op)
-    wrong = make(op, x)
-    other = buffer()
-    want = op(x)
-    kept = x.clone()
+    wrong, other = make(op, x), buffer()
+    want, kept = op(x), x.clone()
     for context in (nullcontext, torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(ArgumentError) as caught:
             op(x, **{BOTH[name == "out"]: other, name: wrong})
@@ -479,8 +477,7 @@ def test_what_a_graph_needs_is_written_over(op, result):
 @pytest.mark.usefixtures("raw_writes")
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
-    case = Case(delayed=True, buffers=())
-    found = []
+    case, found = Case(delayed=True, buffers=()), []
     for out, d_mid in ((None, None), (buffer(), buffer())):
         inner, outer = Op("linear", case), Op("linear", case)
 

@@ -360,8 +360,7 @@ def test_micro_batches_accumulate(weights, main_grad, delayed):
     inputs = [linear_inputs(case, sizes=Sizes(splits=s), seed=i) for i, s in enumerate([(3, 0, 2, 4), (0, 5, 0, 7)])]
     layer = make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
     out, grad_input_out = torch.empty(12, OUT), torch.empty(12, TINY.hidden)
-    x = inputs[0].x.clone().requires_grad_()
-    oracles = []
+    x, oracles = inputs[0].x.clone().requires_grad_(), []
     for batch in inputs:
         batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
         with torch.no_grad():

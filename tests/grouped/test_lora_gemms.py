@@ -60,8 +60,7 @@ def test_the_step_equals_dense_weights(
     rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict
 ) -> list[str]:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
-    findings = Findings()
-    topk_idx = routing(num_ranks)
+    findings, topk_idx = Findings(), routing(num_ranks)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
     dy = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)

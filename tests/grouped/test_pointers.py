@@ -237,8 +237,7 @@ def weights_of(num_groups, *shape, dtype=torch.float32):
 def test_both_layers_are_packed_in_one_copy(monkeypatch):
     fc1, fc2 = weights_of(70, 16, 8), weights_of(70, 8, 8)
     scales1, scales2 = weights_of(70, 3, 3), weights_of(70, 2, 2)
-    copies = []
-    copy = twin.copy_host_to_device
+    copies, copy = [], twin.copy_host_to_device
     monkeypatch.setattr(twin, "copy_host_to_device", lambda *args: (copies.append(len(args[0])), copy(*args)))
     packed = pack_weight_ptrs(fc1, fc2)
     assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]

@@ -230,8 +230,7 @@ def errors_of_nested_op_kwargs():
     ],
 )
 def test_wrong_op_kwargs(is_nested, make, parts):
-    model = [*nests(experts())][2 * is_nested]
-    ran = []
+    model, ran = [*nests(experts())][2 * is_nested], []
     for module in model.modules():
         if not isinstance(module, Sequential):
             module.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -326,8 +325,7 @@ def test_what_keeps_modules_apart(modules, op_kwargs, num_fused):
 
 
 def test_backward_hooks_run(num_fused):
-    model = experts()
-    ran = []
+    model, ran = experts(), []
     model[1].register_full_backward_hook(lambda *_: ran.append(1))
     call(model).backward(INPUTS.d_y)
     assert ran == [1]

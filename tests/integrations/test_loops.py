@@ -255,8 +255,7 @@ def test_two_ranks_train_as_one(cluster, tmp_path: Path, function: str, options:
     needs(function)
     if options == "LoRA":
         pytest.importorskip("peft", minversion="0.21")
-    expected = reference(options)
-    rounded = options == "bf16"
+    expected, rounded = reference(options), options == "bf16"
     for run, rest in cluster(2).run(on_ranks, function, OPTIONS[options], str(tmp_path)):
         assert len(run.losses) == STEPS
         assert run.losses == pytest.approx(expected.losses, rel=5e-3 if rounded else BOUND)

@@ -301,8 +301,7 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         state = _state(model, per_expert_keys, [torch.zeros_like(parameter) for parameter in model.parameters()])
         loaded = dist_checkpointing.load(state, path)
         model.load_state_dict(loaded["model"], strict=True)
-        wrong = []
-        states = loaded["optimizer"]["state"]
+        wrong, states = [], loaded["optimizer"]["state"]
         moments = dict(
             part
             for i, (name, _) in enumerate(model.named_parameters())
@@ -639,8 +638,7 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
         layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
     with torch.no_grad():
         megatrons(**batch_of())
-    experts = torch.arange(8)
-    expected = {}
+    experts, expected = torch.arange(8), {}
     for number, routing_map in enumerate(maps):
         remote = routing_map[:, experts // 4 != rank]
         numbers = torch.where(routing_map, experts, -1)
@@ -708,8 +706,7 @@ def test_half_precision_is_as_good_as_megatrons(rank: int, num_ranks: int) -> No
     with opened_heap() as heap:
         exact = results_of(model_of(config_of(), reference_spec(config_of())))
         config = config_of(bf16=True, params_dtype=torch.bfloat16)
-        spec = reference_spec(config)
-        errors = {}
+        spec, errors = reference_spec(config), {}
         for form, form_spec in {"megatron": spec, "symmoe": use_symmoe(spec, heap)}.items():
             model = Float16Module(config, model_of(config, form_spec))
             model(**batch_of()).mean().backward()

@@ -395,8 +395,7 @@ def test_constant_weights_are_quantised_once(rank: int, num_ranks: int, layout: 
     """Micro-batches in the block give the bits of those outside, and each weight is quantised once; a step is found."""
     mesh, shares = open_mesh(*layout), equal_shares(num_ranks)
     with open_heap(mesh) as heap:
-        model = on_mesh(mesh, heap, wrap, QUANTIZED)
-        found = []
+        model, found = on_mesh(mesh, heap, wrap, QUANTIZED), []
         for is_constant in (False, True):
             context = symmoe.constant_weights(model) if is_constant else nullcontext()
             with context, counted("quantize_weights") as single, counted("quantize_weight_pairs") as pairs:

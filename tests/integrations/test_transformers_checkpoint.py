@@ -389,8 +389,7 @@ def test_failed_save_leaves_nothing(cluster, saved, tmp_path: Path):
 def replaced(rank: int, num_ranks: int, folder: str, shard_bytes: list[int]) -> list[list[str]]:
     """Saves models of other seeds into one folder, one after the other, cut off by an error at each rename of the last
     of them first. The files after each attempt, in words: which seed's weights transformers reads."""
-    seen = []
-    real = Path.replace
+    seen, real = [], Path.replace
     with open_heap("cpu") as heap:
         models = [swap_moe(random_model("olmoe", seed=seed), heap) for seed in range(len(shard_bytes))]
         for model, max_shard_bytes in zip(models[:-1], shard_bytes, strict=False):

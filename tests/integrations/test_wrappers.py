@@ -169,8 +169,7 @@ def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None
 @run_on(4)
 def test_replicas_are_averaged(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
-    mesh = open_mesh(2, 2)
-    shares = equal_shares(num_ranks)
+    mesh, shares = open_mesh(2, 2), equal_shares(num_ranks)
     replicas = mesh["efsdp"].get_group()
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         plain = model_of(heap)

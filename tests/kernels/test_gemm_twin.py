@@ -106,8 +106,7 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
     p = Problem((13,), (width, 2 * width), dtype, capacity=13)
 
     def run(shift):
-        row_range = whole_groups([shift, 13])
-        n = shift + 13
+        row_range, n = whole_groups([shift, 13]), shift + 13
 
         def placed(tensor):
             return torch.cat([torch.ones(shift, *tensor.shape[1:], dtype=tensor.dtype), tensor])

@@ -51,8 +51,7 @@ def test_weights_are_not_rounded_to_bf16():
 def test_only_what_is_asked_for_is_computed(monkeypatch, wanted):
     from symmoe.kernels import twin
 
-    given = []
-    grads = twin.router_gemm_grads
+    given, grads = [], twin.router_gemm_grads
     monkeypatch.setattr(twin, "router_gemm_grads", lambda *args: (given.append(args[3:]), grads(*args)))
     x, weight, d_logits = operands()
     for tensor, is_wanted in zip((x, weight), wanted, strict=True):

@@ -96,10 +96,8 @@ def run_layer(
     lag_s: float,
 ) -> list[dict[str, np.ndarray]]:
     """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
-    results = []
-    ways = itertools.cycle(WAYS)
-    generator = random.Random(rank)
-    whole = batch.make(dtype)
+    results, ways = [], itertools.cycle(WAYS)
+    generator, whole = random.Random(rank), batch.make(dtype)
     with open_heap(device, num_bytes=16 << 20) as heap:
         for cut in cuts:
             tokens = slice(sum(cut[:rank]), sum(cut[: rank + 1]))

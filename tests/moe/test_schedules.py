@@ -72,8 +72,7 @@ def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: tor
 @run_on()
 def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> list[str]:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
-    findings = Findings()
-    num_batches = 5
+    findings, num_batches = Findings(), 5
     for stash, way in [(stash, WAYS[0]) for stash in STASHES] + [("all", WAYS[1]), ("none", WAYS[2]), ("all", WAYS[3])]:
         config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **way)
         for in_flight in (1, 2, 3) if (stash, way) == ("all", WAYS[0]) else (2,):

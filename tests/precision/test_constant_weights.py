@@ -70,8 +70,7 @@ def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
 
 def accumulate(module: torch.nn.Module, call: Callable, block=nullcontext) -> dict[str, torch.Tensor]:
     """What several micro-batches give, and the gradients that they have added up."""
-    found = {}
-    dtype = next(module.parameters()).dtype
+    found, dtype = {}, next(module.parameters()).dtype
     with block():
         for i, x in enumerate(batches(dtype=dtype)):
             x.requires_grad_()
@@ -287,8 +286,7 @@ def test_copies_hold_nothing():
     module, call, _ = made("mlp", Float8Block())
     x = batches()[0]
     with constant_weights(module):
-        want = call(x, module)
-        buffer = io.BytesIO()
+        want, buffer = call(x, module), io.BytesIO()
         torch.save(module, buffer)
         buffer.seek(0)
         copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)

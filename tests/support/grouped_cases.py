@@ -213,8 +213,7 @@ def run(
     x has a producer, as in a network: so the gradient that `call` returns is seen before autograd copies it.
     """
     leaf, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
-    ran = Ran()
-    x = leaf.clone()
+    ran, x = Ran(), leaf.clone()
     seen: list[int] = []
     x.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
     with around or nullcontext():

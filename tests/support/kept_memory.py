@@ -27,8 +27,7 @@ def bytes_kept(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
         kept = [getattr(plan, field.name) for field in fields(Plan)] + list(
             node.saved_tensors[4:]
         )  # the first are the router's
-        weights = {id(p) for p in layer.parameters()}
-        found = {}
+        weights, found = {id(p) for p in layer.parameters()}, {}
         for tensor in kept:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
                 storage = tensor.untyped_storage()

@@ -48,8 +48,7 @@ def experts_of(weights: list[torch.Tensor], recipe, **options) -> GroupedMLP:
 
 def check_ways(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtype) -> list[str]:
     """The same bits in all of them, near the oracle; what travels quantised changes weight gradients alone."""
-    findings = Findings()
-    element = recipe.row_format.element
+    findings, element = Findings(), recipe.row_format.element
     num_experts, num_tokens = 2 * num_ranks, RANK_TO_TOKENS[rank]
     generator = torch.Generator().manual_seed(rank)
     ids = torch.rand((num_tokens, num_experts), generator=generator).topk(K).indices
@@ -155,8 +154,7 @@ def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> li
 
         model = Stack(heap, config)
         findings.equal("precision", model.layers[0].experts.precision, recipe)
-        want = step(model, batch())
-        x = batch()
+        want, x = step(model, batch()), batch()
         with Watching():
             y = model(x)
             y.square().sum().backward()

@@ -215,8 +215,7 @@ def train(
     device: str = "cpu",
 ) -> list[torch.Tensor]:
     """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
+    generator, found = torch.Generator().manual_seed(1), []
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         config = MoEConfig(
             hidden=LAYER_HIDDEN,
@@ -254,8 +253,7 @@ ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
 
 def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int, device: str = "cpu") -> list[str]:
     """Every token has an expert on every node, and the rails take the first ones of this rank's five."""
-    findings = Findings()
-    num_nodes = num_ranks // ranks_per_node
+    findings, num_nodes = Findings(), num_ranks // ranks_per_node
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         on = {"device": heap.device}
         ids = torch.arange(num_nodes, **on).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node

@@ -166,8 +166,7 @@ def _listen() -> socket.socket:
 def _listen_low() -> socket.socket:
     """A listener on a port that gloo takes for lower than those that the system gives out: to gloo, which compares
     ports as they lie in memory, a multiple of 256 is only its high byte."""
-    listener = socket.socket()
-    first = os.getpid()
+    listener, first = socket.socket(), os.getpid()
     for number in range(80):
         with contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", 256 * (40 + (first + number) % 80)))

@@ -96,8 +96,7 @@ def check_ways(
     ranks_per_node: int | None = None,
 ) -> list[str]:
     """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
-    findings = Findings()
-    generator = random.Random(rank)
+    findings, generator = Findings(), random.Random(rank)
     num_tokens = RANK_TO_TOKENS[rank % len(RANK_TO_TOKENS)]
     with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
         x, dy = (tokens_of(rank, num_tokens, BIG_H, salt=salt).to(heap.device, dtype) for salt in (1, 2))

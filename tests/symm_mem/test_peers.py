@@ -211,8 +211,7 @@ def _gives_up(heap: SymmetricHeap, at: int):
 @run_on()
 def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int) -> list[str]:
     """The last rank gives up between its rows and their arrival; what the others have of the call then."""
-    findings = Findings()
-    last = rank == num_ranks - 1
+    findings, last = Findings(), rank == num_ranks - 1
     for way in ("dispatch_tokens", "gradient", "during GEMMs"):
         findings.where = f"{way}, rank {rank} of {num_ranks}"
         heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)

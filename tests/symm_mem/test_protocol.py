@@ -102,8 +102,7 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
 
 def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[str]:
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
-    findings = Findings()
-    last = rank == num_ranks - 1
+    findings, last = Findings(), rank == num_ranks - 1
     with open_heap(device) as heap:
         sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K, "schedule": schedule}
         exact = MoELayer(MoEConfig(**sizes), heap)
@@ -203,8 +202,7 @@ def test_a_signal_that_does_not_come(cluster):
 @run_on(3)
 def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks: int) -> None:
     """An error that all ranks raise ends everybody's `with heap:`; a rank that looks late must not see that instead."""
-    found = []
-    wait = sync._wait
+    found, wait = [], sync._wait
 
     def late(*args):
         time.sleep(0.02 if rank == 0 else 0.0)

@@ -220,8 +220,7 @@ def test_an_audit_finds_a_difference(rank: int, num_ranks: int, tapes: str) -> l
         patch.setattr(_Forward, "second_half", more)
         layer = make_layer(heap)
         x, dy = next(make_calls(rank, 1, torch.float32))
-        wanted = step(layer, x, dy, "")
-        raised = []
+        wanted, raised = step(layer, x, dy, ""), []
         for number in range(1, 30):
             if number == 6 and rank == 1:
                 added.append(True)
@@ -538,8 +537,7 @@ def test_a_closed_heap_keeps_no_tapes(alone):
 @run_on(2)
 def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, name: str, around: str) -> list[str]:
     """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
-    room = RowHistory.room
-    calls = itertools.count()
+    room, calls = RowHistory.room, itertools.count()
 
     def random_room(self: RowHistory, *args: int | None) -> RowBudget | None:
         found = room(self, *args)

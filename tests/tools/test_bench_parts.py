@@ -126,8 +126,7 @@ def test_variants_take_turns_after_a_warm_up():
 
 
 def test_marks_that_are_used_again_are_read_in_time():
-    marks = [0.0, 0.0]
-    lengths = iter(range(100))
+    marks, lengths = [0.0, 0.0], iter(range(100))
 
     def call(clock):
         marks[1] = float(next(lengths))

@@ -257,8 +257,7 @@ def test_inside_torch_compile():
         layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
         add_lora(layer, rank=RANK, alpha=ALPHA)
         fill_b(layer)
-        x = torch.randn(7, H)
-        found = []
+        x, found = torch.randn(7, H), []
         for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
             y, _ = module(x)
             y.sum().backward()

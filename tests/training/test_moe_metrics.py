@@ -120,8 +120,7 @@ def test_recomputed_forwards_are_not_counted(heap: SymmetricHeap, use_reentrant:
     model = Model(heap)
     logger = MetricsLogger(model)
     model(batch(0, 0)).sum().backward()
-    want = logger.step(0)
-    calls = []
+    want, calls = logger.step(0), []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     with set_checkpoint_early_stop(False):  # or the second forward would end before the hooks
         y = model(batch(0, 0), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant))

@@ -168,8 +168,7 @@ def test_balanced_choice_is_spread_over_ranks():
 
 
 def test_balanced_routing_of_a_model(heap: SymmetricHeap):
-    model = Model(heap, 0)
-    loads = []
+    model, loads = Model(heap, 0), []
     for layer in model.layers:
         layer.register_forward_hook(lambda *a: loads.append(a[2][1].expert_load))
     x = tokens().repeat(6, 1)

@@ -69,8 +69,7 @@ def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) ->
     """The ranks that torchrun has started, or those that `init_method` names; else only this process. Uses the default
     process group if there is one, and otherwise makes it and ends it."""
     launched = init_method is not None or dist.is_torchelastic_launched()
-    makes_group = launched and not dist.is_initialized()
-    device = torch.device("cpu")
+    makes_group, device = launched and not dist.is_initialized(), torch.device("cpu")
     if torch.cuda.is_available():
         local_rank = rank if init_method is not None else dist.get_node_local_rank(fallback_rank=0)
         torch.cuda.set_device(local_rank)

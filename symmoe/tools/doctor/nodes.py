@@ -215,14 +215,12 @@ def try_rail(board: Board, topology: Topology, *, has_gpu: bool) -> Exchange:
     """Messages to and from all others of the rail. Collective over it; what goes wrong is in the result."""
     device = torch.device("cuda", board.local_rank) if has_gpu else torch.device("cpu")
     options: dict[str, Any] = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": _CONNECT_S}
-    name = f"symmoe-doctor/rail/{topology.local_rank}"
+    at = board.store, f"symmoe-doctor/rail/{topology.local_rank}"
     with contextlib.ExitStack() as stack:
         try:
             if has_gpu:
                 torch.cuda.set_device(device)
-                payload: Payload = NcclRail(Nccl(), board.store, name, **options)
-            else:
-                payload = GlooRail(board.store, name, **options)
+            payload: Payload = NcclRail(Nccl(), *at, **options) if has_gpu else GlooRail(*at, **options)
             stack.callback(payload.close)
             return measure_rail(topology, payload, device)
         except RailBroken as broken:
