@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_599),
+    "symmoe": (36_000, 39_595),
     "tests": (42_000, 52_676),
     "docs": (4_000, 0),
-    "kernels + tape": (15_000, 15_320),
+    "kernels + tape": (15_000, 15_316),
     "symm_mem + nodes": (3_900, 4_667),
     "checks + precision": (1_200, 1_242),
     "dispatch + combine": (1_500, 1_514),

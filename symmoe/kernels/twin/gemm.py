@@ -4,7 +4,7 @@ The latter (contract/activation.py) are compositions of the functions that they 
 or, where they sum in another order, these numbers. The sums of biases are in the order of kernels/bias_sums.py.
 
 MKL does not promise that a row's bits are independent of its place and of parts of rows. It gets operands aligned to
-ALIGNMENT, and never fewer than min_rows() rows.
+ALIGNMENT, and never fewer than MIN_ROWS rows.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from symmoe.kernels.formats import TILE
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation, sum_in_blocks
 
+MIN_ROWS = 16  # MKL sums in another order for fewer: than 4, or 16, as the CPU is, or if two threads share them
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 
 
@@ -86,19 +87,14 @@ def zero_rows(out: torch.Tensor, row_range: torch.Tensor) -> None:
     out[int(row_range[1, -1]) :].zero_()
 
 
-def min_rows() -> int:
-    """Rows that MKL is given at least: it sums in another order for fewer than 4, or for if two threads share 10."""
-    return 8 if torch.get_num_threads() == 1 else 16
-
-
 def multiply_rows(
     out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, addend: torch.Tensor | None = None
 ) -> None:
     """out = left @ right + addend, summed in fp32 and rounded to out's dtype."""
-    num_rows, least = left.shape[0], min_rows()
-    may_write = out.dtype == left.dtype == torch.float32 and addend is None and num_rows >= least and _is_aligned(out)
-    if num_rows < least:
-        filled = torch.zeros((least, left.shape[1]), dtype=torch.float32, device=left.device)
+    num_rows, is_enough = left.shape[0], left.shape[0] >= MIN_ROWS
+    may_write = out.dtype == left.dtype == torch.float32 and addend is None and is_enough and _is_aligned(out)
+    if not is_enough:
+        filled = torch.zeros((MIN_ROWS, left.shape[1]), dtype=torch.float32, device=left.device)
         filled[:num_rows] = left
         left = filled
     left = _aligned(left.float())
