@@ -296,7 +296,6 @@ def plan_in_node(
     # Found before the views of the storage, which are of the plan over all ranks.
     for made, its in ((own, [each[:num_tokens] for each in lines]), (foreign, come)):
         vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]), arrivals=arrivals_in_node(heap))
-        vars(made).update(routed=())  # which is the step's: as a result of it, it has the plan
         if topology.is_in_order:
             vars(made).update(source_to_packed_start=found.source_to_packed_start)
     vars(own)["regions"] = (_region(own, None, own_regions[topology.node]),)

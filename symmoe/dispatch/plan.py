@@ -26,7 +26,8 @@ from symmoe.symm_mem.row_budget import RowBudget
 from symmoe.tape.recorder import recorded
 
 MAX_TOP_K = 32
-FindRoom = Callable[[], RowBudget | None]
+_Room = RowBudget | None
+FindRoom = Callable[[], _Room]
 _Rails = tuple[int, Excess | None] | None  # the last arguments of RailRows, if the group spans nodes
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
 
@@ -54,7 +55,7 @@ class Plan(PlanIntegers):
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
         nodes: of a group that spans nodes, the way to the other nodes; else None.
         to_fill: what launches the plan's kernels, which has not happened yet; else None.
-        routed: logits, probs and scores of a choice of experts that was made together with the plan.
+        routed: of a group that spans nodes, logits, probs and scores that were found together with the plan.
     """
 
     heap: SymmetricHeap
@@ -79,7 +80,7 @@ class Plan(PlanIntegers):
 
     def fill(self) -> Sequence[torch.Tensor]:
         """Launches the plan's kernels, unless that has happened. Collective; waits for the device if sizes of buffers
-        depend on the plan. If the group spans nodes, the integers and num_received of RailRows."""
+        depend on the plan. What else ToFill.launch has found."""
         if (to_fill := self.to_fill) is None:
             return ()
         with (heap := self.heap).one_call:
@@ -87,25 +88,20 @@ class Plan(PlanIntegers):
             launch = partial(to_fill.launch, heap)
             is_first = heap.first_step is not None
             filled = launch() if is_first else heap.run(to_fill.key, launch, to_fill.inputs)
-            rails = self.note_filled(*filled)
+            self.note_filled(*filled[:2])
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
-        return rails
+        return filled[2:]
 
-    def note_filled(
-        self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None, *found: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """Notes what ToFill.launch has returned, but for what it has found of rails, which this returns. In the same
-        turn, which began when the plan got its generation."""
-        heap, (reports, route) = self.heap, self.to_fill[-2:] if self.to_fill else (None, None)
+    def note_filled(self, storage: torch.Tensor, read_report: Callable[[], list[int]] | None) -> None:
+        """Notes what ToFill.launch has returned. In the same turn, which began when the plan got its generation."""
+        heap, reports = self.heap, self.to_fill.reports if self.to_fill else None
         self.storage, self.to_fill, self._read_report = storage, None, read_report
-        self.routed, rails = ((), found) if route is None else (found[:3], found[3:])
         if reports is not None:
             reports.append(self.report)
         heap.waits.flight.note(self.generation, num_tokens=self.num_tokens, top_k=self.top_k)
         if heap.streams.raises_at_once:
             heap.check()  # before another thread gets its turn and raises the error instead
-        return rails
 
     def next_phase(self) -> int:
         """The first barrier of this plan's call, or, once that is launched, of its dispatch."""
@@ -214,8 +210,8 @@ class ToFill(NamedTuple):
     header: tuple[int, ...]
     config: int
     is_read: bool
-    rails: _Rails
     reports: list[torch.Tensor] | None
+    rails: _Rails
     route: Any
 
     @property
@@ -231,7 +227,7 @@ class ToFill(NamedTuple):
     def launch(self, heap: SymmetricHeap) -> tuple[Any, ...]:
         """A new storage of the plan, filled; what waits for the report, or None if it is not read; logits, probs and
         scores, if there is a route; the integers and num_received of RailRows, if the group spans nodes. Collective."""
-        topk_idx, header, config, is_read, its_rails, _, route = self
+        topk_idx, header, config, is_read, _, its_rails, route = self
         num_experts, num_ranks, rails = header[control.HEAD_NUM_EXPERTS], heap.num_ranks, None
         shape = num_blocks(len(topk_idx)), num_experts + num_ranks + 2
         counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
@@ -376,7 +372,7 @@ def begin_plan(
 
 
 def _plan_between_nodes(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions, room: Any, route: Any
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions, room: _Room, route: Any
 ) -> Plan:
     """The plan on a heap that spans nodes. words: of the header. With exact capacity and no room the host waits for the
     plan, and reads how long messages are."""
@@ -391,12 +387,13 @@ def _plan_between_nodes(
     excess = Excess(options.overflow == "drop", packed_room) if rail_rows < most_tokens else None
     plan = _new_plan(topk_idx, heap, words, options, (rail_rows, excess), route)
     # Without room it waits for the device, before any barrier: ranks with room raise what the plan has found at once.
-    integers, num_received = plan.fill()
+    *routed, integers, num_received = plan.fill()
     num_nodes = heap.topology.num_nodes
     sent, received = [rail_rows] * num_nodes, nodes_of(heap).rail_rows
     if is_exact and room is None:
         sent, received = heap.streams.read_back(torch.stack([integers[:num_nodes], num_received]))()
     plan.nodes = plan_in_node(heap, plan, integers, sent, received, rail_capacity * MAX_TOP_K + top_k)
+    plan.routed = routed  # not before: the plans inside the node would have it, and it, as a result of a step, them
     return plan
 
 
@@ -420,7 +417,7 @@ def _new_plan(
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        to_fill=ToFill(topk_idx, header, options.config, is_read, rails, reports, route),
+        to_fill=ToFill(topk_idx, header, options.config, is_read, reports, rails, route),
     )
 
 

@@ -330,16 +330,15 @@ class _Forward:
     operands: tuple[ExpertRows, ExpertWeights] | None = None  # of the first half for the second
 
     def planned(self) -> tuple[Any, ...]:
-        """What ToFill.launch returns, unless the plan is filled: then, and where the step is not put on a tape, None.
-        The plan, which has a tape of its own there, may have its sizes after it."""
-        step, plan = self.step, self.step.plan
+        """What ToFill.launch returns, as far as the plan is not filled. Where the step is not put on a tape, the plan
+        has one of its own, and may have its sizes after it."""
+        step, plan, found = self.step, self.step.plan, list[Any]()
         if step.kind is None:
-            plan.fill()
+            found = [None, None, *plan.fill()]
             self.step = step if step.num_rows else step.sized(self.x)
-        found = () if plan.to_fill is None else plan.to_fill.launch(plan.heap)
-        plan.storage = found[0] if found else plan.storage
-        if self.probs is None:
-            self.probs = plan.routed[1] if plan.routed else found[3]
+        elif plan.to_fill is not None:
+            plan.storage, *_ = found = [*plan.to_fill.launch(plan.heap)]
+        self.probs = found[3] if self.probs is None else self.probs
         return (*found, *[None] * 5)[:5]
 
     def first_half(self) -> tuple[Any, ...]:
@@ -401,9 +400,9 @@ class _ExpertParallelMLP(Function):
         keeps = step.trains and any(ctx.needs_input_grad)
         keeps_h, frees = keeps and stash.keeps_h, not (keeps and stash.keeps_rows)
         trains, held = (keeps_h and ctx.needs_input_grad[3], keeps_h), (linears[0].held_weight, linears[1].held_weight)
-        probs = None if probs is None else probs.contiguous()
-        if plan.routed:
-            probs = plan.routed[1]
+        # As results the choice has this function, which has the plan: so the plan must not keep it.
+        routed, plan.routed = plan.routed, ()
+        probs = routed[1] if routed else None if probs is None else probs.contiguous()
         forward = _Forward(step, x, probs, _Inputs((b1, b2), tensors, trains, held), frees)
         # A checkpoint's forward inside backward ends where the last tensor is saved: then, not after combine.
         is_recomputed = is_in_backward()
@@ -415,20 +414,20 @@ class _ExpertParallelMLP(Function):
                 plan.generation = plan.heap.epoch + 1
                 key = *key, plan.to_fill.key
                 if route is not None:  # its other tensors are x and what stands for the storage of the plan
-                    route = route._replace(x=x, weight=given("weight", weight).contiguous())
+                    route = route._replace(x=x, weight=given("weight", weight))
                     plan.to_fill = plan.to_fill._replace(route=route)
                     inputs += _given(route.weight, route.bias)
             found = step.run(key, function, inputs)
             if plan.to_fill is not None:
-                plan.note_filled(*found[:5])
+                plan.note_filled(*found[:2])
         step, hidden = forward.step, Hidden(*found[10 : 10 + NUM_HIDDEN])
-        routed, plan.routed = plan.routed, ()  # as results they have this function, which has the plan
+        routed = routed or found[2:5]
         plan.packed_to_row, plan.row_to_packed_row, received, row_probs, a = found[5:10]
         plan.settle()  # everything that is wanted is launched: now the host may wait for the plan
         if keeps:  # what backward needs, in the sizes of the routing: a checkpoint compares them
             kept: tuple[torch.Tensor | None, ...] = ()
             if route is not None:
-                kept = x, given("weight", weight).contiguous(), given("topk_idx", route.topk_idx), routed[2]
+                kept = x, given("weight", weight), given("topk_idx", route.topk_idx), routed[2]
             if plan.has_room:
                 (max_rows, max_packed_rows), rows = plan.needed_rows, None
                 if stash.keeps_rows:
