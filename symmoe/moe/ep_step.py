@@ -473,6 +473,8 @@ def _backward(
         route_kept, saved, needs_probs = saved[:_NUM_ROUTE_KEPT], saved[_NUM_ROUTE_KEPT:], any(needs_route)
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
+    if ctx.rule is not None and x is not None:  # saved twice, as it is where a call is repeated with given experts:
+        x = route_kept[0]  # hooks may give two tensors of one memory, of which a tape takes one
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     plan = step.plan
