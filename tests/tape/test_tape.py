@@ -547,7 +547,7 @@ def test_calls_that_get_too_little_room_at_random(rank: int, num_ranks: int, nam
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowHistory, "room", random_room)
         num_played, _, texts = check_bits(rank, num_ranks, OPTIONS[name], around)
-    assert num_played >= 20
+    assert num_played >= 16, num_played  # of 20 calls with two parts each, a third of which are repeated
     return texts
 
 
@@ -567,7 +567,8 @@ def test_compiled_layers_are_played_too(alone):
     heap, layer, _ = alone
     compiled = torch.compile(layer, backend="aot_eager")
     for x, dy in make_calls(0, 8, torch.float32):
+        num_played = heap.tapes.num_played
         found, wanted = (torch.autograd.grad(each(x)[0], tuple(layer.parameters()), dy) for each in (compiled, layer))
         assert all(map(torch.equal, found, wanted))
-    assert heap.tapes.num_played > 30
+    assert heap.tapes.num_played - num_played == 6  # two of the eager call; router, plan and step of the compiled one
     assert heap.tapes.problems == []
