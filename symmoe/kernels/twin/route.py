@@ -6,21 +6,23 @@ import torch
 
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 from symmoe.kernels.twin import plan
+from symmoe.kernels.twin.gemm import multiply_rows
 
 
 def router_gemm(x, weight, logits):
-    torch.mm(x.float(), weight.t(), out=logits)
+    multiply_rows(logits, x, weight.t())
 
 
 def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     if dx is not None:
-        dx.copy_(d_logits @ weight)
+        multiply_rows(dx, d_logits, weight)
     if d_weight is not None:
         torch.mm(d_logits.t(), x.float(), out=d_weight)
 
 
 def choose_experts(logits, bias, given_idx, topk_idx, probs, scores, *, rule, block_counts=None):
-    scores.copy_(logits.softmax(1) if rule.score == "softmax" else logits.sigmoid())
+    # Not torch.sigmoid, see twin/activation.py.
+    scores.copy_(logits.softmax(1) if rule.score == "softmax" else 1 / (1 + (-logits).exp()))
     if given_idx is None:
         values = scores if bias is None else scores + bias
         if rule.num_groups > 1:
