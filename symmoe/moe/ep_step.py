@@ -414,9 +414,8 @@ class _ExpertParallelMLP(Function):
                 plan.generation = plan.heap.epoch + 1
                 key = *key, plan.to_fill.key
                 if route is not None:  # its other tensors are x and what stands for the storage of the plan
-                    route = route._replace(x=x, weight=given("weight", weight))
-                    plan.to_fill = plan.to_fill._replace(route=route)
-                    inputs += _given(route.weight, route.bias)
+                    plan.to_fill = plan.to_fill._replace(route=plan.to_fill.route._replace(x=x))
+                    inputs += _given(weight, route.bias)
             found = step.run(key, function, inputs)
             if plan.to_fill is not None:
                 plan.note_filled(*found[:2])
@@ -473,8 +472,8 @@ def _backward(
         route_kept, saved, needs_probs = saved[:_NUM_ROUTE_KEPT], saved[_NUM_ROUTE_KEPT:], any(needs_route)
         route = RouteGradients(d_routed, route_kept, ctx.rule, needs_route) if needs_probs else None
     x, received, *rest = saved
-    if ctx.rule is not None and x is not None:  # saved twice, as it is where a call is repeated with given experts:
-        x = route_kept[0]  # hooks may give two tensors of one memory, of which a tape takes one
+    # Saved twice, as a repeated call does: hooks may give two tensors of one memory, of which a tape takes one.
+    x = route_kept[0] if ctx.rule is not None and x is not None else x
     step = ctx.step = _that_fits(ctx.step, dy.shape[1] * dy.element_size())
     hidden, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
     plan = step.plan

@@ -102,8 +102,8 @@ class Lane:
             raise
         return headers
 
-    def wait(self) -> None:
-        """Tells all nodes that this rank waits for one of its own node, which waits for its rail. Does not wait."""
+    def say_waits(self) -> None:
+        """Tells all nodes that this rank waits for one of its own node, which may wait for its rail. Does not wait."""
         self._send(Header(WAITS))
 
     def give_up(self, origin: int, message: bytes) -> None:

@@ -65,7 +65,7 @@ class Listener:
         address = _address_of(device) if device else _address_of_host()
         self.endpoint = Endpoint(device)
         if address:
-            with contextlib.suppress(OSError):  # then it is not known here; gloo says what it has against it
+            with contextlib.suppress(OSError):  # then it listens nowhere, which peers find
                 self._socket = socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
                 self.endpoint = Endpoint(device or _device_with(address), address, self._socket.getsockname()[1])
 

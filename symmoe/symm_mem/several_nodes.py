@@ -255,17 +255,14 @@ class Nodes(OneNode):
     def has_said_why(self, peer: int) -> bool:
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
-        own_mailbox, has_told = mailbox(self._peers, self._peers.rank), False
-        deadline = time.monotonic() + self._bound_s
+        own_mailbox, deadline = mailbox(self._peers, self._peers.rank), time.monotonic() + self._bound_s
+        self.lane.say_waits()
         while True:
             with self._streams.at_once():
                 is_on_rail = bool(its_counters[control.ON_RAIL])
                 has_said = any(slots[peer][0] >= control.ABORT for slots in own_mailbox.tolist())
             if has_said or not is_on_rail or time.monotonic() > deadline:
                 return has_said
-            if not has_told:
-                self.lane.wait()
-            has_told = True
             time.sleep(_POLL_S)
 
     def give_up(self, sender: int, report: Report) -> None:

@@ -127,8 +127,11 @@ def start_heap(heap: HeapParts, group: dist.ProcessGroup | None, options: HeapOp
 
         try:
             rail = several_nodes.start_rail(whole, topology, device, start_s)
-        except (BackendUnavailable, PeerError) as error:  # the former on every rank: memory is given back together
-            (arenas.abandon if isinstance(error, PeerError) else arenas.close)()
+        except BackendUnavailable:  # on every rank: the memory is given back together
+            arenas.close()
+            raise
+        except PeerError:
+            arenas.abandon()
             raise
         heap._others = heap.nodes = several_nodes.Nodes(topology, heap.waits, heap.streams, heap._access, *rail)
         heap.count_peers = several_nodes.make_count_peers(peers, topology)

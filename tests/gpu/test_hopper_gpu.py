@@ -219,8 +219,7 @@ def test_public_functions_choose_these_kernels(monkeypatch):
         results.append((out, *forward(p, p.rows), *backward(p, p.rows, p.h, with_dbias=False)[:2]))
     assert called == ["grouped_gemm", "grouped_gemm_act", "grouped_gemm_dact"] * 3
     for again in results[1:]:
-        for left, right in zip(again, results[0], strict=True):
-            assert torch.equal(left, right)
+        assert all(torch.equal(left, right) for left, right in zip(again, results[0], strict=True))
     forward(p, (p.packed, p.row_index))
     forward(p, p.rows, bias=p.bias)
     backward(p, p.rows, p.h)

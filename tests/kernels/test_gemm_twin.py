@@ -125,8 +125,7 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
 
     expected = run(0)
     for shift in range(1, 17):
-        for got, want in zip(run(shift), expected, strict=True):
-            assert torch.equal(got, want)
+        assert all(torch.equal(got, want) for got, want in zip(run(shift), expected, strict=True))
 
 
 # -- activations, by themselves and fused with GEMMs -------------------------------------------------------------------

@@ -392,3 +392,14 @@ def test_steps_between_nodes_are_played(rank: int, num_ranks: int, capacity: int
         y, _ = layer(x)
         del y, _
         assert heap.leased_bytes == 0  # nothing keeps the graph of a step that nobody has
+
+
+@run_on(2)
+def test_a_profile_ends_between_calls(rank: int, num_ranks: int) -> None:
+    """It ends the process if torch records messages that come after its end: so all have come by then."""
+    with open_heap("cpu", ranks_per_node=1) as heap:
+        for _ in range(6):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                plan = make_plan(torch.arange(num_ranks).repeat(64, 1), num_experts=num_ranks, heap=heap)
+                combine_tokens(dispatch_tokens(torch.ones((64, 8)), plan)[0], plan)
+        assert len(profile.events()) > 20

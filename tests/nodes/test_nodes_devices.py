@@ -81,10 +81,6 @@ class DeviceRail(GlooRail):
         super().close()
 
 
-def make_payload(bootstrap: Any, topology: Any, device: torch.device, name: str, options: dict[str, Any]) -> DeviceRail:
-    return DeviceRail(bootstrap.store, name, **options)
-
-
 @contextlib.contextmanager
 def as_on_gpus(seed: int) -> Iterator[None]:
     """Heaps of this process behave as on GPUs; how late it notices an error is random."""
@@ -97,7 +93,9 @@ def as_on_gpus(seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoStreams, "raises_at_once", False)
-        patch.setattr(several_nodes, "_make_payload", make_payload)
+        patch.setattr(
+            several_nodes, "_make_payload", lambda of, _, __, name, options: DeviceRail(of.store, name, **options)
+        )
         patch.setattr(SymmetricHeap, "check", look)
         patch.setattr(SymmetricHeap, "synchronize", lambda heap: check(heap))
         yield

@@ -58,7 +58,8 @@ def test_a_slow_network(rank: int, num_ranks: int, kind: type[Ready]) -> None:
             expected = ready.step()
             if relay is not None:
                 relay.delay_s = 0.1
-            start, found = time.monotonic(), ready.step()
+            start = time.monotonic()
+            found = ready.step()
             seconds = time.monotonic() - start
         dist.barrier()  # the relays have passed on what ranks say when they close
         assert torch.equal(found, expected)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cluster import run_on
 from limits import HANG_S, PROMPT_S
 from node_calls import Ready, connections, refuses
-from relay import _ADDRESS, _listen_low, _Publishing
+from relay import _ADDRESS, _listen_low, publishing
 from shared_memory import left_in_shared_memory
 
 from symmoe import SymmetricHeap
@@ -72,7 +72,6 @@ def has_no_such_device() -> Iterator[None]:
 @contextlib.contextmanager
 def refuses_gloo() -> Iterator[None]:
     """The way was free when it was looked at; then nobody listens where this rank's gloo says that it does."""
-    stores = []  # torch does not keep them
 
     def publish(value: bytes) -> bytes:
         (found,) = _ADDRESS.finditer(value)
@@ -80,11 +79,7 @@ def refuses_gloo() -> Iterator[None]:
             port = listener.getsockname()[1].to_bytes(2, "big")
         return value[: found.start(1)] + port + value[found.end(1) :]
 
-    def make(store: Any, name: str, **options: Any) -> GlooRail:
-        stores.append(_Publishing(store, publish))
-        return GlooRail(stores[-1], name, **options)
-
-    with patch.object(several_nodes, "GlooRail", make):
+    with patch.object(several_nodes, "GlooRail", publishing(publish)):
         yield
 
 
@@ -156,34 +151,35 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
 # -- connections of hosts -------------------------------------------------------------------------------------------
 
 
+def test_strangers_are_not_taken_for_ranks():
+    with reach.Listener() as listener:
+        for said in (reach.hello(b"other", 1), reach.hello(b"token", 2), b"", reach.hello(b"token", 1)):
+            with reach.connect({1: listener.endpoint}, PROMPT_S)[0][
+                1
+            ] as sends:  # what is said arrives, though it closes
+                sends.sendall(said)
+        come = listener.accept([1], b"token", PROMPT_S)
+        assert [*come] == [1]
+        come[1].close()
+
+
 def test_what_a_rank_says_before_it_closes_is_heard():
-    """A stranger is not taken for a rank; what comes before the end comes first, and in pieces."""
-    token, made = b"of this heap", {}
-    with reach.Listener() as mine, reach.Listener() as its:
-        for rank, listener in ((0, its), (1, mine)):
-            made |= {rank: reach.connect({0: listener.endpoint}, PROMPT_S)[0][0]}
-        with socket.create_connection((mine.endpoint.host, mine.endpoint.port)) as stranger:
-            stranger.sendall(reach.hello(b"of another!!", 1))
-            for rank, sends in made.items():
-                sends.sendall(reach.hello(token, rank))
-            come = {1: mine.accept([1], token, PROMPT_S), 0: its.accept([0], token, PROMPT_S)}
-    lane, other = Lane({1: Link(made[0], come[1][1])}), Lane({0: Link(made[1], come[0][0])})
+    (to_lane, from_other), (to_other, from_lane) = socket.socketpair(), socket.socketpair()
+    lane, other = Lane({1: Link(to_other, from_other)}), Lane({0: Link(to_lane, from_lane)})
     for each in (lane, other):
         each.say(Header(GOES_ON, call=7))
     assert [header.call for header in lane.hear(PROMPT_S)] == [7, 7]
     assert lane.find_lost() == set()
-    other.wait()
+    other.say_waits()
     for each in (lane, other):
         each.say(Header(GOES_ON, call=8))
     other.give_up(1, b"why")
     other.close()
-    assert lane.hear(PROMPT_S)[1].number == 2  # after the word that it waits
-    assert lane.find_lost() == {1}
+    assert (lane.hear(PROMPT_S)[1].number, lane.find_lost()) == (2, {1})  # after the word that it waits
     lane.say(Header(GOES_ON, call=9))
     with pytest.raises(GaveUp) as gone:
         lane.hear(PROMPT_S)
-    assert (gone.value.said.origin, gone.value.said.message.rstrip(b"\0")) == (1, b"why")
-    assert lane.last_words(1) is None
+    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (1, b"why", None)
     lane.close()
     assert lane.find_lost() == set()
 

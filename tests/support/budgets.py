@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_595),
-    "tests": (42_000, 52_676),
+    "symmoe": (36_000, 39_593),
+    "tests": (42_000, 52_678),
     "docs": (4_000, 0),
-    "kernels + tape": (15_000, 15_316),
+    "kernels + tape": (15_000, 15_318),
     "symm_mem + nodes": (3_900, 4_667),
     "checks + precision": (1_200, 1_242),
-    "dispatch + combine": (1_500, 1_514),
+    "dispatch + combine": (1_500, 1_510),
     "grouped + moe + training": (6_900, 8_023),
     "checkpoint + integrations": (3_500, 4_154),
     "tools + timeline": (2_700, 3_624),

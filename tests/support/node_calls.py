@@ -291,7 +291,6 @@ def refuses() -> Iterator[None]:
     def listen(self: reach.Listener) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.endpoint = Endpoint("lo", "127.0.0.1", listener.getsockname()[1])
-        self._socket = None
 
     with patch.object(reach.Listener, "__init__", listen):
         yield

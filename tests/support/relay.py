@@ -39,12 +39,11 @@ class Relay:
         self._ends: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
-    def open(self, port: int, listen: Callable[[], socket.socket]) -> int:
-        """Begins to pass a connection on to the listener at that port; where this listens for it."""
-        self._listeners.append(listen())
-        self._start(self._accept, self._listeners[-1], port)
-        listens_at: int = self._listeners[-1].getsockname()[1]
-        return listens_at
+    def open(self, port: int, listener: socket.socket) -> int:
+        """Begins to pass a connection of this listener on to the one at that port; the port of this one."""
+        self._listeners.append(listener)
+        self._start(self._accept, listener, port)
+        return int(listener.getsockname()[1])
 
     def stall(self) -> None:
         """Passes nothing on any more, not even that a side has closed."""
@@ -118,11 +117,21 @@ class _Publishing(dist.Store):  # type: ignore[misc, name-defined]
         self._store.wait(keys, *timeout)
 
 
+def publishing(change: Callable[[bytes], bytes]) -> Callable[..., GlooRail]:
+    """GlooRail, of which others read where it listens as it is after the change."""
+    stores = []  # torch does not keep them
+
+    def make(store: Any, name: str, **options: Any) -> GlooRail:
+        stores.append(_Publishing(store, change))
+        return GlooRail(stores[-1], name, **options)
+
+    return make
+
+
 @contextlib.contextmanager
 def relayed(node: int) -> Iterator[Relay | None]:
     """Between nodes 0 and 1 the heaps that are made inside go through relays, one a rail; None on node 1."""
     relay = Relay() if node == 0 else None
-    stores = []  # torch does not keep them
 
     def publish(value: bytes) -> bytes:
         (found,) = _ADDRESS.finditer(value)
@@ -130,12 +139,8 @@ def relayed(node: int) -> Iterator[Relay | None]:
         # rank on node 0 must find itself lower, and its relay must be lower than the rank on node 1.
         if relay is None:
             return value[: found.end() - 1] + b"\x02" + value[found.end() :]
-        port = relay.open(int.from_bytes(found[1], "big"), _listen_low)
+        port = relay.open(int.from_bytes(found[1], "big"), _listen_low())
         return value[: found.start(1)] + port.to_bytes(2, "big") + value[found.end(1) :]
-
-    def make(store: Any, name: str, **options: Any) -> GlooRail:
-        stores.append(_Publishing(store, publish))
-        return GlooRail(stores[-1], name, **options)
 
     class Listener(reach.Listener):
         def __init__(self) -> None:
@@ -143,24 +148,21 @@ def relayed(node: int) -> Iterator[Relay | None]:
             self.endpoint = behind(self.endpoint)
 
     def behind(endpoint: reach.Endpoint) -> reach.Endpoint:
-        return endpoint if relay is None else replace(endpoint, port=relay.open(endpoint.port, _listen))
+        if relay is None:
+            return endpoint
+        return replace(endpoint, port=relay.open(endpoint.port, socket.create_server(("127.0.0.1", 0))))
 
     def connect(others: Mapping[int, reach.Endpoint], timeout_s: float) -> Any:
         return reach.connect({rank: behind(endpoint) for rank, endpoint in others.items()}, timeout_s)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for each in (make, Listener, connect):
-                name = "GlooRail" if each is make else each.__name__
+            for name, each in {"GlooRail": publishing(publish), "Listener": Listener, "connect": connect}.items():
                 patch.setattr(symmoe.symm_mem.several_nodes, name, each)
             yield relay
     finally:
         if relay is not None:
             relay.close()
-
-
-def _listen() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0))
 
 
 def _listen_low() -> socket.socket:

@@ -66,7 +66,8 @@ def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_
     heap = open_recorded(folder, HANG_S)
     for turn in range(warm_up):
         assert round_trip(heap, turn)
-    plan, before_s = new_plan(heap), time.time()
+    plan = new_plan(heap)
+    before_s = time.time()
     rows, _ = dispatch_tokens(torch.full((3 + rank, H), SECRET), plan)
     facts: dict = {
         "pid": os.getpid(),

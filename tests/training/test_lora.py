@@ -263,6 +263,5 @@ def test_inside_torch_compile():
             y.sum().backward()
             found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
             layer.zero_grad(set_to_none=True)
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
