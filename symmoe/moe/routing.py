@@ -157,7 +157,7 @@ def fail_for_nonfinite(heap: SymmetricHeap, what: str, numbers: torch.Tensor) ->
 
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.device.type == "cpu" or (x.dtype == torch.bfloat16 and weight.dtype == torch.float32)
+    return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
 def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Tensor | None = None) -> Routed:

@@ -11,7 +11,7 @@ from symmoe.kernels.routing_rule import RoutingRule
 
 class RouterKernels(Protocol):
     def router_gemm(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
-        """logits = x @ weight^T. x bf16 [T, H], on CPUs of any dtype, weight fp32 [E, H], logits fp32 [T, E].
+        """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E].
 
         Products and sums are as good as those of fp32, but their bits are not those of fp32 sums in any order.
         """
