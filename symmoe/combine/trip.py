@@ -69,36 +69,40 @@ def combine(
         with Collection(rows, plan, order=order) as collection:
             collection.collect()
         return given("rows", collection.out)
-    branch, nodes, num_ctas = plan.heap.streams.branch(), plan.nodes, division.num_ctas
+    collection = Collection(rows, plan, order=order)
+    if plan.nodes is not None:
+        with _between_nodes(collection, compute, division):
+            pass
+        return given("rows", collection.out)
+    branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
     # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
-    sources, of_sources = plan.in_node.arrivals[::-1], plan.in_node.source_to_rows
-    parts, num_foreign = [of_sources[source] for source in sources], 1
-    if nodes is not None:
-        num_foreign = len(sources) - len(plan.heap.topology.ranks)
-        parts = [*parts[:num_foreign][::-1], given("own_rows", nodes.own_rows)]
-    with Collection(rows, plan, order=order) as collection:
-        for part in parts[:num_foreign]:
-            compute(Part(part))
+    last, *sources = plan.arrivals[::-1]
+    with collection:
+        compute(Part(of_sources[last]))
         try:
-            for number, part in enumerate(parts[num_foreign:]):
+            for sent, source in zip([last, *sources], sources, strict=False):
                 point = branch.point()
-                compute(Part(part, division.num_sms))
+                compute(Part(of_sources[source], division.num_sms))
                 with branch.after(point):
-                    if number == 0:
+                    if sent == last:
                         collection.open()
-                    collection.send(sources[number], num_ctas=num_ctas)
+                    collection.send(sent, num_ctas=division.num_ctas)
         finally:
             branch.join()
-        if nodes is not None:
-            collection.open_again()
         collection.finish()  # nothing else runs meanwhile
     return given("rows", collection.out)
 
 
 @contextmanager
-def collecting(collection: Collection, division: Division | None = None) -> Iterator[Collection]:
-    """Context of a collection, complete after it. The caller may compute other things in it, at the same time if there
-    is a division of the SMs. Collective; does not synchronise the host."""
+def collecting(collection: Collection, compute: ComputePart, division: Division | None = None) -> Iterator[Collection]:
+    """Context of a collection, complete after it, of rows that `compute` fills, see :func:`combine`. The caller may
+    compute other things in it, at the same time if there is a division of the SMs. Collective; does not synchronise the
+    host."""
+    if division is not None and collection.plan.nodes is not None:
+        with _between_nodes(collection, compute, division):
+            yield collection
+        return
+    compute(None)
     if division is None:
         yield collection
         with collection:
@@ -113,6 +117,28 @@ def collecting(collection: Collection, division: Division | None = None) -> Iter
                 collection.collect(num_ctas=division.num_ctas)
         finally:
             branch.join()
+
+
+@contextmanager
+def _between_nodes(collection: Collection, compute: ComputePart, division: Division) -> Iterator[None]:
+    """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
+    node's tokens, and what the caller does in the context, are computed."""
+    heap, in_node, nodes = collection.plan.heap, collection.plan.in_node, collection.plan.nodes
+    branch, own_rows = heap.streams.branch(), given("own_rows", None if nodes is None else nodes.own_rows)
+    with collection:
+        for source in in_node.arrivals[len(heap.topology.ranks) :]:
+            compute(Part(in_node.source_to_rows[source]))
+        collection.open()  # not beside a GEMM, for whose SMs these sums would wait
+        point = branch.point()
+        compute(Part(own_rows, division.num_sms))
+        try:
+            with branch.after(point):
+                collection.leave()
+            yield
+        finally:
+            branch.join()
+        collection.open_again()
+        collection.finish()
 
 
 class Collection:
@@ -191,6 +217,7 @@ class Collection:
     def collect(self, *, num_ctas: int | None = None) -> None:
         """Brings home and sums all rows, which are complete. num_ctas: of kernels that move rows; None: no limit."""
         self.open()
+        self.leave()
         if num_ctas is None:
             self.send()
         else:  # kernels for few programs take one rank at a time
@@ -208,15 +235,21 @@ class Collection:
                 self._pull(Collected(self.plan, rows, self.values))
             else:
                 self._pull(self._from_nodes.foreign)
+
+    def leave(self) -> None:
+        """Between nodes, sends the sums of tokens of other nodes home."""
+        if self._from_nodes is not None:
+            with self.plan.heap.timed("combine"):
                 self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
 
     def open_again(self) -> None:
         """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
-        if self.plan.heap.streams.capture:
+        heap = self.plan.heap
+        if heap.streams.capture and len(heap.topology.ranks) > 1:
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before the
             # barrier, and ranks that do so after it, would wait for each other.
             self._come()
-        self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
+        self._ready = heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
     def _pull(self, wanted: Collected) -> None:
         """Sums rows where they are, and brings values."""

@@ -215,7 +215,7 @@ class _Trip:
             if not is_packed:
                 self._place_own(rows, tokens)
         arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
-        self._receive(None, arrived)
+        self._receive(None, arrived, None)
 
     @contextmanager
     def arriving(self) -> Iterator[Iterator[Part]]:
@@ -260,7 +260,7 @@ class _Trip:
                 self._push(self._x, plan, to=self._rank)
             else:
                 self._place_own(self._x, plan)
-            self._receive(own, self._ready)
+            self._receive(own, self._ready, self._num_ctas)
         yield Part(plan.source_to_rows[own], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
@@ -288,7 +288,7 @@ class _Trip:
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._own.arrivals[step]
                 if self._are_read:
-                    self._receive(source, arrived)
+                    self._receive(source, arrived, self._num_ctas)
                 self._come[source] = self._branch.point()
 
     def _forward(self) -> None:
@@ -296,10 +296,10 @@ class _Trip:
         with self._branch.after(self._start), self._heap.timed("dispatch"):
             for tokens, rows in self._tokens():  # the foreign ones
                 for step in range(1, self._num_ranks + 1):
-                    self._push(rows, tokens, to=(self._rank + step) % self._num_ranks, num_ctas=self._num_ctas)
+                    self._push(rows, tokens, to=(self._rank + step) % self._num_ranks)
             arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
             for source in self._own.arrivals[self._num_ranks :]:
-                self._receive(source, arrived)
+                self._receive(source, arrived, None)
                 self._come[source] = self._branch.point()
 
     def _push(
@@ -316,7 +316,7 @@ class _Trip:
         slots = tokens.slot_to_rank, tokens.slot_to_row
         self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
 
-    def _receive(self, source: int | None, arrived: torch.Tensor) -> None:
+    def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
         """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows. arrived:
         result of the wait for them."""
         start = self._plan.in_node.source_to_packed_start
@@ -324,4 +324,4 @@ class _Trip:
         self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
         if self._layout == "expert-major":
             index = self._index.packed_to_row, start
-            self._ops.fan_out(self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=self._num_ctas)
+            self._ops.fan_out(self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas)

@@ -266,9 +266,11 @@ class ExpertsBackward:
         """[., H] in the working dtype, as d_out."""
         return self._d_out
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
-        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""
-        self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_range, d_rows, zero_tail=zero_tail)
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
+        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row), or of a part."""
+        rows, num_sms = (self._x.row_range, None) if part is None else (part.rows, part.num_sms)
+        operands = self._dh, self._weights.w1, rows, d_rows
+        self._ops.grouped_gemm_dgrad(*operands, zero_tail=zero_tail, num_sms=num_sms)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weights.Compute."""

@@ -82,10 +82,11 @@ class AdaptedBackward(ExpertsBackward):
         self._dt1 = weights.low1.down_gradient(self._dh, x.row_range)
         return False
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""
-        super().input_gradient(d_rows, zero_tail=zero_tail)
-        self._weights.low1.add_up_gradient(self._dt1, self._x.row_range, d_rows)
+        super().input_gradient(d_rows, zero_tail=zero_tail, part=part)
+        part = part or Part(self._x.row_range)
+        self._weights.low1.add_up_gradient(self._dt1, part.rows, d_rows, num_sms=part.num_sms)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none."""

@@ -178,8 +178,10 @@ class QuantizedBackward(ExpertsBackward):
         """The received gradients; where row i is at i, only as many rows as h has."""
         return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
 
-    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
-        """See ExpertsBackward."""
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
+        """See ExpertsBackward. All rows are made with the first part."""
+        if part is not None and self._transposed1 is None:
+            return
         assert self._transposed1 is not None  # forward has kept it for this
         dh, d_rows = self._dh_rows(), d_rows[: self._x.scale.shape[0]]
         self._ops.grouped_gemm_quantized(dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail)

@@ -13,6 +13,7 @@ GEMMs run, where that pays (moe/overlap.py). The kernels work on the same rows e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -201,6 +202,7 @@ class _EPStep:
             num_experts=plan.num_experts,
             num_ranks=heap.num_ranks,
             num_nodes=1 if nodes is None else heap.topology.num_nodes,
+            rail_bytes_per_s=math.inf if heap.nodes is None else heap.nodes.payload.bytes_per_s,
             item_bytes=x.element_size(),
             is_gated=form.activation.is_gated,
             sums_travel=not plan.reads_rows_in_place(self.order),
@@ -563,13 +565,16 @@ class _Backward:
             lease = plan.heap.lease((plan.row_capacity, dy.shape[1]), dy.dtype, name="input gradients", phase=COMBINE)
         with lease as input_gradients:
             d_rows = None if input_gradients is None else input_gradients.tensor
-            if d_rows is not None:
-                experts_backward.input_gradient(d_rows)
+
+            def compute(part: Part | None) -> None:
+                if d_rows is not None:
+                    experts_backward.input_gradient(d_rows, part=part)
+
             trip: AbstractContextManager[Collection | None] = nullcontext()
             if gradients:
                 d_scale = experts_backward.d_scale if needs_probs else None
                 sums = Collection(d_rows, plan, order=step.order, row_values=d_scale, gradients=gradients)
-                trip = collecting(sums, division)
+                trip = collecting(sums, compute, division)
             num_sms = division.num_sms if gradients and division is not None else None
             with trip as collection:
                 dw1 = fc1.add(weights1, partial(experts_backward.w1_gradient, num_sms=num_sms))

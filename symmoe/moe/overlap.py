@@ -31,6 +31,7 @@ class Rates:
         program_push_bytes: bytes that one program (it fills an SM) pushes while a GEMM runs.
         program_copy_bytes: bytes that such a program writes to secondary rows.
         program_sum_bytes: bytes that such a program sums.
+        program_rail_bytes: bytes that one of NCCL's programs sends, at least, over NVLink: 2 of them 42e9, 16 230e9.
         memory_bytes: memory traffic of all SMs.
         flops, wgrad_flops: FLOPs of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
@@ -44,6 +45,7 @@ class Rates:
     program_push_bytes: float = 28e9
     program_copy_bytes: float = 38e9
     program_sum_bytes: float = 41e9
+    program_rail_bytes: float = 14e9
     memory_bytes: float = 3e12
     flops: float = 650e12
     wgrad_flops: float = 650e12
@@ -143,6 +145,7 @@ class Sizes:
     num_ranks: int
     item_bytes: int  # of an element of a row
     num_nodes: int = 1
+    rail_bytes_per_s: float = math.inf  # that a rank sends to other nodes, see Payload
     is_gated: bool = True
     sums_travel: bool = True  # the rows of a peer's token are summed before one row goes home (`order="rank"`)
     is_expert_major: bool = False  # a token that has come is copied to all its rows
@@ -242,10 +245,12 @@ class _Gpu:
         """The same for dW1."""
         return self.gemm_s(sizes.fc1_flops * self.rates.flops / self.rates.wgrad_flops, n)
 
-    def best(self, exclusive_s: float, overlapped_s: Callable[[int], float]) -> Division | None:
-        """The division that takes the least time; None if one thing after the other takes hardly longer."""
-        n = min(range(1, self.num_sms // 2 + 1), key=overlapped_s)
-        return None if overlapped_s(n) > (1 - self.rates.least_gain) * exclusive_s else Division(n, self.num_sms - n)
+    def best(self, exclusive_s: float, overlapped_s: Callable[[int], float], others: int = 0) -> Division | None:
+        """The division that takes the least time, where others have SMs, too; None if one thing after the other takes
+        hardly longer."""
+        n = min(range(1, self.num_sms // 2 + 1 - others // 2), key=overlapped_s)
+        is_slow = overlapped_s(n) > (1 - self.rates.least_gain) * exclusive_s
+        return None if is_slow else Division(n, self.num_sms - n - others)
 
 
 @functools.lru_cache(maxsize=256)
@@ -299,40 +304,43 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """The rate of a network is not known here, but no NIC is faster than NVLink. What overlap gains grows with the time
-    on the rails; so a trip is overlapped where that pays although they take no longer than with the rate of NVLink.
+    """Rails move with m SMs of their own, by the rate that was measured. In all,
 
-    * A dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
-      rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two.
-    * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest.
-    * A combine under dW1 takes the longer of it and the rails. What it reads in the node, which takes as
-      long either way, is left out.
+    * a dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
+      rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two;
+    * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest;
+    * a combine of gradients likewise, with FC1's dgrad; dW1 follows it while rows are on the rails.
+
+    What a combine reads in the node takes as long either way, and is left out.
     """
-    rates, num_nodes = gpu.rates, sizes.num_nodes
-    num_ends = min(2, num_nodes - 1)
-    num_parts = sizes.num_ranks // num_nodes - 1 + num_ends
-    home_s = sizes.rail_bytes / rates.link_bytes
+    rates, own = gpu.rates, 1 / sizes.num_nodes
+    rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
+    rail_sms = min(gpu.num_sms // 2, math.ceil(rail_rate / rates.program_rail_bytes))
+    num_ends, home_s = min(2, sizes.num_nodes - 1), sizes.rail_bytes / rail_rate
+    num_parts = sizes.num_ranks // sizes.num_nodes - 1 + num_ends
 
     def dispatch(flops: int, row_bytes: int | None) -> Division | None:
-        push, rail_s, own = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s, 1 / num_nodes
+        push, rail_s = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s
 
         def overlapped_s(n: int) -> float:
-            push_s = push.overlapped_s(n, rates)
-            own_s = max(rail_s, own * push_s, gpu.gemm_s(own * flops, n))
-            return own_s + (1 - own) * push_s + gpu.gemm_s((1 - own) * flops) + num_parts * rates.part_s
+            own_s = max(rail_s, own * push.overlapped_s(n, rates), gpu.gemm_s(own * flops, n + rail_sms))
+            others_s = (1 - own) * push.exclusive_s(rates) + gpu.gemm_s((1 - own) * flops)
+            return own_s + others_s + num_parts * rates.part_s
 
-        return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s)
+        return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms)
 
-    flops, own = sizes.product_flops, sizes.product_flops / num_nodes
+    def combine(flops: float, dw1: bool) -> Division | None:
+        def overlapped_s(n: int) -> float:
+            meanwhile_s = gpu.gemm_s(own * flops, n + rail_sms) + dw1 * gpu.dw1_s(sizes, n + rail_sms)
+            return gpu.gemm_s((1 - own) * flops) + max(home_s, meanwhile_s) + num_ends * rates.launch_s
 
-    def combined_s(n: int) -> float:
-        return gpu.gemm_s(flops - own) + max(home_s, gpu.gemm_s(own, n)) + num_ends * rates.launch_s
+        return gpu.best(home_s + gpu.gemm_s(flops) + dw1 * gpu.dw1_s(sizes), overlapped_s, rail_sms)
 
     return Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
-        gradient_dispatch=dispatch(flops, sizes.sent_gradient_row_bytes),
-        combine=gpu.best(home_s + gpu.gemm_s(flops), combined_s),
-        gradient_combine=gpu.best(home_s + gpu.dw1_s(sizes), lambda n: max(home_s, gpu.dw1_s(sizes, n))),
+        gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
+        combine=combine(sizes.product_flops, dw1=False),
+        gradient_combine=combine(sizes.fc1_flops, dw1=True),
     )
 
 

@@ -31,6 +31,7 @@ _MOMENT_S = 0.5  # what has been launched gets that long to end, when a rail end
 _POLL_S = 1e-3
 _ID, _FAILED = "id", "failed"  # keys in the store of a rail
 _CONNECT_POLL_S = 0.05
+_MEASURED_BYTES = 1 << 25
 _Messages = list[tuple[int, int, int]]  # (address, bytes, rank)
 _HINT = "; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name its devices"
 
@@ -217,6 +218,18 @@ class NcclRail(Payload):
             self._exchange([*enumerate([sent[:1]] * self._num_nodes)], [*enumerate(received.split(1))])
             if received.tolist() != list(range(self._num_nodes)):
                 raise NcclError(f"the ranks of the rail have sent {received.tolist()}")
+            self.bytes_per_s = self._measure()
+
+    def _measure(self) -> float:
+        """Bytes per second that this rank sends while all of the rail do. Collective over it; waits for the device."""
+        message = _MEASURED_BYTES // (self._num_nodes - 1)
+        rows = torch.empty((2, self._num_nodes, message), dtype=torch.uint8, device=self._device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for event in events:  # the first exchange is not timed
+            self._exchange([*enumerate(rows[0])], [*enumerate(rows[1])])
+            event.record()
+        events[1].synchronize()
+        return _MEASURED_BYTES / float(events[0].elapsed_time(events[1]) * 1e-3)
 
     def _exchange(self, sends: Pairs, receives: Pairs, stream: Any = None) -> None:
         messages = self._addresses(sends), self._addresses(receives)

@@ -42,11 +42,13 @@ class Payload:
             they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
         counts: the same on the device; None: :meth:`wait` has something to wait for.
         bound_s: how long an exchange may take by now, for who watches.
+        bytes_per_s: what a rank sends while all do, measured at the start; infinite where that decides nothing (CPUs).
     """
 
     progress: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     bound_s = math.inf
+    bytes_per_s = math.inf
 
     def count(self, which: int) -> None:
         """On a device, its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before and after

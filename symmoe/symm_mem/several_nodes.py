@@ -427,7 +427,9 @@ def start_rail(
     options = {"node": topology.node, "num_nodes": topology.num_nodes, "timeout_s": timeout_s / 2}
     try:
         name = f"symmoe/{token.hex()}/{topology.local_rank}"
-        return lane, _make_payload(bootstrap, topology, device, name, options)
+        payload = _make_payload(bootstrap, topology, device, name, options)
+        payload.bytes_per_s = min(bootstrap.gather(payload.bytes_per_s))  # ranks must cut their calls alike
+        return lane, payload
     except SymmoeError:
         lane.close()
         raise
