@@ -17,25 +17,26 @@ T tokens and K slots per token of this rank, N nodes, R ranks in all, G ranks of
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout, num_chunks
+from symmoe.nodes.topology import Topology
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 from symmoe.tape.recorder import recorded_on_cpus
 
 _LINES = "slot_to_row", "slot_to_rank", "token_to_packed_row", "token_to_primary_row"
 P = TypeVar("P", bound=PlanIntegers)  # a plan
 Integers = TypeVar("Integers", PlanIntegers, InNodeIntegers)
-Message = tuple[list[torch.Tensor], list[torch.Tensor]]  # by node, what goes there and what comes from there
+Ways = Sequence[tuple[int, slice]]  # other nodes, and rows that go there or come from there
 
 
 class Excess(NamedTuple):
@@ -123,8 +124,12 @@ class RailRows:
         # Zeros in place of what does not come.
         come = torch.zeros((topology.num_nodes, *shape), dtype=torch.int32, device=heap.device)
         theirs, self.num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
-        sends = [ours] * topology.num_nodes, self._numbers[: topology.num_nodes].split(1)
-        receives = [*theirs[: topology.node], ours, *theirs[topology.node :]], self.num_received.split(1)
+        others = [node for node in range(topology.num_nodes) if node != topology.node]
+        sends, receives = (
+            [(node, each[node : node + 1]) for node in others] for each in (self._numbers, self.num_received)
+        )
+        sends += [(node, ours) for node in others]
+        receives += zip(others, theirs, strict=True)
         nodes.exchange(sends, receives, control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
         received = torch.empty((heap.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=heap.device)
         ops.other_counts(theirs.flatten(0, 1), nodes.maps.other_ranks, peers, received)
@@ -154,7 +159,7 @@ class RailPlan:
         num_sent, num_received: by node, rows that go there and come from there; 0 of this node.
         sizes: what ranks of a rail must agree on, so that their messages fit.
         number: of the plan, the same for the ranks of the rail; nodes count plans each by themselves.
-        maps: what travels with the first rows of the plan; () later.
+        brings_maps: whether the maps are still to travel, with the first rows of the plan.
     """
 
     heap: SymmetricHeap
@@ -163,40 +168,42 @@ class RailPlan:
     num_received: tuple[int, ...]
     sizes: int
     number: int
-    maps: Sequence[Message] = ()
+    brings_maps: bool = True
 
     @contextmanager
     def bring_in(
-        self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
+        self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields, chunks: Sequence[Chunk]
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
-        """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
-        comes next. phase, agreed: as in Nodes.meet.
+        """A context in which rows of tensors [T, .] travel to the other nodes, one chunk after the other. Collective
+        over the group; a barrier comes next. phase, agreed: as in Nodes.meet.
 
         Yields:
-            a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
+            a function that waits for the next chunk, and returns of each tensor [F, .], F foreign tokens.
         """
         heap, num_foreign = self.heap, sum(self.num_received)
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        sent = [self.to_nodes(self.sent_rows(tensor)) for tensor in tensors]
-        messages = [*zip(sent, map(self.by_node, foreign), strict=True), *self.maps]
+        sent = [self.sent_rows(tensor) for tensor in tensors]
+        groups = [(of_ways(sent, chunk.sent), of_ways(foreign, chunk.received)) for chunk in chunks]
+        if self.brings_maps:
+            groups[0] = groups[0][0] + self._maps[0], groups[0][1] + self._maps[1]
         self.meet(phase, agreed)
-        self.maps = ()
-        with ExitStack() as travels:
-            moving = nodes_of(heap).moving(*zip(*messages, strict=True))
-            begin = partial(travels.enter_context, moving)
+        self.brings_maps = False
+        with nodes_of(heap).moving(groups) as moves:
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
             # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
-            wait = None if heap.streams.capture else begin()
+            if not heap.streams.capture:
+                moves.begin_all()
 
             def come() -> list[torch.Tensor]:
-                (wait or begin())()
+                moves.begin_all()
+                moves.come()
                 return foreign
 
             yield come
 
     @property
     def key(self) -> Hashable:
-        """On what it depends what travels, besides tensors; see also :attr:`maps`."""
+        """On what it depends what travels, besides tensors; see also :attr:`brings_maps`."""
         return self.num_sent, self.num_received, self.sizes
 
     def meet(self, phase: int, agreed: control.CallFields) -> None:
@@ -210,21 +217,27 @@ class RailPlan:
         kernels.for_device(sent.device).take_rows(tensor.contiguous(), token, sent)
         return sent
 
-    def to_nodes(self, sent: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a tensor [A, .] that go to each node."""
-        here, most = self.heap.topology.node, max(self.num_sent)
+    @property
+    def ways(self) -> tuple[Ways, Ways]:
+        """Which of the sent rows go to each other node, and which of the foreign tokens come from there."""
+        here, most, ends = self.heap.topology.node, max(self.num_sent), itertools.accumulate(self.num_received)
         starts = [most * (node - (node > here)) for node in range(len(self.num_sent))]
-        return [sent[first : first + rows] for first, rows in zip(starts, self.num_sent, strict=True)]
-
-    def by_node(self, foreign: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a tensor [F, .] that belong to each node."""
-        return [foreign[first:end] for first, end in self.foreign_ranges]
+        sent = [(node, slice(starts[node], starts[node] + rows)) for node, rows in enumerate(self.num_sent)]
+        of_ends = enumerate(zip(ends, self.num_received, strict=True))
+        received = [(node, slice(end - rows, end)) for node, (end, rows) in of_ends]
+        return [each for each in sent if each[0] != here], [each for each in received if each[0] != here]
 
     @property
-    def foreign_ranges(self) -> list[tuple[int, int]]:
-        """By node, the first and the end of its tokens among the foreign ones; of this node none."""
-        ends = itertools.accumulate(self.num_received)
-        return [(end - num_rows, end) for end, num_rows in zip(ends, self.num_received, strict=True)]
+    def _maps(self) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+        """The lines of the plan that go to other nodes, and those that come from there, with their regions."""
+        found, (sent, received) = self.found, self.ways
+        num_tokens, num_home = len(found.token_to_home_row), len(found.home_row_to_token)
+        lines = [getattr(found, name) for name in _LINES]
+        sends, receives = ([(node, each[node]) for node, _ in sent] for each in found.regions)
+        return (
+            of_ways([each[num_tokens:num_home] for each in lines], sent) + sends,
+            of_ways([each[num_home:] for each in lines], received) + receives,
+        )
 
 
 class Region(NamedTuple):
@@ -242,23 +255,110 @@ class Region(NamedTuple):
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+class Source(NamedTuple):
+    """A part of the received rows.
+
+    Attributes:
+        packed_starts: int32 [S + 1], where the packed rows of each of S sources start, and where the last ones end.
+        number, own: of this source, and of what is this rank's own.
+        rows: int32 [2, e], rows that can be computed when it has come.
+    """
+
+    packed_starts: torch.Tensor
+    number: int
+    own: int
+    rows: torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """Foreign tokens that travel together.
+
+    Attributes:
+        sent, received: which of the sent rows go to each node, and which of the foreign tokens come from there.
+        tokens: all of the latter.
+        sources: of their rows.
+    """
+
+    sent: Ways
+    received: Ways
+    tokens: slice
+    sources: Sequence[Source]
+
+
 class NodesPlan(Generic[P]):
     """How the tokens of a plan get to other nodes, and what they do there.
 
     Attributes:
         rails: the way there and back.
-        own, foreign: the plans inside this node of the own tokens, and of the foreign ones. Their maps have a line for
-            each of these tokens, and name ranks of the node. Everything inside a node works with them as with the plan
-            of a group that is on one node.
-        own_rows: int32 [2, e], rows that can be computed when the tokens of this node's ranks have come; None: ranks of
-            this node do not follow each other, so these rows are in several places.
+        num_chunks: as how many foreign tokens can come; 1: only all at once.
     """
 
-    rails: RailPlan
-    own: P
-    foreign: P
-    own_rows: torch.Tensor | None
+    def __init__(self, plan: P, rails: RailPlan) -> None:
+        self._plan, self._topology, self.rails = copy.copy(plan), rails.heap.topology, rails
+        self.num_chunks = num_chunks(self._topology.num_nodes, len(self._topology.ranks))
+
+    @functools.cached_property
+    def own(self) -> P:
+        """The plan inside this node of the own tokens. Its maps have a line for each of these, and name ranks of the
+        node. Everything inside a node works with it as with the plan of a group that is on one node."""
+        own, regions = self._made(slice(len(self.rails.found.token_to_home_row))), self.rails.found.regions[0]
+        vars(own)["regions"] = (_region(own, None, regions[self._topology.node]),)
+        return own
+
+    @functools.cached_property
+    def foreign(self) -> P:
+        """The same of the foreign tokens."""
+        foreign = self._made(slice(len(self.rails.found.home_row_to_token), None))
+        regions, (_, received) = self.rails.found.regions[1], self.rails.ways
+        its = (_region(foreign, tokens, regions[node]) for node, tokens in received if tokens.stop > tokens.start)
+        vars(foreign)["regions"] = tuple(its)
+        return foreign
+
+    @property
+    def own_rows(self) -> torch.Tensor:
+        """int32 [2, e], rows that can be computed when the tokens of this node's ranks have come, if these ranks follow
+        each other in the group."""
+        return self.rails.found.own_rows
+
+    def chunks(self, number: int) -> list[Chunk]:
+        """All foreign tokens as so many chunks, 1 or num_chunks, in the order in which they come. If there are several,
+        each is of another node, first the one before this node; or with two nodes of one rank, a part of the other's
+        tokens, first the last part. So of two chunks with rows in a tile, the one with the earlier rows comes later."""
+        (sent, received), found, own = self.rails.ways, self.rails.found, self.own
+        if number == 1:
+            starts, rows, heap = own.source_to_packed_start, own.source_to_rows, self.rails.heap
+            ends = arrivals_in_node(heap)[len(self._topology.ranks) :]
+            sources = [Source(starts, end, heap.rank, rows[end]) for end in ends]
+            return [Chunk(sent, received, slice(sum(self.rails.num_received)), sources)]
+        here, num_nodes, own_number = self._topology.node, self._topology.num_nodes, own_chunk(self._topology)
+        chunks = []
+        for step, source in enumerate(chunk_arrivals(own_number, number)[1:], start=1):
+            to, by = (here + step) % num_nodes, (here - step) % num_nodes
+            if num_nodes == 2:
+                to = by = 1 - here
+            ways = [(to, dict(sent)[to]), (by, dict(received)[by])]
+            if num_nodes == 2:
+                ways = [(node, _piece(rows, number - step, number)) for node, rows in ways]
+            its = Source(found.chunk_to_packed_start, source, own_number, found.chunk_to_rows[source])
+            chunks.append(Chunk(ways[:1], ways[1:], ways[1][1], [its]))
+        return chunks
+
+    def cut(self, row_to_packed_row: torch.Tensor) -> None:
+        """Finds the rows of chunks, once the packed rows of all foreign tokens are known."""
+        maps, found = nodes_of(self.rails.heap).maps, self.rails.found
+        sizes = {"own": own_chunk(self._topology), "piece": _piece_rows(sum(self.rails.num_received), self.num_chunks)}
+        kernels.for_device(found.storage.device).cut_chunks(self._plan, row_to_packed_row, maps, found, **sizes)
+
+    def _made(self, lines: slice) -> P:
+        """A plan with these lines of the maps."""
+        found, made = self.rails.found, copy.copy(self._plan)
+        its = [getattr(found, name)[lines] for name in _LINES]
+        # Found before the views of the storage, which are of the plan over all ranks.
+        vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]))
+        vars(made)["arrivals"] = arrivals_in_node(self.rails.heap)
+        if self._topology.is_in_order:
+            vars(made)["source_to_packed_start"] = found.source_to_packed_start
+        return made
 
 
 def plan_in_node(
@@ -285,26 +385,32 @@ def plan_in_node(
 
     key = "plan in node", num_tokens, top_k, len(plan.expert_load), *of_nodes
     found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
-    rails = RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number)
-    lines = [getattr(found, name) for name in _LINES]
-    come = [each[len(found.home_row_to_token) :] for each in lines]
-    maps = [(rails.to_nodes(go[num_tokens:]), rails.by_node(comes)) for go, comes in zip(lines, come, strict=True)]
-    own_regions, foreign_regions = found.regions
-    rails.maps = *maps, (list(own_regions), list(foreign_regions))
+    return NodesPlan(plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number))
 
-    own, foreign = copy.copy(plan), copy.copy(plan)
-    # Found before the views of the storage, which are of the plan over all ranks.
-    for made, its in ((own, [each[:num_tokens] for each in lines]), (foreign, come)):
-        vars(made).update(zip(_LINES, its, strict=True), num_tokens=len(its[0]), arrivals=arrivals_in_node(heap))
-        if topology.is_in_order:
-            vars(made).update(source_to_packed_start=found.source_to_packed_start)
-    vars(own)["regions"] = (_region(own, None, own_regions[topology.node]),)
-    vars(foreign)["regions"] = tuple(
-        _region(foreign, slice(first, end), foreign_regions[source])
-        for source, (first, end) in enumerate(rails.foreign_ranges)
-        if end > first
-    )
-    return NodesPlan(rails, own, foreign, found.own_rows if topology.is_in_order else None)
+
+def own_chunk(topology: Topology) -> int:
+    """The number that this node has among its chunks."""
+    return topology.node if topology.num_nodes > 2 else topology.node * num_chunks(2, len(topology.ranks))
+
+
+def chunk_arrivals(own: int, number: int) -> list[int]:
+    """This node and its chunks, in the order in which their rows come."""
+    return [(own - step) % (number + 1) for step in range(number + 1)]
+
+
+def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torch.Tensor]]:
+    """By tensor, and in it by node, the rows that go there or come from there."""
+    return [(node, each[rows]) for each in tensors for node, rows in ways]
+
+
+def _piece_rows(num_rows: int, number: int) -> int:
+    return -(-num_rows // number)
+
+
+def _piece(rows: slice, index: int, number: int) -> slice:
+    """One of so many pieces of some rows."""
+    step = _piece_rows(rows.stop - rows.start, number)
+    return slice(*(min(rows.start + each * step, rows.stop) for each in (index, index + 1)))
 
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:

@@ -192,7 +192,7 @@ class _EPStep:
         """Which trips are overlapped. It depends only on what all ranks agree on."""
         plan, heap, nodes, form = self.plan, self.plan.heap, self.plan.nodes, self.form
         # Without own_rows there are no parts in the order of ranks.
-        if heap.num_ranks == 1 or self.schedule == "serial" or (nodes is not None and nodes.own_rows is None):
+        if heap.num_ranks == 1 or self.schedule == "serial" or (nodes is not None and not heap.topology.is_in_order):
             return SERIAL
         sizes = Sizes(
             num_rows=rounded_up(plan.expected_rows),
@@ -222,9 +222,9 @@ class _EPStep:
         if nodes is None:
             return plan.heap.run((*key, self.kind), function, inputs, plan=plan.generation)
         rails, inputs = nodes.rails, [*inputs, nodes.rails.found.storage]
-        key, numbers = (*key, self.kind, bool(rails.maps)), {"plan": plan.generation, "rail_plan": rails.number}
+        key, numbers = (*key, self.kind, rails.brings_maps), {"plan": plan.generation, "rail_plan": rails.number}
         found = plan.heap.run(key, function, inputs, **numbers)
-        rails.maps = ()  # they have travelled
+        rails.brings_maps = False  # they have travelled
         return found
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:

@@ -29,7 +29,6 @@ class RailBroken(Exception):
 
 
 Started = list[tuple[int, Any]]  # the node, and torch's work
-Messages = Sequence[Sequence[torch.Tensor]]  # by message, and in it by node
 Pairs = Sequence[tuple[int, torch.Tensor]]  # nodes, and messages for them or from them
 BEGUN, ENDED = range(2)  # indices of Payload.progress
 

@@ -17,7 +17,7 @@ from worker import open_heap
 from symmoe import GroupedMLP, make_plan
 from symmoe.dispatch import nodes
 from symmoe.kernels import twin
-from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, plan_layout
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, num_chunks, plan_layout
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.plan import split_rows
 from symmoe.moe import overlap as formulas
@@ -141,6 +141,36 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
         sources = sorted(others[source] if source not in ranks else {source})
         wanted = packed_start[sources[0]], packed_start[sources[-1] + 1]
         assert tuple(found.source_to_packed_start[source : source + 2]) == wanted
+
+
+@given(st.data())
+def test_chunks_need_only_rows_that_have_arrived(data):
+    """Of other nodes, one after the other, or of the only other one in pieces; each has consecutive packed rows."""
+    num_nodes, per_node = data.draw(st.sampled_from([(2, 1), (3, 1), (3, 2), (4, 2)]))
+    num_ranks = num_nodes * per_node
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    topology = find_topology([source // per_node for source in range(num_ranks)], rank, None)
+    maps, number = make_rank_maps(topology, torch.device("cpu")), num_chunks(num_nodes, per_node)
+    of_token = st.lists(st.integers(0, 2), max_size=data.draw(st.sampled_from([3, 700])))
+    ids = [data.draw(of_token) for _ in range(num_ranks)]  # by source and token: its expert
+    experts = [[tokens.count(e) for tokens in ids] for e in range(3)]
+    packed_start = torch.tensor([0, *map(len, ids)]).cumsum(0).int()
+    packed = [(e, row) for row, e in enumerate(e for tokens in ids for e in tokens)]
+    row_to_packed_row = torch.tensor([row for _, row in sorted(packed)] + [0] * 5, dtype=torch.int32)
+    starts, rows = starts_of(experts), torch.full((num_ranks, 2, 3), -7, dtype=torch.int32)
+    split_rows(starts, rows, rank, topology.ranks)
+    found = found_in_node(topology, maps, rows, packed_start)
+    plan = SimpleNamespace(source_to_packed_start=packed_start, source_to_row_start=starts)
+    own, piece = nodes.own_chunk(topology), -(-len(ids[1 - rank]) // number) if num_nodes == 2 else 0
+    twin.cut_chunks(plan, row_to_packed_row, maps, found, own=own, piece=piece)
+    if num_nodes == 2:
+        pieces = [ids[1 - rank][i * piece : (i + 1) * piece] for i in range(number)]
+        tokens = [ids[0], *pieces] if rank == 0 else [*pieces, ids[1]]
+    else:
+        tokens = [sum(ids[first : first + per_node], []) for first in range(0, num_ranks, per_node)]
+    assert found.chunk_to_packed_start.tolist() == torch.tensor([0, *map(len, tokens)]).cumsum(0).tolist()
+    experts = [[each.count(e) for each in tokens] for e in range(3)]
+    check_parts(experts, found.chunk_to_rows, [(source, {source}) for source in nodes.chunk_arrivals(own, number)])
 
 
 RATES = Rates(
