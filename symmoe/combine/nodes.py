@@ -7,18 +7,17 @@ of nodes, and rounds. Its own node's sum is rounded, too, so that the bits do no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.nodes import Chunk, NodesPlan, of_ways
+from symmoe.dispatch.nodes import NodesPlan, of_ways
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import nodes_of
-from symmoe.symm_mem.several_nodes import Moves
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +72,18 @@ class FromNodes:
         self._maps = row, zero, found.zeros[: row.numel()].view(row.shape), row
 
     @contextmanager
-    def travel(self, agreed: control.CallFields, chunks: Sequence[Chunk]) -> Iterator[Moves]:
-        """A context in which what is collected for foreign tokens goes home, one of these chunks after the other, or
-        all at once. Collective over the group."""
-        come, ways = [tensor[self._plan.num_tokens :] for tensor in self._home.tensors], self._rails.ways
-        all_ways = [(chunk.sent, chunk.received) for chunk in chunks] or [ways]
-        groups = [(of_ways(self.foreign.tensors, there), of_ways(come, here)) for here, there in all_ways]
+    def travel(self, agreed: control.CallFields) -> Iterator[Callable[[], None]]:
+        """A context in which what has been collected for foreign tokens goes home. Collective over the group.
+
+        Yields:
+            a function that waits for what comes from other nodes.
+        """
+        come, back = self._rails.ways
+        sends = of_ways(self.foreign.tensors, back)
+        receives = of_ways([tensor[self._plan.num_tokens :] for tensor in self._home.tensors], come)
         self._rails.meet(control.PHASE_NODES_HOME, agreed)
-        with nodes_of(self._plan.heap).moving(groups) as moves:
-            yield moves
+        with nodes_of(self._plan.heap).moving(sends, receives) as wait:
+            yield wait
 
     def add(self, out: torch.Tensor | None, values: torch.Tensor | None, ready: torch.Tensor) -> None:
         """Makes sums [T, H] and values fp32 [T, K] of this rank's tokens of what has come and what is its own. ready:

@@ -10,7 +10,7 @@ rails (combine/nodes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,18 +18,15 @@ import torch
 
 from symmoe import kernels
 from symmoe.combine.nodes import Collected, FromNodes
-from symmoe.dispatch.nodes import Chunk
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.kernels.operands import given
 from symmoe.symm_mem.memory import Lease
-from symmoe.symm_mem.several_nodes import Moves
 
 # What a rank publishes: where its rows are (order "slot") or sums are to go (order "rank"), where the last row of the
 # first region of these is, and where its per-row values are.
 READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
-_ALL = slice(None)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
@@ -126,21 +123,17 @@ def collecting(collection: Collection, compute: ComputePart, division: Division 
 def _between_nodes(collection: Collection, compute: ComputePart, division: Division) -> Iterator[None]:
     """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
     node's tokens, and what the caller does in the context, are computed."""
-    nodes, branch = collection.plan.nodes, collection.plan.heap.streams.branch()
-    chunks = [] if nodes is None else nodes.chunks(division.num_chunks)[::-1]
-    own_rows = given("own_rows", None if nodes is None else nodes.own_rows)
-    parts = [*[[source.rows for source in chunk.sources] for chunk in chunks], [own_rows]]
+    heap, in_node, nodes = collection.plan.heap, collection.plan.in_node, collection.plan.nodes
+    branch, own_rows = heap.streams.branch(), given("own_rows", None if nodes is None else nodes.own_rows)
     with collection:
+        for source in in_node.arrivals[len(heap.topology.ranks) :]:
+            compute(Part(in_node.source_to_rows[source]))
+        collection.open()  # not beside a GEMM, for whose SMs these sums would wait
+        point = branch.point()
+        compute(Part(own_rows, division.num_sms))
         try:
-            for number, rows in enumerate(parts):
-                point = branch.point()
-                for each in rows:
-                    compute(Part(each, division.num_sms if number else None))
-                if number:
-                    with branch.after(point):
-                        collection.leave(chunks)
-                if number < len(chunks):
-                    collection.open(chunks[number].tokens)  # not beside a GEMM, for whose SMs these sums would wait
+            with branch.after(point):
+                collection.leave()
             yield
         finally:
             branch.join()
@@ -193,7 +186,6 @@ class Collection:
         if row_values is not None:
             self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
         self._from_nodes: FromNodes | None = None
-        self._moves: Moves | None = None
         if plan.nodes is not None:
             self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
 
@@ -233,25 +225,22 @@ class Collection:
                 self.send(source, num_ctas=num_ctas)
         self.finish(num_ctas=num_ctas)
 
-    def open(self, tokens: slice = _ALL) -> None:
+    def open(self) -> None:
         """Waits until every rank has a place for sums; with order "slot", until all rows are complete. Between nodes,
-        until the rows of these foreign tokens are, which are summed."""
+        until the rows of tokens of other nodes are, whose sums then leave."""
         with self.plan.heap.timed("combine"):
             self._ready = self.plan.heap.barrier(PHASE, publish=self._publish, **self._agreed)
             if self._from_nodes is None:
                 rows = self.out[:, None] if self._pulls and self.out is not None else None
                 self._pull(Collected(self.plan, rows, self.values))
             else:
-                self._pull(self._from_nodes.foreign, tokens)
+                self._pull(self._from_nodes.foreign)
 
-    def leave(self, chunks: Sequence[Chunk] = ()) -> None:
-        """Between nodes, sends the sums of the next of these chunks home; without chunks, of all foreign tokens."""
-        if self._from_nodes is None:
-            return
-        with self.plan.heap.timed("combine"):
-            if self._moves is None:
-                self._moves = self._exit.enter_context(self._from_nodes.travel(self._agreed, chunks))
-            self._moves.begin()
+    def leave(self) -> None:
+        """Between nodes, sends the sums of tokens of other nodes home."""
+        if self._from_nodes is not None:
+            with self.plan.heap.timed("combine"):
+                self._come = self._exit.enter_context(self._from_nodes.travel(self._agreed))
 
     def open_again(self) -> None:
         """Between nodes, where only the rows of other nodes' tokens were complete: waits until all are."""
@@ -262,22 +251,17 @@ class Collection:
             self._come()
         self._ready = heap.barrier(PHASE, publish=self._publish, **self._agreed)
 
-    def _come(self) -> None:
-        """Waits for what comes from other nodes."""
-        if self._moves is not None:
-            self._moves.come_all()
-
-    def _pull(self, wanted: Collected, tokens: slice = _ALL) -> None:
-        """Sums rows of some tokens where they are, and brings values."""
+    def _pull(self, wanted: Collected) -> None:
+        """Sums rows where they are, and brings values."""
         plan, trip = wanted.plan, (self.plan.heap.peers, self._ready)
-        slot_to_rank, slot_to_row, rows = plan.slot_to_rank[tokens], plan.slot_to_row[tokens], wanted.rows
-        if rows is not None:
-            one_by_one = rows.shape[1] > 1
-            ranks, its_rows = (each.view(-1, 1) if one_by_one else each for each in (slot_to_rank, slot_to_row))
-            self._ops.pull_rows(ranks, its_rows, *trip, rows[tokens].flatten(0, 1), column=READY_ROWS)
+        if wanted.rows is not None:
+            lines = plan.slot_to_rank, plan.slot_to_row
+            if wanted.rows.shape[1] > 1:  # one by one
+                lines = plan.slot_to_rank.view(-1, 1), plan.slot_to_row.view(-1, 1)
+            self._ops.pull_rows(*lines, *trip, wanted.rows.flatten(0, 1), column=READY_ROWS)
         if wanted.values is not None:
-            index = slot_to_rank, plan.token_to_packed_row[tokens]
-            self._ops.pull_values(*index, *trip, wanted.values[tokens], column=READY_VALUES)
+            index = (plan.slot_to_rank, plan.token_to_packed_row)
+            self._ops.pull_values(*index, *trip, wanted.values, column=READY_VALUES)
 
     def send(self, source: int | None = None, *, num_ctas: int | None = None) -> None:
         """With order "rank": sums the rows of a peer's tokens and sends them there; None: of all peers."""

@@ -20,16 +20,16 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from symmoe import kernels
 from symmoe.kernels import control
-from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout, num_chunks
-from symmoe.nodes.topology import Topology
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, PlanLayout, in_node_layout
 from symmoe.symm_mem.heap import SymmetricHeap, nodes_of
 from symmoe.tape.recorder import recorded_on_cpus
 
@@ -125,9 +125,8 @@ class RailRows:
         come = torch.zeros((topology.num_nodes, *shape), dtype=torch.int32, device=heap.device)
         theirs, self.num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
-        sends, receives = (
-            [(node, each[node : node + 1]) for node in others] for each in (self._numbers, self.num_received)
-        )
+        of_numbers = self._numbers, self.num_received
+        sends, receives = ([(node, each[node : node + 1]) for node in others] for each in of_numbers)
         sends += [(node, ours) for node in others]
         receives += zip(others, theirs, strict=True)
         nodes.exchange(sends, receives, control.PHASE_NODES_PLAN, rail_rows=self._rail_rows, config=config)
@@ -172,31 +171,29 @@ class RailPlan:
 
     @contextmanager
     def bring_in(
-        self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields, chunks: Sequence[Chunk]
+        self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
     ) -> Iterator[Callable[[], list[torch.Tensor]]]:
-        """A context in which rows of tensors [T, .] travel to the other nodes, one chunk after the other. Collective
-        over the group; a barrier comes next. phase, agreed: as in Nodes.meet.
+        """A context in which rows of tensors [T, .] travel to the other nodes. Collective over the group; a barrier
+        comes next. phase, agreed: as in Nodes.meet.
 
         Yields:
-            a function that waits for the next chunk, and returns of each tensor [F, .], F foreign tokens.
+            a function that waits for what other nodes send: of each tensor, [F, .], F foreign tokens.
         """
-        heap, num_foreign = self.heap, sum(self.num_received)
+        heap, num_foreign, (there, back) = self.heap, sum(self.num_received), self.ways
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
-        sent = [self.sent_rows(tensor) for tensor in tensors]
-        groups = [(of_ways(sent, chunk.sent), of_ways(foreign, chunk.received)) for chunk in chunks]
+        sends, receives = of_ways([self.sent_rows(tensor) for tensor in tensors], there), of_ways(foreign, back)
         if self.brings_maps:
-            groups[0] = groups[0][0] + self._maps[0], groups[0][1] + self._maps[1]
+            sends, receives = sends + self._maps[0], receives + self._maps[1]
         self.meet(phase, agreed)
         self.brings_maps = False
-        with nodes_of(heap).moving(groups) as moves:
+        with ExitStack() as travels:
+            begin = partial(travels.enter_context, nodes_of(heap).moving(sends, receives))
             # A graph may run branches one after the other, in any order: ranks that wait for other nodes before they
             # come to the barrier, or push their rows, and ranks that do so after it, would wait for each other.
-            if not heap.streams.capture:
-                moves.begin_all()
+            wait = None if heap.streams.capture else begin()
 
             def come() -> list[torch.Tensor]:
-                moves.begin_all()
-                moves.come()
+                (wait or begin())()
                 return foreign
 
             yield come
@@ -255,47 +252,15 @@ class Region(NamedTuple):
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Source(NamedTuple):
-    """A part of the received rows.
-
-    Attributes:
-        packed_starts: int32 [S + 1], where the packed rows of each of S sources start, and where the last ones end.
-        number, own: of this source, and of what is this rank's own.
-        rows: int32 [2, e], rows that can be computed when it has come.
-    """
-
-    packed_starts: torch.Tensor
-    number: int
-    own: int
-    rows: torch.Tensor
-
-
-class Chunk(NamedTuple):
-    """Foreign tokens that travel together.
-
-    Attributes:
-        sent, received: which of the sent rows go to each node, and which of the foreign tokens come from there.
-        tokens: all of the latter.
-        sources: of their rows.
-    """
-
-    sent: Ways
-    received: Ways
-    tokens: slice
-    sources: Sequence[Source]
-
-
 class NodesPlan(Generic[P]):
     """How the tokens of a plan get to other nodes, and what they do there.
 
     Attributes:
         rails: the way there and back.
-        num_chunks: as how many foreign tokens can come; 1: only all at once.
     """
 
     def __init__(self, plan: P, rails: RailPlan) -> None:
         self._plan, self._topology, self.rails = copy.copy(plan), rails.heap.topology, rails
-        self.num_chunks = num_chunks(self._topology.num_nodes, len(self._topology.ranks))
 
     @functools.cached_property
     def own(self) -> P:
@@ -319,35 +284,6 @@ class NodesPlan(Generic[P]):
         """int32 [2, e], rows that can be computed when the tokens of this node's ranks have come, if these ranks follow
         each other in the group."""
         return self.rails.found.own_rows
-
-    def chunks(self, number: int) -> list[Chunk]:
-        """All foreign tokens as so many chunks, 1 or num_chunks, in the order in which they come. If there are several,
-        each is of another node, first the one before this node; or with two nodes of one rank, a part of the other's
-        tokens, first the last part. So of two chunks with rows in a tile, the one with the earlier rows comes later."""
-        (sent, received), found, own = self.rails.ways, self.rails.found, self.own
-        if number == 1:
-            starts, rows, heap = own.source_to_packed_start, own.source_to_rows, self.rails.heap
-            ends = arrivals_in_node(heap)[len(self._topology.ranks) :]
-            sources = [Source(starts, end, heap.rank, rows[end]) for end in ends]
-            return [Chunk(sent, received, slice(sum(self.rails.num_received)), sources)]
-        here, num_nodes, own_number = self._topology.node, self._topology.num_nodes, own_chunk(self._topology)
-        chunks = []
-        for step, source in enumerate(chunk_arrivals(own_number, number)[1:], start=1):
-            to, by = (here + step) % num_nodes, (here - step) % num_nodes
-            if num_nodes == 2:
-                to = by = 1 - here
-            ways = [(to, dict(sent)[to]), (by, dict(received)[by])]
-            if num_nodes == 2:
-                ways = [(node, _piece(rows, number - step, number)) for node, rows in ways]
-            its = Source(found.chunk_to_packed_start, source, own_number, found.chunk_to_rows[source])
-            chunks.append(Chunk(ways[:1], ways[1:], ways[1][1], [its]))
-        return chunks
-
-    def cut(self, row_to_packed_row: torch.Tensor) -> None:
-        """Finds the rows of chunks, once the packed rows of all foreign tokens are known."""
-        maps, found = nodes_of(self.rails.heap).maps, self.rails.found
-        sizes = {"own": own_chunk(self._topology), "piece": _piece_rows(sum(self.rails.num_received), self.num_chunks)}
-        kernels.for_device(found.storage.device).cut_chunks(self._plan, row_to_packed_row, maps, found, **sizes)
 
     def _made(self, lines: slice) -> P:
         """A plan with these lines of the maps."""
@@ -388,29 +324,9 @@ def plan_in_node(
     return NodesPlan(plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number))
 
 
-def own_chunk(topology: Topology) -> int:
-    """The number that this node has among its chunks."""
-    return topology.node if topology.num_nodes > 2 else topology.node * num_chunks(2, len(topology.ranks))
-
-
-def chunk_arrivals(own: int, number: int) -> list[int]:
-    """This node and its chunks, in the order in which their rows come."""
-    return [(own - step) % (number + 1) for step in range(number + 1)]
-
-
 def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torch.Tensor]]:
     """By tensor, and in it by node, the rows that go there or come from there."""
     return [(node, each[rows]) for each in tensors for node, rows in ways]
-
-
-def _piece_rows(num_rows: int, number: int) -> int:
-    return -(-num_rows // number)
-
-
-def _piece(rows: slice, index: int, number: int) -> slice:
-    """One of so many pieces of some rows."""
-    step = _piece_rows(rows.stop - rows.start, number)
-    return slice(*(min(rows.start + each * step, rows.stop) for each in (index, index + 1)))
 
 
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:

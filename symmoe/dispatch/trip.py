@@ -18,14 +18,13 @@ are sent to the ranks of the node after that, and are the last parts; a barrier 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.nodes import Chunk
 from symmoe.dispatch.plan import Plan
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
@@ -34,8 +33,6 @@ from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
-_ALL = slice(None)
-_Travelling = tuple[Plan, list[torch.Tensor], slice]  # tokens, what is sent of them, and of which
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes there: where it wants each of these
 
 
@@ -95,10 +92,8 @@ def dispatch(
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
-        chunks = [] if plan.nodes is None else plan.nodes.chunks(1 if division is None else division.num_chunks)
-        tensors = [x] if probs is None else [x, probs]
-        travelling = stack.enter_context(_travelling(tensors, plan, agreed, chunks, is_last))
-        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division, chunks)
+        travelling = stack.enter_context(_travelling([x] if probs is None else [x, probs], plan, agreed, is_last))
+        trip = _Trip(plan, buffer, layout, index, travelling, agreed, division)
         if division is not None:
             with trip.arriving() as parts:
                 yield Arrival(parts, index.row_probs, index.row_to_packed_row)
@@ -109,29 +104,27 @@ def dispatch(
 
 @contextmanager
 def _travelling(
-    tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields, chunks: list[Chunk], is_last: bool
-) -> Iterator[Iterator[_Travelling]]:
-    """A context in which a dispatch sends tensors [T, .] to the ranks of its node. The trip's first barrier and, after
-    each chunk, its other barriers are in it.
+    tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields, is_last: bool
+) -> Iterator[Iterator[tuple[Plan, list[torch.Tensor]]]]:
+    """A context in which a dispatch sends tensors [T, .] to the ranks of its node. The trip's two barriers are in it.
 
     Yields:
-        an iterator over what is sent: this rank's own tokens, and between nodes, once they have come, chunks of foreign
-        ones. The last trip of a call ends with a meeting, see Nodes.meet: its last barrier is next.
+        an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
+        come, the foreign ones. The last trip of a call ends with a meeting, see Nodes.meet: its last barrier is next.
     """
     if (nodes := plan.nodes) is None:
-        yield iter([(plan, tensors, _ALL)])
+        yield iter([(plan, tensors)])
         return
     rails = nodes.rails
-    with rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed, chunks) as come:
+    with rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed) as come:
 
-        def all_of_them() -> Iterator[_Travelling]:
-            yield nodes.own, tensors, _ALL
-            for chunk in chunks:
-                yield nodes.foreign, come(), chunk.tokens
+        def both() -> Iterator[tuple[Plan, list[torch.Tensor]]]:
+            yield nodes.own, tensors
+            yield nodes.foreign, come()
             if is_last:
                 rails.meet(control.PHASE_NODES_OUT, agreed)
 
-        yield all_of_them()
+        yield both()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,14 +186,12 @@ class _Trip:
         buffer: torch.Tensor,
         layout: str,
         index: _Index,
-        travelling: Iterator[_Travelling],
+        travelling: Iterator[tuple[Plan, list[torch.Tensor]]],
         agreed: control.CallFields,
         division: Division | None,
-        chunks: list[Chunk],
     ) -> None:
         self._plan, self._heap, self._buffer, self._layout = plan, plan.heap, buffer, layout
         self._index, self._travelling, self._agreed, self._division = index, travelling, agreed, division
-        self._chunks = chunks
         self._ops, self._num_ctas = kernels.for_device(buffer.device), None if division is None else division.num_ctas
         self._rank, self._num_ranks = self._heap.peers.rank, self._heap.peers.num_ranks
         self._num_sent = 0  # steps of _exchange that have sent their rows
@@ -210,19 +201,21 @@ class _Trip:
             offsets = self._heap.offset_of(buffer, phase=PHASE), *index.offsets
             self._ready = self._heap.barrier(PHASE, publish=offsets, nan_on_failure=buffer, **agreed)
 
-    def _send_slots(self, tokens: Plan, probs: Sequence[torch.Tensor]) -> None:
-        self._index.push(tokens, probs[0] if probs else None, self._ready)
+    def _tokens(self) -> Iterator[tuple[Plan, torch.Tensor]]:
+        """The plan and the rows [T, H] of what travels next; its slots have been sent."""
+        for tokens, (rows, *values) in self._travelling:
+            self._index.push(tokens, values[0] if values else None, self._ready)
+            yield tokens, rows
 
     def send(self) -> None:
         """Sends and receives everything."""
-        for tokens, (rows, *probs), _ in self._travelling:
-            self._send_slots(tokens, probs)
+        for tokens, rows in self._tokens():
             is_packed = self._layout == "packed"
             self._push(rows, tokens, but=None if is_packed else self._rank)
             if not is_packed:
                 self._place_own(rows, tokens)
         arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
-        self._receive(None, arrived)
+        self._receive(None, arrived, None)
 
     @contextmanager
     def arriving(self) -> Iterator[Iterator[Part]]:
@@ -233,8 +226,7 @@ class _Trip:
         mark(MUST_ABORT)
         try:
             with heap.timed("dispatch"):
-                self._own, (self._x, *probs), _ = next(self._travelling)
-                self._send_slots(self._own, probs)
+                self._own, self._x = next(self._tokens())
                 self._branch = heap.streams.branch()
                 self._start = self._branch.point()
         except Exception as error:
@@ -268,19 +260,16 @@ class _Trip:
                 self._push(self._x, plan, to=self._rank)
             else:
                 self._place_own(self._x, plan)
-            self._receive(own, self._ready)
+            self._receive(own, self._ready, self._num_ctas)
         yield Part(plan.source_to_rows[own], num_sms)
         # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._exchange()
-        for source in others[: self._num_ranks - 1]:
+        for source in others:
+            if source not in self._come:
+                self._forward()
             self._branch.wait_for(self._come[source])
             yield Part(plan.source_to_rows[source], None if source == others[-1] else num_sms)
-        for chunk in self._chunks:
-            self._forward(chunk)
-            for each in chunk.sources:
-                is_last = chunk is self._chunks[-1] and each is chunk.sources[-1]
-                yield Part(each.rows, None if is_last else num_sms)
 
     def _exchange(self) -> None:
         """Launches, on the branch, what has not been launched: a push to one rank, then what another one has pushed.
@@ -299,44 +288,29 @@ class _Trip:
                     arrived = heap.wait_for_signal(peer, control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer)
                 source = self._own.arrivals[step]
                 if self._are_read:
-                    self._receive(source, arrived)
+                    self._receive(source, arrived, self._num_ctas)
                 self._come[source] = self._branch.point()
 
-    def _forward(self, chunk: Chunk) -> None:
+    def _forward(self) -> None:
         """Sends foreign tokens to all ranks of this node, and receives what they have sent of those."""
         with self._branch.after(self._start), self._heap.timed("dispatch"):
-            tokens, (rows, *probs), which = next(self._travelling)
-            if chunk is self._chunks[0]:
-                self._send_slots(tokens, probs)
-            for step in range(1, self._num_ranks + 1):
-                self._push(rows, tokens, to=(self._rank + step) % self._num_ranks, which=which)
-            if chunk is self._chunks[-1]:
-                next(self._travelling, None)  # ends with the meeting, if there is one
+            for tokens, rows in self._tokens():  # the foreign ones
+                if self._num_ranks == 1 and self._layout == "expert-major":
+                    self._place_own(rows, tokens)
+                    continue
+                for step in range(1, self._num_ranks + 1):
+                    self._push(rows, tokens, to=(self._rank + step) % self._num_ranks)
             arrived = self._heap.barrier(control.PHASE_DISPATCH_DONE, nan_on_failure=self._buffer, **self._agreed)
-            if chunk is self._chunks[0]:
-                for source in self._own.arrivals[self._num_ranks :]:
-                    self._read(source, source + 1, arrived)
-                nodes = self._plan.nodes
-                if nodes is not None and len(self._chunks) > 1 and self._index.slots is not None:
-                    nodes.cut(self._index.row_to_packed_row)
-            for each in chunk.sources:
-                self._fan_out(each.packed_starts, each.number, each.own, None)
-            come = self._branch.point()
-        self._branch.wait_for(come)
+            for source in self._own.arrivals[self._num_ranks :]:
+                self._receive(source, arrived, None)
+                self._come[source] = self._branch.point()
 
     def _push(
-        self,
-        x: torch.Tensor,
-        tokens: Plan,
-        to: int | None = None,
-        but: int | None = None,
-        num_ctas: int | None = None,
-        which: slice = _ALL,
+        self, x: torch.Tensor, tokens: Plan, to: int | None = None, but: int | None = None, num_ctas: int | None = None
     ) -> None:
         """Writes the rows of tokens to one rank of the node, or to all but one."""
         ranks = None if to is None else range(to, to + 1)
         to_row = tokens.token_to_packed_row if self._layout == "packed" else tokens.token_to_primary_row
-        x, to_row = (x, to_row) if which == _ALL else (x[which], to_row[which])
         trip = self._heap.peers, self._ready
         self._ops.push_rows(x, to_row, *trip, column=READY_ROWS, ranks=ranks, but=but, num_ctas=num_ctas)
 
@@ -345,20 +319,12 @@ class _Trip:
         slots = tokens.slot_to_rank, tokens.slot_to_row
         self._ops.place_rows(rows, *slots, self._buffer, self._ready, rank=self._rank)
 
-    def _receive(self, source: int | None, arrived: torch.Tensor) -> None:
+    def _receive(self, source: int | None, arrived: torch.Tensor, num_ctas: int | None) -> None:
         """Indexes the rows that have come from one source rank or from all, and copies them to secondary rows. arrived:
         result of the wait for them."""
         start = self._plan.in_node.source_to_packed_start
-        self._read(*((0, len(start) - 1) if source is None else (source, source + 1)), arrived)
-        self._fan_out(start, source, self._heap.rank, self._num_ctas)
-
-    def _read(self, first: int, end: int, arrived: torch.Tensor) -> None:
-        """Indexes the rows that have come from some sources."""
-        start = self._plan.in_node.source_to_packed_start
+        first, end = (0, len(start) - 1) if source is None else (source, source + 1)
         self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
-
-    def _fan_out(self, start: torch.Tensor, source: int | None, own: int, num_ctas: int | None) -> None:
-        """Copies rows to secondary ones. start: where packed rows of sources start; own: this rank among them."""
-        if self._layout == "expert-major":
+        if self._layout == "expert-major" and self._num_ranks > 1:  # a rank alone has placed all rows itself
             index = self._index.packed_to_row, start
-            self._ops.fan_out(self._buffer, *index, rank=own, source=source, num_ctas=num_ctas)
+            self._ops.fan_out(self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas)

@@ -134,7 +134,6 @@ STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_AB
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
-PIECES = 4  # of the tokens of the only other node
 
 # what `lay_out` reports of a plan: int32[SUMMARY_WORDS]
 SUMMARY_WORDS = 16
@@ -359,17 +358,12 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // TOKENS_PER_BLOCK)
 
 
-def num_chunks(num_nodes: int, per_node: int) -> int:
-    """As how many chunks tokens of other nodes can travel, see dispatch/nodes.py."""
-    return PIECES if (num_nodes, per_node) == (2, 1) else num_nodes - 1
-
-
 @functools.lru_cache(maxsize=256)
 def in_node_layout(
     num_tokens: int, top_k: int, num_local: int, nodes: tuple[int, int], num_sent: int, num_foreign: int
 ) -> tuple[int, PlanLayout]:
     """The same of InNodeIntegers. nodes: N, G; num_sent: A; num_foreign: foreign tokens, F."""
-    (num_nodes, per_node), num_home, num_sources = nodes, num_tokens + num_sent, num_chunks(*nodes) + 1
+    (num_nodes, per_node), num_home = nodes, num_tokens + num_sent
     return _laid_out(
         {
             "token_to_home_row": (num_tokens, num_nodes),
@@ -384,8 +378,6 @@ def in_node_layout(
             "regions": (2, num_nodes, 3, per_node),
             "source_to_packed_start": (num_nodes * per_node + 1,),
             "own_rows": (2, num_local),
-            "chunk_to_packed_start": (num_sources + 1,),
-            "chunk_to_rows": (num_sources, 2, num_local),
         }
     )
 
@@ -464,7 +456,6 @@ class InNodeIntegers:
             where their packed rows start, and how many there are.
         source_to_packed_start: [R + 1], that of the plan, for the sources of this node (dispatch/nodes.py).
         own_rows: [2, e], see NodesPlan.
-        chunk_to_packed_start, chunk_to_rows: [C + 2] and [C + 1, 2, e], of the kernel `cut_chunks`; C chunks.
     """
 
     storage: torch.Tensor
@@ -473,4 +464,4 @@ class InNodeIntegers:
     token_to_home_row, home_row_to_token, slot_to_row, slot_to_rank = _Integers(), _Integers(), _Integers(), _Integers()
     token_to_packed_row, token_to_primary_row, slot_to_home_row = _Integers(), _Integers(), _Integers()
     zeros, ends, regions, source_to_packed_start = _Integers(), _Integers(), _Integers(), _Integers()
-    own_rows, chunk_to_packed_start, chunk_to_rows = _Integers(), _Integers(), _Integers()
+    own_rows = _Integers()

@@ -14,12 +14,10 @@ PART_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs at the same time; between
-    nodes also as how many chunks rows of other nodes travel."""
+    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs at the same time."""
 
     num_ctas: int
     num_sms: int
-    num_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from bytes and FLOPs and from what one program, a link and a GPU were measured t
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from symmoe.grouped.quantized_experts import takes_parts
-from symmoe.kernels.control import num_chunks
 from symmoe.kernels.gemm_parts import Division
 from symmoe.precision.recipes import Float8Block, Recipe
 
@@ -247,18 +245,12 @@ class _Gpu:
         """The same for dW1."""
         return self.gemm_s(sizes.fc1_flops * self.rates.flops / self.rates.wgrad_flops, n)
 
-    def best(self, exclusive_s: float, overlapped_s: Callable[[int], float]) -> Division | None:
-        """The division that takes the least time; None if one thing after the other takes hardly longer."""
-        return self.best_chunks(exclusive_s, lambda n, _: overlapped_s(n), 0, 1)
-
-    def best_chunks(
-        self, exclusive_s: float, overlapped_s: Callable[[int, int], float], rail_sms: int, num_chunks: int
-    ) -> Division | None:
-        """The same where rails have SMs, too, for 1 chunk or that number."""
-        divisions = itertools.product(range(1, (self.num_sms - rail_sms) // 2 + 1), sorted({1, num_chunks}))
-        n, number = min(divisions, key=lambda each: overlapped_s(*each))
-        is_slow = overlapped_s(n, number) > (1 - self.rates.least_gain) * exclusive_s
-        return None if is_slow else Division(n, self.num_sms - n - rail_sms, number)
+    def best(self, exclusive_s: float, overlapped_s: Callable[[int], float], others: int = 0) -> Division | None:
+        """The division that takes the least time, where others have SMs, too; None if one thing after the other takes
+        hardly longer."""
+        n = min(range(1, self.num_sms // 2 + 1 - others // 2), key=overlapped_s)
+        is_slow = overlapped_s(n) > (1 - self.rates.least_gain) * exclusive_s
+        return None if is_slow else Division(n, self.num_sms - n - others)
 
 
 @functools.lru_cache(maxsize=256)
@@ -312,13 +304,12 @@ def _on_one_node(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
 
 def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
-    """Rails move with SMs of their own, at the rate that was measured. Rows of other nodes are one chunk or C. In all,
+    """Rails move with m SMs of their own, by the rate that was measured. In all,
 
-    * a dispatch takes until the last chunk has come by the rails and been sent on and computed, or until all chunks are
-      after the own node's rows and the first chunk;
-    * FC2 of other nodes' rows comes first; it takes until all is computed, or until all is on the rails after the first
-      chunk has been computed, or the last one after all have been;
-    * a combine of gradients likewise, with FC1's dgrad; dW1 follows it, and hides the rails without chunks.
+    * a dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
+      rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two;
+    * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest;
+    * a combine of gradients likewise, with FC1's dgrad; dW1 follows it while rows are on the rails.
 
     What a combine reads in the node takes as long either way, and is left out.
     """
@@ -326,48 +317,36 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
     rail_sms = min(gpu.num_sms // 2, math.ceil(rail_rate / rates.program_rail_bytes))
     num_ends, home_s = min(2, sizes.num_nodes - 1), sizes.rail_bytes / rail_rate
-    most_chunks = num_chunks(sizes.num_nodes, sizes.num_ranks // sizes.num_nodes)
-    num_peers = sizes.num_ranks // sizes.num_nodes - 1
+    num_parts = sizes.num_ranks // sizes.num_nodes - 1 + num_ends
 
     def dispatch(flops: int, row_bytes: int | None) -> Division | None:
         push, rail_s = sizes.push(row_bytes), sizes.sent_share(row_bytes) * home_s
-        others_s = (1 - own) * push.exclusive_s(rates) + gpu.gemm_s((1 - own) * flops)
 
-        def overlapped_s(n: int, num_chunks: int) -> float:
-            own_s = max(own * push.overlapped_s(n, rates), gpu.gemm_s(own * flops, n + rail_sms))
-            computed_s = max(own_s, rail_s / num_chunks) + others_s
-            parts_s = (num_peers + max(num_ends, num_chunks)) * rates.part_s
-            return max(computed_s, rail_s + others_s / num_chunks) + parts_s
+        def overlapped_s(n: int) -> float:
+            own_s = max(rail_s, own * push.overlapped_s(n, rates), gpu.gemm_s(own * flops, n + rail_sms))
+            others_s = (1 - own) * push.exclusive_s(rates) + gpu.gemm_s((1 - own) * flops)
+            return own_s + others_s + num_parts * rates.part_s
 
-        return gpu.best_chunks(
-            rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms, most_chunks
-        )
+        return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms)
 
-    def combine(flops: float, meanwhile_s: Callable[[int], float], most_chunks: int) -> Division | None:
-        others_s = gpu.gemm_s((1 - own) * flops)
+    def combine(flops: float, dw1: bool) -> Division | None:
+        def overlapped_s(n: int) -> float:
+            meanwhile_s = gpu.gemm_s(own * flops, n + rail_sms) + dw1 * gpu.dw1_s(sizes, n + rail_sms)
+            return gpu.gemm_s((1 - own) * flops) + max(home_s, meanwhile_s) + num_ends * rates.launch_s
 
-        def overlapped_s(n: int, num_chunks: int) -> float:
-            computed_s = others_s + gpu.gemm_s(own * flops, n + rail_sms) + meanwhile_s(n + rail_sms)
-            sent_s = max(others_s / num_chunks + home_s, others_s + home_s / num_chunks)
-            return max(computed_s, sent_s) + max(num_ends, num_chunks) * rates.launch_s
+        return gpu.best(home_s + gpu.gemm_s(flops) + dw1 * gpu.dw1_s(sizes), overlapped_s, rail_sms)
 
-        return gpu.best_chunks(home_s + gpu.gemm_s(flops) + meanwhile_s(0), overlapped_s, rail_sms, most_chunks)
-
-    into = dispatch(sizes.fc1_flops, sizes.sent_row_bytes)
-    # Where chunks begin and end is found in forward.
-    most_chunks = 1 if into is None else into.num_chunks
     return Overlap(
-        dispatch=into,
+        dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
         gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
-        combine=combine(sizes.product_flops, lambda _: 0.0, most_chunks),
-        gradient_combine=combine(sizes.fc1_flops, lambda n: gpu.dw1_s(sizes, n), 1),
+        combine=combine(sizes.product_flops, dw1=False),
+        gradient_combine=combine(sizes.fc1_flops, dw1=True),
     )
 
 
 def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
     """Every trip that can runs during a GEMM, whether it pays or not: for tests."""
-    number = 1 if sizes.num_nodes == 1 else num_chunks(sizes.num_nodes, sizes.num_ranks // sizes.num_nodes)
-    division = Division(4, num_sms - 4, number)
+    division = Division(4, num_sms - 4)
     combine = division if sizes.sums_travel or sizes.num_nodes > 1 else None
     return Overlap(dispatch=division, gradient_dispatch=division, combine=combine, gradient_combine=combine)
 

@@ -16,8 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -38,8 +37,7 @@ from symmoe.symm_mem.faults import Faults, OneNode
 from symmoe.symm_mem.reports import Fault, Report, mailbox, mismatch_error, write_word
 from symmoe.symm_mem.streams import Access, Branch, Streams, capture_id
 from symmoe.symm_mem.waits import ALL_BUT_PLAN, Waits
-from symmoe.tape.recorder import mark, owed, recorded_in_order
-from symmoe.tape.tape import CLEAN, MUST_SIGNAL
+from symmoe.tape.recorder import recorded_in_order
 
 logger = logging.getLogger("symmoe")
 
@@ -80,8 +78,8 @@ class Nodes(OneNode):
         self._is_first, self._has_said = True, False
         self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
         self._exchange, self._begun_s, self._probed_s, self._is_marked = 0, 0.0, 0.0, False  # as _look has seen it
-        self._branch = Branch(streams.rail_stream)
-        self._started: deque[Started] = deque()  # what travels, also where nobody waits for it any more
+        self._branch, self._is_moving = Branch(streams.rail_stream), False
+        self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
             word, self._fault = self._counters[_WORD], self._counters[control.RAIL_FAULT :][:1]
             self._heard = torch.zeros((topology.num_nodes, len(word)), dtype=torch.int64, device=waits.device)
@@ -128,24 +126,26 @@ class Nodes(OneNode):
         """
         with self.turn:
             self.meet(phase, **options)
-            with self.moving([(sends, receives)]) as moves:
-                moves.begin_all()
+            with self.moving(sends, receives):
+                pass
 
     @contextmanager
-    def moving(self, groups: Sequence[tuple[Pairs, Pairs]]) -> Iterator[Moves]:
-        """A context in which groups of tensors travel as in :meth:`exchange`, after :meth:`meet`, while the host, or the
-        current stream of GPUs, does other things. Collective over the group; one at a time. By the end of the context
-        all have come, also after an exception, unless a peer is gone: peers wait for what has not begun."""
-        moves = Moves(self, groups)
-        mark(MUST_SIGNAL)
+    def moving(self, sends: Pairs, receives: Pairs) -> Iterator[Callable[[], None]]:
+        """A context in which tensors travel as in :meth:`exchange`, after :meth:`meet`, while the host, and on GPUs the
+        current stream, do other things. Collective over the group; one at a time. By the end of the context all have
+        come, also after an exception, unless a peer is gone.
+
+        Yields:
+            a function that waits for them, on GPUs for later work of the current stream.
+        """
+        with self.turn:
+            self.begin(sends, receives)
         try:
-            yield moves
+            yield self._come
         except BaseException:
-            with suppress(SymmoeError):
-                moves.begin_all()
             self.abandon()
             raise
-        moves.come_all()
+        self._come()
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -157,51 +157,51 @@ class Nodes(OneNode):
             self.abandon()
             raise
 
+    def _come(self) -> None:
+        """Waits for what moves, unless that has happened. The next barrier is entered with what peers knew of."""
+        if self._is_moving:
+            self.end()
+            if self.faults.poison is None:
+                kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
+
     def abandon(self) -> None:
         """Waits for what moves after an exception, which is what is raised: not the error of a peer that is gone. What
         peers knew of is of a call that is over."""
-        self._branch.join()
         with suppress(SymmoeError):
-            while self._started and self.faults.poison is None:
-                self._wait()
+            self.end()
         self.payload.settle()
 
-    def begin(self, sends: Pairs, receives: Pairs) -> torch.cuda.Event | None:
+    def begin(self, sends: Pairs, receives: Pairs) -> None:
         """Begins to move tensors, see Payload.begin, after all have met and go on; and word of faults, which may become
-        known meanwhile. On GPUs later work of the current stream runs at the same time. What :meth:`come` takes."""
-        with self.turn, self._branch.after(self._branch.point()):
+        known meanwhile. On GPUs later work of the current stream runs at the same time."""
+        self._is_moving = True
+        with self._branch.after(self._branch.point()):
             self.payload.count(BEGUN)
             try:
                 self._move(sends, receives)
             finally:
                 self.payload.count(ENDED)
-            return self._branch.point()
-
-    def come(self, point: torch.cuda.Event | None) -> None:
-        """Waits for what was begun first of all that has not come; after a failure only the device does: what may still
-        come has its memory until the rail ends. On GPUs only later work of the current stream waits."""
-        self._branch.wait_for(point)
-        if self.payload.counts is None and self.faults.poison is None:
-            self._wait()
-
-    def hear_of_faults(self) -> None:
-        """The next barrier is entered with what peers knew of when they sent what has come."""
-        if self.faults.poison is None:
-            kernels.for_device(self._heard.device).hear_of_faults(self._heard, self._fault)
 
     @recorded_in_order
     def _move(self, sends: Pairs, receives: Pairs) -> None:
         others = [*sends, *self._word_to_others], [*receives, *self._words_of_others]
         bound_s, stream = self._bound_s * _OF_PAYLOAD, self._streams.rail_stream  # which is not current, on a tape
         with self._reporting():
-            started = self.payload.begin(*others, bound_s, stream)
-            if self.payload.counts is None:
-                self._started.append(started)
+            self._started = self.payload.begin(*others, bound_s, stream)
+
+    def end(self) -> None:
+        """Waits for what has begun; after a failure only the device does: what may still come has its memory until the
+        rail ends."""
+        self._is_moving = False
+        self._branch.join()
+        if self.payload.counts is None and self.faults.poison is None and self._started:
+            self._wait()
 
     @recorded_in_order
     def _wait(self) -> None:
         with self._on_rail(), self._reporting():
-            self.payload.wait(self._started.popleft(), self._bound_s * _OF_PAYLOAD)
+            self.payload.wait(self._started, self._bound_s * _OF_PAYLOAD)
+        self._started = []
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -383,37 +383,6 @@ class Nodes(OneNode):
                 text = f"rail_capacity or top_k differs between rank {rail[0]} and rank {rail[node]}"
                 return Fault(-1, encode(ConfigMismatch(text)))
         return None
-
-
-class Moves:
-    """Groups of tensors, one of which after the other begins to travel, see Nodes.moving."""
-
-    def __init__(self, nodes: Nodes, groups: Sequence[tuple[Pairs, Pairs]]) -> None:
-        self._nodes, self._left, self._under_way = nodes, deque(groups), deque[torch.cuda.Event | None]()
-
-    def begin(self) -> None:
-        """The next group begins, with what its tensors are at this point of the current stream."""
-        with owed():
-            self._under_way.append(self._nodes.begin(*self._left.popleft()))
-        if not self._left:
-            mark(CLEAN)
-
-    def begin_all(self) -> None:
-        """All that have not."""
-        while self._left:
-            self.begin()
-
-    def come(self) -> None:
-        """Waits for the first group that has not come."""
-        self._nodes.come(self._under_way.popleft())
-        if not self._left and not self._under_way:
-            self._nodes.hear_of_faults()
-
-    def come_all(self) -> None:
-        """Waits for all that have not come."""
-        self.begin_all()
-        while self._under_way:
-            self.come()
 
 
 def _first_fault(headers: list[Header]) -> Fault | None:

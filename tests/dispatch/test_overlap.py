@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -17,7 +18,7 @@ from worker import open_heap
 from symmoe import GroupedMLP, make_plan
 from symmoe.dispatch import nodes
 from symmoe.kernels import twin
-from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, num_chunks, plan_layout
+from symmoe.kernels.control import InNodeIntegers, PlanIntegers, in_node_layout, plan_layout
 from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.kernels.twin.plan import split_rows
 from symmoe.moe import overlap as formulas
@@ -143,36 +144,6 @@ def test_parts_between_nodes_need_only_rows_that_have_arrived(data):
         assert tuple(found.source_to_packed_start[source : source + 2]) == wanted
 
 
-@given(st.data())
-def test_chunks_need_only_rows_that_have_arrived(data):
-    """Of other nodes, one after the other, or of the only other one in pieces; each has consecutive packed rows."""
-    num_nodes, per_node = data.draw(st.sampled_from([(2, 1), (3, 1), (3, 2), (4, 2)]))
-    num_ranks = num_nodes * per_node
-    rank = data.draw(st.integers(0, num_ranks - 1))
-    topology = find_topology([source // per_node for source in range(num_ranks)], rank, None)
-    maps, number = make_rank_maps(topology, torch.device("cpu")), num_chunks(num_nodes, per_node)
-    of_token = st.lists(st.integers(0, 2), max_size=data.draw(st.sampled_from([3, 700])))
-    ids = [data.draw(of_token) for _ in range(num_ranks)]  # by source and token: its expert
-    experts = [[tokens.count(e) for tokens in ids] for e in range(3)]
-    packed_start = torch.tensor([0, *map(len, ids)]).cumsum(0).int()
-    packed = [(e, row) for row, e in enumerate(e for tokens in ids for e in tokens)]
-    row_to_packed_row = torch.tensor([row for _, row in sorted(packed)] + [0] * 5, dtype=torch.int32)
-    starts, rows = starts_of(experts), torch.full((num_ranks, 2, 3), -7, dtype=torch.int32)
-    split_rows(starts, rows, rank, topology.ranks)
-    found = found_in_node(topology, maps, rows, packed_start)
-    plan = SimpleNamespace(source_to_packed_start=packed_start, source_to_row_start=starts)
-    own, piece = nodes.own_chunk(topology), -(-len(ids[1 - rank]) // number) if num_nodes == 2 else 0
-    twin.cut_chunks(plan, row_to_packed_row, maps, found, own=own, piece=piece)
-    if num_nodes == 2:
-        pieces = [ids[1 - rank][i * piece : (i + 1) * piece] for i in range(number)]
-        tokens = [ids[0], *pieces] if rank == 0 else [*pieces, ids[1]]
-    else:
-        tokens = [sum(ids[first : first + per_node], []) for first in range(0, num_ranks, per_node)]
-    assert found.chunk_to_packed_start.tolist() == torch.tensor([0, *map(len, tokens)]).cumsum(0).tolist()
-    experts = [[each.count(e) for each in tokens] for e in range(3)]
-    check_parts(experts, found.chunk_to_rows, [(source, {source}) for source in nodes.chunk_arrivals(own, number)])
-
-
 RATES = Rates(
     link_bytes=100e9,
     program_push_bytes=10e9,
@@ -251,31 +222,41 @@ def brute_force(sizes: Sizes, rates: Rates) -> Times:
     return found
 
 
+def rail_sms(sizes: Sizes, rates: Rates) -> tuple[float, int]:
+    """The rate of rails, and the SMs that they have for themselves."""
+    rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
+    return rate, 0 if sizes.num_nodes == 1 else min(66, math.ceil(rate / rates.program_rail_bytes))
+
+
 def brute_force_between_nodes(sizes: Sizes, rates: Rates) -> Times:
-    """The same where rails have NVLink's rate."""
-    ranks, nodes, counts = sizes.num_ranks, sizes.num_nodes, range(1, 67)
-    token_bytes, own = sizes.num_rows / sizes.top_k * 2 * sizes.hidden, 1 / nodes
+    """The same where rails have a rate of their own."""
+    ranks, nodes, (rail_rate, m) = sizes.num_ranks, sizes.num_nodes, rail_sms(sizes, rates)
+    token_bytes, own, counts = sizes.num_rows / sizes.top_k * 2 * sizes.hidden, 1 / nodes, range(1, 67 - m // 2)
     pushed = token_bytes * (ranks - nodes) * chance(sizes.num_experts, ranks, sizes.top_k)
-    rail_s = token_bytes * (nodes - 1) * chance(sizes.num_experts, nodes, sizes.top_k) / rates.link_bytes
+    rail_s = token_bytes * (nodes - 1) * chance(sizes.num_experts, nodes, sizes.top_k) / rail_rate
     ends, product = 1 if nodes == 2 else 2, 2 * sizes.num_rows * sizes.hidden * sizes.ffn
 
     def dispatch(flops: int) -> tuple[float, list[float]]:
-        times, parts = [], ranks // nodes - 1 + ends
+        times, parts, push_s = [], ranks // nodes - 1 + ends, pushed / rates.link_bytes
         for n in counts:
-            push_s = pushed / min(n * rates.program_push_bytes, rates.link_bytes)
-            first_s = max(rail_s, own * push_s, gemm_s(own * flops, n, rates.flops))
+            own_push_s = own * pushed / min(n * rates.program_push_bytes, rates.link_bytes)
+            first_s = max(rail_s, own_push_s, gemm_s(own * flops, n + m, rates.flops))
             last_s = (1 - own) * push_s + gemm_s((1 - own) * flops, 0, rates.flops)
             times.append(first_s + last_s + parts * rates.part_s)
-        return rail_s + pushed / rates.link_bytes + gemm_s(flops, 0, rates.flops), times
+        return rail_s + push_s + gemm_s(flops, 0, rates.flops), times
 
-    first_s = gemm_s((1 - own) * product, 0, rates.flops) + ends * rates.launch_s
-    fc2 = [first_s + max(rail_s, gemm_s(own * product, n, rates.flops)) for n in counts]
-    wgrads = [max(rail_s, gemm_s(2 * product, n, rates.wgrad_flops)) for n in counts]
+    def combine(flops: int, wgrad_flops: int) -> tuple[float, list[float]]:
+        times, first_s = [], gemm_s((1 - own) * flops, 0, rates.flops) + ends * rates.launch_s
+        for n in counts:
+            own_s = gemm_s(own * flops, n + m, rates.flops) + gemm_s(wgrad_flops, n + m, rates.wgrad_flops)
+            times.append(first_s + max(rail_s, own_s))
+        return rail_s + gemm_s(flops, 0, rates.flops) + gemm_s(wgrad_flops, 0, rates.wgrad_flops), times
+
     return {
         "dispatch": dispatch(2 * product),
         "gradient_dispatch": dispatch(product),
-        "combine": (rail_s + gemm_s(product, 0, rates.flops), fc2),
-        "gradient_combine": (rail_s + gemm_s(2 * product, 0, rates.wgrad_flops), wgrads),
+        "combine": combine(product, 0),
+        "gradient_combine": combine(2 * product, 2 * product),
     }
 
 
@@ -287,7 +268,7 @@ def check_choice(sizes: Sizes, rates: Rates, times_of: Times) -> None:
         assert (division is not None) == (min(times) <= (1 - rates.least_gain) * exclusive_s), name
         if division is not None:
             assert times[division.num_ctas - 1] == pytest.approx(min(times), rel=1e-9), name
-            assert division.num_ctas + division.num_sms == 132
+            assert division.num_ctas + division.num_sms == 132 - rail_sms(sizes, rates)[1]
 
 
 @pytest.mark.parametrize(
@@ -311,8 +292,9 @@ def test_what_pays_between_nodes_is_overlapped(layer, group: tuple[int, int], ra
     num_ranks, num_nodes = group
     if layer[2] % num_ranks:
         layer = (*layer[:2], 96, layer[3])
-    for num_rows in [int(100 * 1.1**step) for step in range(70)]:
-        sizes = sizes_of(layer, num_ranks, num_rows=num_rows, num_nodes=num_nodes, sums_travel=False)
+    for step, rail_rate in itertools.product(range(70), (math.inf, 42e9)):
+        its = {"num_rows": int(100 * 1.1**step), "num_nodes": num_nodes, "rail_bytes_per_s": rail_rate}
+        sizes = sizes_of(layer, num_ranks, **its, sums_travel=False)
         check_choice(sizes, rates, brute_force_between_nodes(sizes, rates))
     everything = overlap_everything(sizes, 132)
     assert None not in (everything.dispatch, everything.gradient_dispatch, everything.combine)

@@ -87,7 +87,7 @@ def test_plan_kernels(launches, shape, id_dtype, drop):
 
 @pytest.mark.parametrize("num_nodes", [2, 4])
 def test_kernels_between_nodes(launches, num_nodes):
-    names = "rail_rows", "tell_header", "own_counts", "other_counts", "plan_in_node", "take_rows", "cut_chunks"
+    names = "rail_rows", "tell_header", "own_counts", "other_counts", "plan_in_node", "take_rows"
     names += "count_exchange", "hear_of_faults"
     for shape, sizes in TRIPS.items():
         if sizes[-1] % num_nodes == 0:

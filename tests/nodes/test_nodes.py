@@ -32,7 +32,6 @@ from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.combine import trip as combine_trip
 from symmoe.dispatch import trip
 from symmoe.errors import ArgumentError, BackendUnavailable
-from symmoe.kernels.control import num_chunks
 from symmoe.kernels.gemm_parts import Part
 from symmoe.nodes import topology as topology_module
 from symmoe.nodes.topology import Place, find_place, find_topology
@@ -223,7 +222,7 @@ def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: i
             x = torch.randn(num_tokens, 16, requires_grad=True)
             ids = (torch.arange(num_tokens)[:, None] + torch.arange(2)) % num_ranks
             patch.setattr(rail, "begin", noting("begin", rail.begin))
-            patch.setattr(rail, "come", noting("end", rail.come))
+            patch.setattr(rail, "end", noting("end", rail.end))
             y, _ = layer(x, topk_idx=ids, probs=torch.full((num_tokens, 2), 0.5))
             found.append(events[2 * plan_exchanges :])
             events.clear()
@@ -233,10 +232,8 @@ def test_rails_are_under_way_while_own_rows_are_computed(rank: int, num_ranks: i
     begin, end, part = ("begin", True), ("end", True), ("part", True)
     num_nodes = num_ranks // ranks_per_node
     ends = [part] * (1 + (0 < rank // ranks_per_node < num_nodes - 1))  # ranks before the node, and after it
-    number = num_chunks(num_nodes, ranks_per_node)
-    dispatch = [*[begin] * number, *[part] * ranks_per_node, *([end, *ends] if number == 1 else [end, part] * number)]
-    combine = [*ends, part, begin, end] if number == 1 else [part, *[part, begin] * number, *[end] * number]
-    assert forward == backward == [*dispatch, *combine], found
+    dispatch = [begin, *[part] * ranks_per_node, end, *ends]
+    assert forward == backward == [*dispatch, *ends, part, begin, end], found
 
 
 KINDS = [

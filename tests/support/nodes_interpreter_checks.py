@@ -14,12 +14,10 @@ from symmoe.kernels.control import (
     PlanIntegers,
     in_node_layout,
     num_blocks,
-    num_chunks,
     plan_layout,
 )
 from symmoe.kernels.triton import nodes
 from symmoe.kernels.twin import nodes as twin
-from symmoe.kernels.twin.plan import split_rows
 from symmoe.nodes.topology import find_topology, make_rank_maps
 
 LOCAL = 2  # experts of a rank
@@ -65,23 +63,6 @@ def in_node(
     found = InNodeIntegers(*filled(in_node_layout(num_tokens, top_k, LOCAL, shape, most * (shape[0] - 1), 5)))
     module.plan_in_node(plan, rows, numbers, maps, found)
     return found
-
-
-def cut(module, plan: PlanIntegers, maps: control.RankMaps, found: InNodeIntegers) -> None:
-    """Chunks of rows that are drawn at random."""
-    generator, ranks, shape = torch.Generator().manual_seed(5), maps.by_node.numel(), tuple(maps.by_node.shape)
-    counts = torch.randint(0, 300, (ranks, LOCAL), generator=generator)
-    starts = torch.cat([torch.zeros(1), counts.T.flatten().cumsum(0)]).int()
-    plan.source_to_row_start[:-1], plan.source_to_row_start[-1] = starts[:-1].view(LOCAL, ranks).T, starts[ranks::ranks]
-    plan.source_to_packed_start.copy_(torch.cat([torch.zeros(1), counts.sum(1).cumsum(0)]))
-    packed = torch.randint(0, int(counts.sum()), (int(counts.sum()) + 3,), generator=generator, dtype=torch.int32)
-    for begin, end in itertools.pairwise(starts[::ranks].tolist()):
-        packed[begin:end] = packed[begin:end].sort().values
-    own_ranks = maps.by_node[maps.here].tolist()
-    split_rows(plan.source_to_row_start, plan.source_to_rows, own_ranks[0], own_ranks)
-    found.own_rows.copy_(torch.stack([plan.source_to_rows[own_ranks[0], 0], plan.source_to_rows[own_ranks[-1], 1]]))
-    own = maps.here * (num_chunks(*shape) if shape[0] == 2 else 1)
-    module.cut_chunks(plan, packed, maps, found, own=own, piece=37)
 
 
 def check_lines(
@@ -156,9 +137,6 @@ def main() -> None:
             found = in_node(twin, plan, rows, numbers, maps, most)
             check_lines(plan, rows, maps, most, found)
             its = in_node(nodes, plan, rows, numbers, maps, most)
-            if name != "mixed":
-                cut(twin, plan, maps, found)
-                cut(nodes, plan, maps, its)
             assert num_blocks(num_tokens) == len(plan.block_tokens)
             equal = [torch.equal(*pair) for pair in zip(theirs, (numbers, rows), strict=True)]
             equal += [torch.equal(getattr(its, each), getattr(found, each)) for each in found.layout]

@@ -48,28 +48,6 @@ class NodeKernels(Protocol):
         """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.
         received: int64 [R, NUM_PUBLISHED], gets 0, or negative numbers if the call has failed."""
 
-    def cut_chunks(
-        self,
-        plan: PlanIntegers,
-        row_to_packed_row: Tensor,
-        maps: RankMaps,
-        found: InNodeIntegers,
-        *,
-        own: int,
-        piece: int,
-    ) -> None:
-        """Cuts the rows of each local expert into those of chunks and of this node, in the order of rows; each of these
-        sources has consecutive packed rows. They come as ranks of one node do, see PlanKernels.lay_out: first this
-        node, then the one before it and so on, the last following the first; they begin at whole tiles in the same way.
-
-        Args:
-            plan: that of plan_in_node.
-            row_to_packed_row: int32 [N_cap], of all rows.
-            found: that of plan_in_node; gets chunk_to_packed_start and chunk_to_rows.
-            own: the number of this node.
-            piece: tokens of a chunk, if chunks are not nodes.
-        """
-
     def take_rows(self, rows: Tensor, index: Tensor, out: Tensor) -> None:
         """Copies rows [T, .] of whole 4-byte words to out [A, .]: row a is row index[a], int32 [A]; 0 if T is 0."""
 

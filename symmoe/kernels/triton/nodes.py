@@ -5,7 +5,7 @@ import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
-from symmoe.kernels.triton.plan import PART_ROWS, count_row, load_experts, whole_tiles
+from symmoe.kernels.triton.plan import count_row, load_experts
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch
 
 ENTRIES = 1 << 14  # comparisons of a slot with a node that rail_rows makes at a time
@@ -132,63 +132,6 @@ def other_counts(rows, ranks, peers, received):
 def _of_rows(peers):
     block = next_power_of_2(peers.layout.row_words)
     return kept_constants(RANK=peers.rank, LAYOUT=peers.layout, BLOCK=block, num_warps=4)
-
-
-@fast_jit([])
-def cut_chunks_kernel(
-    packed_start,
-    row_start,
-    row_to_packed_row,
-    own_rows,
-    chunk_to_packed_start,
-    chunk_to_rows,
-    piece: tl.int32,
-    num_steps: tl.int32,
-    HERE: tl.constexpr,
-    OWN: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    PER_NODE: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    NUM_RANKS: tl.constexpr = NUM_NODES * PER_NODE
-    source, expert = tl.program_id(0), tl.arange(0, LANES)
-    mask = expert < NUM_LOCAL
-    first = tl.load(row_start + expert, mask=mask, other=0)
-    end = tl.load(row_start + NUM_RANKS * NUM_LOCAL + expert, mask=mask, other=0)
-    own_begin = tl.load(own_rows + expert, mask=mask, other=0)
-    own_end = tl.load(own_rows + NUM_LOCAL + expert, mask=mask, other=0)
-    for side in tl.static_range(2):
-        number = source + side
-        packed = tl.load(packed_start + tl.minimum(number * PER_NODE, NUM_RANKS))
-        if NUM_SOURCES > NUM_NODES:  # pieces of the only other node
-            begin = tl.load(packed_start + 1 - HERE)
-            packed = tl.minimum(begin + (number - 1 + HERE) * piece, tl.load(packed_start + 2 - HERE))
-            packed = tl.where(number == OWN, tl.load(packed_start + HERE), packed)
-            packed = tl.where(number == NUM_SOURCES, tl.load(packed_start + NUM_RANKS), packed)
-        tl.store(chunk_to_packed_start + number, packed)
-        low, high = first, end  # the first row of the expert that is not before that packed row
-        for _ in range(num_steps):
-            middle = (low + high) // 2
-            is_before = tl.load(row_to_packed_row + middle, mask=low < high, other=packed) < packed
-            low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
-        bound = whole_tiles(first, low + (PART_ROWS - 1))
-        bound = tl.where(number < OWN, tl.minimum(bound, own_begin), tl.minimum(tl.maximum(bound, own_end), end))
-        bound = tl.where(number == 0, first, tl.where(number == NUM_SOURCES, end, bound))
-        bound = tl.where(number == OWN, own_begin, tl.where(number == OWN + 1, own_end, bound))
-        tl.store(chunk_to_rows + (2 * source + side) * NUM_LOCAL + expert, bound, mask=mask)
-
-
-def cut_chunks(plan, row_to_packed_row, maps, found, *, own, piece):
-    (num_sources, _, num_local), (num_nodes, per_node) = found.chunk_to_rows.shape, maps.by_node.shape
-    sizes = {"HERE": maps.here, "OWN": own, "NUM_SOURCES": num_sources, "NUM_NODES": num_nodes, "PER_NODE": per_node}
-    sizes |= {"NUM_LOCAL": num_local, "LANES": next_power_of_2(num_local)}
-    tensors = plan.source_to_packed_start, plan.source_to_row_start, row_to_packed_row, found.own_rows
-    results, num_steps = (found.chunk_to_packed_start, found.chunk_to_rows), row_to_packed_row.numel().bit_length()
-    launch(
-        cut_chunks_kernel, (num_sources,), kept_constants(**sizes, num_warps=4), *tensors, *results, piece, num_steps
-    )
 
 
 @fast_jit([])

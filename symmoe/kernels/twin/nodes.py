@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels import control
-from symmoe.kernels.gemm_parts import PART_ROWS
 
 
 def rail_rows(topk_idx, maps, numbers, token_to_rail_row, *, num_experts, most, room):
@@ -69,27 +68,6 @@ def plan_in_node(plan, token_to_rail_row, numbers, maps, found):
     found.source_to_packed_start.copy_(plan.source_to_packed_start[maps.first_with])
     end = maps.first + maps.by_node.shape[1] - 1
     found.own_rows.copy_(torch.stack([plan.source_to_rows[maps.first, 0], plan.source_to_rows[end, 1]]))
-
-
-def cut_chunks(plan, row_to_packed_row, maps, found, *, own, piece):
-    (num_nodes, per_node), num_sources = maps.by_node.shape, len(found.chunk_to_rows)
-    packed, starts = plan.source_to_packed_start, plan.source_to_row_start
-    first_packed = packed[::per_node]
-    if num_sources > num_nodes:  # pieces of the only other node
-        begin, end = packed[1 - maps.here], packed[2 - maps.here]
-        cuts = (begin + torch.arange(num_sources - 1, device=packed.device) * piece).minimum(end)
-        first_packed = torch.cat([cuts, packed[1:]]) if own else torch.cat([packed[:1], cuts, packed[-1:]])
-    found.chunk_to_packed_start.copy_(first_packed)
-    (low, high), first, end = found.own_rows, starts[0], starts[-1]
-    bounds = torch.stack([first] * (num_sources + 1))
-    bounds[-1] = end
-    ends = [*zip(first.tolist(), end.tolist(), strict=True)]
-    for source in range(1, num_sources):
-        num_rows = [(row_to_packed_row[begin:stop] < first_packed[source]).sum() for begin, stop in ends]
-        tiles = first + (torch.stack(num_rows).int() + PART_ROWS - 1) // PART_ROWS * PART_ROWS
-        bounds[source] = tiles.minimum(low) if source < own else tiles.maximum(high).minimum(end)
-    bounds[own], bounds[own + 1] = low, high
-    found.chunk_to_rows.copy_(torch.stack([bounds[:-1], bounds[1:]], 1))
 
 
 def take_rows(rows, index, out):
