@@ -119,10 +119,9 @@ class RailRows:
         all ranks."""
         heap, nodes, topology, peers = self._heap, nodes_of(self._heap), self._heap.topology, self._heap.peers
         ops, shape = kernels.for_device(heap.device), (len(topology.ranks), peers.layout.row_words)
-        ours = self._numbers.new_empty(shape)
-        ops.own_counts(nodes.maps.own_ranks, peers, ours)
         # Zeros in place of what does not come.
-        come = torch.zeros((topology.num_nodes, *shape), dtype=torch.int32, device=heap.device)
+        ours, come = self._numbers.new_empty(shape), self._numbers.new_empty((topology.num_nodes, *shape))
+        ops.own_counts(nodes.maps.own_ranks, peers, ours, come)
         theirs, self.num_received = come[:-1], come[-1].flatten()[: topology.num_nodes]
         others = [node for node in range(topology.num_nodes) if node != topology.node]
         of_numbers = self._numbers, self.num_received
@@ -140,7 +139,7 @@ class RailRows:
         if self._drops:
             rows = self._numbers.new_empty((self._heap.num_ranks, self._heap.peers.layout.row_words))
             ranks = nodes_of(self._heap).maps.by_node.flatten()
-            kernels.for_device(self._heap.device).own_counts(ranks, self._heap.peers, rows)
+            kernels.for_device(self._heap.device).own_counts(ranks, self._heap.peers, rows, rows[:0])
             dropped = rows[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
             report[control.SUM_NUM_DROPPED :][:1].add_(dropped)
         return self.integers, self.num_received

@@ -237,7 +237,7 @@ def launch_between_nodes(shape, num_nodes):
     nodes.rail_rows(meta(num_tokens, top_k), maps, numbers, rows, num_experts=num_experts, most=8, room=-1)
     peers, received = peers_of(per_node, per_node - 1), meta(num_ranks, control.NUM_PUBLISHED, dtype=INT64)
     nodes.tell_header(numbers, peers, 0, word=1)
-    nodes.own_counts(by_node[0], peers, rows)
+    nodes.own_counts(by_node[0], peers, rows, rows)
     nodes.other_counts(rows, other_ranks, peers, received)
     numel, layout = plan_layout(num_tokens, top_k, num_experts, num_ranks)
     its = in_node_layout(num_tokens, top_k, num_experts // num_ranks, (num_nodes, per_node), num_sent, num_sent)

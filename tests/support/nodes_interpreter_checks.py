@@ -110,14 +110,15 @@ def tables(module, maps: control.RankMaps, epoch: int) -> list[torch.Tensor]:
     theirs = torch.randint(0, 99, (num_ranks - len(own), layout.row_words), generator=generator, dtype=torch.int32)
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7)
     module.tell_header(torch.tensor([1234], dtype=torch.int32), peers, int(own[0]), word=control.HEAD_RAIL_DROPPED)
-    module.own_counts(own, peers, rows)
+    cleared = torch.full((3, 700), -7, dtype=torch.int32)
+    module.own_counts(own, peers, rows, cleared)
     module.other_counts(theirs, maps.other_ranks, peers, received)
     assert bool((received == -(epoch % 2)).all())
     taken = torch.full((3, 6), -7.0, dtype=torch.bfloat16)
     module.take_rows(rows[:, :6].bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32) % len(own), taken)
     none = torch.full((2, 8), -7.0, dtype=torch.bfloat16)
     module.take_rows(torch.empty((0, 16), dtype=torch.bfloat16)[:, ::2], torch.zeros(2, dtype=torch.int32), none)
-    return [*views, rows, received, taken, none]
+    return [*views, rows, received, taken, none, cleared]
 
 
 def main() -> None:

@@ -40,9 +40,9 @@ class NodeKernels(Protocol):
         """Writes number, int32 [1], into a word of the header of a rank (`source`, in the group) in every count table
         of the node; into the half of the next barrier."""
 
-    def own_counts(self, ranks: Tensor, peers: Peers, rows: Tensor) -> None:
+    def own_counts(self, ranks: Tensor, peers: Peers, rows: Tensor, cleared: Tensor) -> None:
         """Reads the rows of ranks, int64 [G], from this rank's count table, the half of the last barrier: int32
-        [G, row_words]."""
+        [G, row_words]. cleared: int32 [., row_words], gets zeros."""
 
     def other_counts(self, rows: Tensor, ranks: Tensor, peers: Peers, received: Tensor) -> None:
         """Writes rows, int32 [R - G, row_words], to the places of ranks, int64 [R - G], in this rank's count table.

@@ -86,16 +86,21 @@ def tell_header(number, peers, source, *, word):
 
 
 @fast_jit([])
-def own_counts_kernel(ranks, bases, rows, RANK: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+def own_counts_kernel(
+    ranks, bases, rows, cleared, num_cleared: tl.int32, RANK: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr
+):
     line, word = tl.program_id(0), tl.arange(0, BLOCK)
     epoch = barrier_epoch(bases, RANK, LAYOUT.counters)
     row = count_row(tl.load(bases + RANK), epoch, tl.load(ranks + line), LAYOUT)
     words = tl.load(row + word, mask=word < LAYOUT.row_words)
     tl.store(rows + line * LAYOUT.row_words + word, words, mask=word < LAYOUT.row_words)
+    for first in range(line * BLOCK, num_cleared, tl.num_programs(0) * BLOCK):
+        tl.store(cleared + first + word, word * 0, mask=first + word < num_cleared)
 
 
-def own_counts(ranks, peers, rows):
-    launch(own_counts_kernel, (len(ranks),), _of_rows(peers), ranks, peers.bases, rows)
+def own_counts(ranks, peers, rows, cleared):
+    arguments = ranks, peers.bases, rows, cleared, cleared.numel()
+    launch(own_counts_kernel, (len(ranks),), _of_rows(peers), *arguments)
 
 
 @fast_jit([])

@@ -27,8 +27,9 @@ def tell_header(number, peers, source, *, word):
         peers.count_table(rank, peers.epoch + 1)[source, word] = number[0]
 
 
-def own_counts(ranks, peers, rows):
+def own_counts(ranks, peers, rows, cleared):
     rows.copy_(peers.count_table(peers.rank, peers.epoch)[ranks])
+    cleared.zero_()
 
 
 def other_counts(rows, ranks, peers, received):
