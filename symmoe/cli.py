@@ -176,6 +176,10 @@ def _forward(plan: NetworkPlan) -> str:
             f"forward, {name}: serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, "
             f"bound by {it.bound}"
         )
+    its = plan.step
+    lines.append(
+        f"a step, default schedule: forward {its.forward_s * 1e6:.0f} us, backward {its.backward_s * 1e6:.0f} us"
+    )
     return "\n".join(lines)
 
 

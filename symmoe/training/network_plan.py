@@ -1,4 +1,5 @@
-"""How long a layer's forward pass takes on several nodes, from bytes and FLOPs: a model, measured on no network.
+"""How long a layer takes on several nodes, from bytes and FLOPs: a model. Its steps were compared with those of two
+nodes of one GPU (docs/nodes.md), the rest with no network.
 
 T tokens per rank, E experts, K slots per token; N nodes of G ranks, R ranks in all. Every GPU has a NIC. A token goes
 once to every node that has an expert for it, to the rank on its rail, and from there to the ranks of that node. Routing
@@ -9,14 +10,20 @@ probs and maps (1.2 % of the bytes of qwen3-30b, 0.3 % of DeepSeek-V3), latency,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.kernels.gemm_parts import PART_ROWS, Division
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.overlap import H200, Sizes, chance_of_part, rates_of
+from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of, received_layout
+
+# Measured on H100s (notes/2026-11-26-rails-under-gemms.md).
+_RAIL_BESIDE_GEMM = 1.2  # times as long rows are on rails
+_FIXED_S, _TOKEN_S = 375e-6, 20e-9  # of launches, the router and the plan
+_WEIGHTS_SEEN = 0.5  # of the time of their bytes; fitted to eight steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +72,23 @@ class Forward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Seconds that a GPU takes, without waits for its host, with exact capacity and what moe/overlap.py chooses."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkPlan:
-    """What :func:`plan_network` returns, for one rank: the trips, and the pass with exact and with static capacity."""
+    """What :func:`plan_network` returns, for one rank: the trips, the pass with exact and with static capacity, and a
+    step with the default schedule."""
 
     dispatch: Trip
     combine: Trip
     exact: Forward
     fixed: Forward
+    step: Step
 
 
 def plan_network(
@@ -144,6 +161,16 @@ def plan_network(
     dispatch = trip(config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank)
     combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
+    on_nodes = replace(
+        sizes,
+        num_nodes=num_nodes,
+        rail_bytes_per_s=nic_gbs * 1e9,
+        sums_travel=False,
+        is_expert_major=received_layout(config.layout, config.ffn, config.precision) == "expert-major",
+        sent_row_bytes=config.sent_row_bytes("forward", dtype.itemsize),
+        sent_gradient_row_bytes=config.sent_row_bytes("backward", dtype.itemsize),
+    )
+
     def forward(network_s: float) -> Forward:
         gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
         return Forward(network_s=network_s, link_s=dispatch.link.seconds + combine.link.seconds, gemms_s=gemms_s)
@@ -153,4 +180,52 @@ def plan_network(
         combine=combine,
         exact=forward(dispatch.nodes.seconds + combine.nodes.seconds),
         fixed=forward(dispatch.fixed.seconds + combine.fixed.seconds),
+        step=_step(on_nodes, rates),
     )
+
+
+def _step(sizes: Sizes, rates: Rates) -> Step:
+    """Trip after trip as moe/overlap.py puts them in order. Besides what that knows: rows that are sent, placed and
+    summed are read and written once more; rails are slower beside GEMMs; half a tile of each expert is computed for
+    nothing; a part of what weights and their gradients take to be read and written; router, plan and launches."""
+    chosen, own = overlap(sizes, H200_SMS, rates), 1 / sizes.num_nodes
+    rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
+    rail_s, tokens_bytes = sizes.rail_bytes / rail_rate, sizes.row_bytes / sizes.top_k
+    own_s, others_s = (
+        (share * sizes.row_bytes * sizes.is_expert_major + rows_bytes) / rates.memory_bytes
+        for share, rows_bytes in ((own, tokens_bytes), (1 - own, sizes.rail_bytes))
+    )
+    padding = 1 + PART_ROWS / 2 * sizes.num_experts / sizes.num_ranks / sizes.num_rows
+
+    def gemm_s(flops: float, division: Division | None = None) -> float:
+        share = 1 if division is None else division.num_sms / H200_SMS
+        return flops * padding / rates.flops / share
+
+    def dispatch_s(flops: float, division: Division | None, row_bytes: int | None) -> float:
+        on_rails_s = sizes.sent_share(row_bytes) * rail_s
+        taken_s, link_s = 2 * sizes.rail_bytes / rates.memory_bytes, sizes.push(row_bytes).push_bytes / rates.link_bytes
+        if division is None:
+            return on_rails_s + own_s + others_s + taken_s + link_s + gemm_s(flops)
+        first_s = own_s + max(_RAIL_BESIDE_GEMM * on_rails_s - own_s, gemm_s(own * flops, division))
+        return first_s + taken_s + others_s + link_s + gemm_s((1 - own) * flops) + 2 * rates.launch_s
+
+    def combine_s(flops: float, division: Division | None, wgrad_flops: float) -> float:
+        home_s = (sizes.num_nodes + 1) * tokens_bytes / rates.memory_bytes
+        dw1_s = wgrad_flops / rates.wgrad_flops
+        read_s = sizes.row_bytes * (1 + 1 / sizes.top_k) / rates.memory_bytes
+        if division is None:
+            return gemm_s(flops) + dw1_s + read_s + rail_s + home_s
+        meanwhile_s = gemm_s(own * flops, division) + dw1_s * H200_SMS / division.num_sms + own * read_s
+        first_s = gemm_s((1 - own) * flops) + (1 - own) * read_s
+        return first_s + max(_RAIL_BESIDE_GEMM * rail_s, meanwhile_s) + home_s + 2 * rates.launch_s
+
+    product, fc1 = sizes.product_flops, sizes.fc1_flops
+    weight_bytes = sizes.num_experts / sizes.num_ranks * (product + fc1) / 2 / sizes.num_rows * sizes.item_bytes
+    once_s, rest_s = (
+        _WEIGHTS_SEEN * weight_bytes / rates.memory_bytes,
+        _FIXED_S + sizes.num_rows / sizes.top_k * _TOKEN_S,
+    )
+    forward_s = dispatch_s(fc1, chosen.dispatch, sizes.sent_row_bytes) + combine_s(product, chosen.combine, 0.0)
+    backward_s = dispatch_s(product, chosen.gradient_dispatch, sizes.sent_gradient_row_bytes)
+    backward_s += product / rates.wgrad_flops + combine_s(fc1, chosen.gradient_combine, fc1)
+    return Step(forward_s=forward_s + once_s + rest_s / 2, backward_s=backward_s + 2 * once_s + rest_s / 2)

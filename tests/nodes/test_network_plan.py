@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -17,9 +18,11 @@ from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import H200, Sizes
 from symmoe.moe.routing import route_tokens
 from symmoe.precision import Float8Block
+from symmoe.tools.bench.cases import PRESETS, config_of
 from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "nodes.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
 QWEN = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8)
 DEEPSEEK = MoEConfig(hidden=7168, ffn=2048, num_experts=256, top_k=8, score="sigmoid", num_groups=8, top_groups=4)
 
@@ -153,9 +156,32 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert f" {plan.exact.gemms_s * 1e6:.0f}\n" in out
     for it in (plan.exact, plan.fixed):
         assert f"serial {it.serial_s * 1e6:.0f} us; all hidden {it.hidden_s * 1e6:.0f} us, bound by network" in out
+    assert f"forward {plan.step.forward_s * 1e6:.0f} us, backward {plan.step.backward_s * 1e6:.0f} us\n" in out
     with pytest.raises(SystemExit):
         cli.main([*PLAN.split(), "3"])
     assert "num_ranks (16) must be divisible by num_nodes (3)" in capsys.readouterr().err
+
+
+# GB/s that a rank sent in messages of a layer's size when the records were made, by file and number of tokens.
+RATES = {
+    "steps-h100-nodes2.json": {("qwen3-30b", 2048): 155, ("qwen3-30b", 8192): 235, ("deepseek-like", 8192): 250},
+    "steps-h100-nodes2-capped.json": {("qwen3-30b", 2048): 20},  # of up to 16 MiB: NCCL takes one channel for them
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "usual_gbs"), [("steps-h100-nodes2.json", 235), ("steps-h100-nodes2-capped.json", 42)]
+)
+def test_steps_take_what_was_measured(file: str, usual_gbs: int):
+    """Within 15 %: two layers, two numbers of tokens, as graphs, which wait for no host."""
+    records = json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8"))
+    measured = {(it["preset"], it["tokens"]): it["ms_median"] for it in records if it["variant"] == "layer, graph"}
+    assert len(measured) == 4
+    for (preset, num_tokens), ms in measured.items():
+        gbs = RATES[file].get((preset, num_tokens), usual_gbs)
+        sizes = {"num_ranks": 2, "num_nodes": 2, "num_tokens": num_tokens, "nic_gbs": gbs}
+        step = plan_network(config_of(PRESETS[preset]), **sizes).step
+        assert (step.forward_s + step.backward_s) * 1e3 == pytest.approx(ms, rel=0.15), (preset, num_tokens)
 
 
 def test_the_page_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]):
