@@ -64,14 +64,9 @@ def combine(
             first: their sums go home while those of this node's tokens are computed.
         division: the division of the SMs meanwhile; None: rows do not travel during GEMMs.
     """
-    if division is None:
-        compute(None)
-        with Collection(rows, plan, order=order) as collection:
-            collection.collect()
-        return given("rows", collection.out)
     collection = Collection(rows, plan, order=order)
-    if plan.nodes is not None:
-        with _between_nodes(collection, compute, division):
+    if division is None or plan.nodes is not None:
+        with collecting(collection, compute, division):
             pass
         return given("rows", collection.out)
     branch, of_sources = plan.heap.streams.branch(), plan.source_to_rows
