@@ -27,6 +27,7 @@ from node_calls import (
     check_survivors,
     check_unforeseen,
     drop_on_rails,
+    fail_plans,
     give_up,
     lose,
     train,
@@ -136,6 +137,10 @@ def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, seed: int):
 def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
     """All ranks raise one by the end of the step, whoever looks when, and the next step is right."""
     check_unforeseen(cluster(2 * ranks_per_node).run(on_gpus, seed, unforeseen, ranks_per_node), ranks_per_node)
+
+
+def test_an_error_at_the_end_of_a_plan(cluster):
+    cluster(4).run(on_gpus, 0, fail_plans, 2)
 
 
 @run_on(2)
