@@ -27,7 +27,7 @@ from symmoe import kernels
 from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.nodes.lane import FAILED, GOES_ON, UNRAISED, GaveUp, Header, Lane
+from symmoe.nodes.lane import ANSWER_S, FAILED, GOES_ON, UNRAISED, GaveUp, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
@@ -48,7 +48,7 @@ _OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from th
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
 _WATCH_S = 0.02
-_PROBE_S = 0.25  # how often an exchange that takes long is asked whether a connection has closed
+_PROBE_S = 0.1  # how often a host looks at what others say of exchanges that do not end
 _LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the peers are told
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 
@@ -212,7 +212,7 @@ class Nodes(OneNode):
         except RailBroken as broken:
             report = self._missing(broken)
         except NcclError:
-            report = self._absent(None, lost=1)
+            report = self._find_missing(lost=1)
         with self.turn:
             raise_for(self.faults.gone(report))
 
@@ -321,19 +321,37 @@ class Nodes(OneNode):
             with self._streams.at_once():
                 write_word(self._counters[control.ON_RAIL], int(is_long))
             self._is_marked = is_long
-        if not is_moving:
+        if now - self._probed_s < _PROBE_S:
             return True
-        lost, is_overdue, is_lost = set[int](), now - self._begun_s > bound_s, False
-        if not is_overdue and is_long and now - self._probed_s > _PROBE_S:
-            self._probed_s, lost = now, self.lane.find_lost()
-            is_lost = bool(lost or self.payload.problem())
-        if not (is_overdue or is_lost):
+        self._probed_s, (lost, gave_up) = now, self.lane.look()
+        if max(self.lane.counted.values()) >= 0:  # a host asks
+            self.lane.say_counted(begun + ended)
+        if not (is_moving and is_long):
+            return True
+        is_lost = bool(lost or self.payload.problem())
+        if not (is_lost or gave_up or now - self._begun_s > bound_s):
             return True
         with suppress(ReferenceError):  # the heap has gone
-            lost = self.lane.find_lost() if is_overdue else lost
-            self.overdue = self._absent(min(lost, default=None), lost=int(is_lost))
+            self.overdue = self._find_missing(lost=int(is_lost))
             self.faults.note_overdue(self.overdue)
         return False
+
+    def _find_missing(self, *, lost: int) -> Report:
+        """Whom this rank misses in an exchange on the device, or whom another one has said that it misses. NCCL does
+        not say for whom it waits. So hosts say how far their devices have come: missing is who says nothing, or else
+        who is behind, of several the first. lost: as in Report."""
+        assert self.payload.progress is not None
+        self.lane.say_counted(sum(self.payload.progress.tolist()))
+        counted, deadline = self.lane.counted, time.monotonic() + ANSWER_S
+        while True:
+            closed, gave_up = self.lane.look()
+            if gave_up is not None:
+                return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
+            if closed:
+                return self._absent(min(closed), lost=1)
+            is_known = len(counted) == 1 or min(counted.values()) >= 0
+            if is_known or time.monotonic() > deadline or self._ends.wait(_WATCH_S):
+                return self._absent(min(counted, key=counted.__getitem__), lost=lost)
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
@@ -358,7 +376,7 @@ class Nodes(OneNode):
             with self._on_rail():
                 return self.lane.hear(self._bound_s)
         except RailBroken as broken:
-            return self._missing(broken)
+            return self.overdue or self._missing(broken)
         except GaveUp as gone:
             return replace(Report.unpack(gone.said.message), sender=gone.said.origin)
 
@@ -367,9 +385,8 @@ class Nodes(OneNode):
             return replace(Report.unpack(said.message), sender=said.origin)
         return self._absent(broken.node, lost=int(not broken.is_late))
 
-    def _absent(self, node: int | None, *, lost: int) -> Report:
-        """Of that node, or of the first other one: NCCL does not say for which it waits."""
-        node, number = int(self.topology.node == 0) if node is None else node, self.lane.number
+    def _absent(self, node: int, *, lost: int) -> Report:
+        number = self.lane.number
         return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
 
     def _difference(self, headers: list[Header]) -> Fault | None:

@@ -158,18 +158,23 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
 
 
 @pytest.mark.parametrize(
-    ("victims", "how", "kind"),
+    ("num_nodes", "victims", "how", "kind"),
     [
-        ((1,), "stop", Overlapping),
-        pytest.param((2, 3), "kill", Ready, marks=pytest.mark.slow),
-        pytest.param((2,), "kill, deaf", Ready, marks=pytest.mark.slow),
+        (2, (1,), "stop", Overlapping),
+        pytest.param(2, (2, 3), "kill", Ready, marks=pytest.mark.slow),
+        pytest.param(2, (2,), "kill, deaf", Ready, marks=pytest.mark.slow),
+        (3, (2,), "hang", Ready),
+        pytest.param(3, (2,), "stop", Overlapping, marks=pytest.mark.slow),
+        pytest.param(3, (2,), "kill", Ready, marks=pytest.mark.slow),
+        pytest.param(3, (1,), "hang", Overlapping, marks=pytest.mark.slow),
     ],
 )
-def test_lost_while_payload_travels(victims: tuple[int, ...], how: str, kind: type[Ready]):
-    where = (kind, "begin", None)
-    survivors = Cluster(4).run_without(victims, on_gpus, 0, lose, 2, victims, how, where, timeout_s=HANG_S)
-    assert len(survivors) == 4 - len(victims)
-    check_survivors(survivors, victims, 2)
+def test_lost_while_payload_travels(num_nodes: int, victims: tuple[int, ...], how: str, kind: type[Ready]):
+    where, (num_ranks, ranks_per_node) = (kind, "begin", None), ((4, 2) if num_nodes == 2 else (3, 1))
+    its = lose, ranks_per_node, victims, how, where
+    survivors = Cluster(num_ranks).run_without(victims, on_gpus, 0, *its, timeout_s=HANG_S)
+    assert len(survivors) == num_ranks - len(victims)
+    check_survivors(survivors, victims, ranks_per_node)
 
 
 def test_a_rank_that_gives_up(cluster):

@@ -171,15 +171,18 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     assert [header.call for header in lane.hear(PROMPT_S)] == [7, 7]
     assert lane.find_lost() == set()
     other.say_waits()
+    other.say_counted(5)
+    assert (lane.look(), lane.counted) == ((set(), None), {1: 5})
     for each in (lane, other):
         each.say(Header(GOES_ON, call=8))
     other.give_up(1, b"why")
     other.close()
+    assert ((found := lane.look())[0], found[1].origin) == ({1}, 1)  # which takes nothing from what is heard
     assert (lane.hear(PROMPT_S)[1].number, lane.find_lost()) == (2, {1})  # after the word that it waits
     lane.say(Header(GOES_ON, call=9))
     with pytest.raises(GaveUp) as gone:
         lane.hear(PROMPT_S)
-    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (1, b"why", None)
+    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (1, b"why", said)
     lane.close()
     assert lane.find_lost() == set()
 

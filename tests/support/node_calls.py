@@ -327,7 +327,8 @@ def lose(
 ) -> tuple[Any, ...]:
     """What a survivor raises when ranks are lost, when, and how long closing takes.
 
-    how: "kill", "stop", "stop half way"; or "kill, deaf": survivors' GPUs take no copies before the exchange has ended.
+    how: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
+        copies before the exchange has ended.
     where: what makes steps, and the arguments of end_at or stop_half_way.
     """
     backend = "host" if device == "cpu" else "nvshmem"
@@ -376,7 +377,9 @@ def end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None,
     def end(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= phase is None or phase in arguments
-        if left == 0:
+        if left == 0 and how == "hang":
+            time.sleep(HANG_S)
+        elif left == 0:
             os.kill(os.getpid(), signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP)
         return original(*arguments, **options)
 
