@@ -55,14 +55,6 @@ class Header:
         return cls(kind, number, call, sizes, rail_rows, origin, packed[_WORDS.size :])
 
 
-class GaveUp(Exception):
-    """A node has said that it gave up, and why. For the heap."""
-
-    def __init__(self, said: Header) -> None:
-        super().__init__()
-        self.said = said
-
-
 class Lane:
     """This rank's place on its rail. What a rank says when it gives up waits until somebody listens.
 
@@ -92,8 +84,7 @@ class Lane:
         """The headers of all nodes, this one's included. Collective over the rail.
 
         Raises:
-            GaveUp: a node has.
-            RailBroken: a node did not answer in time, or its connection has closed.
+            RailBroken: a node did not answer in time, or its connection has closed, or a node has said that it gave up.
         """
         deadline = time.monotonic() + timeout_s
         headers = [self._said] * (len(self._links) + 1)
@@ -105,10 +96,9 @@ class Lane:
                     deadline += _LONGER_S[said.kind]
                 headers[node] = said
                 if said.kind == GAVE_UP:  # the others may be waiting for it
-                    raise GaveUp(said)
-        except RailBroken:
-            if (gave_up := self.look()[1]) is not None:  # before this rank came, or while another one is late
-                raise GaveUp(gave_up) from None
+                    raise RailBroken(node, is_late=False, problem="it gave up", said=said)
+        except RailBroken as broken:
+            broken.said = broken.said or self.look()[1]  # before this rank came, or while another one is late
             raise
         return headers
 
@@ -124,15 +114,22 @@ class Lane:
             self._send(Header(COUNTED, counted))
 
     def look(self) -> tuple[set[int], Header | None]:
-        """The nodes that :meth:`find_lost` finds, and what one has said that gave up, before others have heard of it.
-        Notes :attr:`counted`. Takes nothing that :meth:`hear` waits for. From any thread."""
-        lost, gave_up = self.find_lost(), None
-        for node, link in self._links.items():
-            with contextlib.suppress(OSError), self._takes:  # nothing has come
-                come = self._incomplete[node] + link.receives.recv(_PEEKED_BYTES, socket.MSG_PEEK)
-                for first in range(0, len(come) - _HEADER_BYTES + 1, _HEADER_BYTES):
-                    said = self._unpack(node, come[first : first + _HEADER_BYTES])
-                    gave_up = said if gave_up is None and said.kind == GAVE_UP else gave_up
+        """The nodes whose connections are known to have closed, and what one has said that gave up; notes
+        :attr:`counted`. Takes nothing that :meth:`hear` waits for. Local; from any thread."""
+        asked, lost, gave_up = select.poll(), set[int](), None
+        nodes = {link.receives.fileno(): node for node, link in self._links.items()}
+        with contextlib.suppress(ValueError):  # this rank has closed
+            for file in nodes:
+                asked.register(file, select.POLLIN | select.POLLRDHUP)
+        for file, events in asked.poll(0):
+            node, come = nodes[file], b""
+            if events != select.POLLIN:
+                lost.add(node)
+            with contextlib.suppress(OSError), self._takes:
+                come = self._incomplete[node] + self._links[node].receives.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+            for first in range(0, len(come) - _HEADER_BYTES + 1, _HEADER_BYTES):
+                said = self._unpack(node, come[first : first + _HEADER_BYTES])
+                gave_up = said if gave_up is None and said.kind == GAVE_UP else gave_up
         return lost, gave_up
 
     def give_up(self, origin: int, message: bytes) -> None:
@@ -140,7 +137,7 @@ class Lane:
         nobody. From any thread."""
         is_open, self._is_open = self._is_open, False
         if is_open:
-            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.find_lost())
+            self._send(Header(GAVE_UP, self.number + 1, origin=origin, message=message), but=self.look()[0])
 
     def last_words(self, node: int) -> Header | None:
         """What a node whose connection has closed has said when it gave up, after all that it has said before, if it
@@ -151,15 +148,6 @@ class Lane:
                 pass
             return said
         return None
-
-    def find_lost(self) -> set[int]:
-        """The nodes whose connections are known to have closed. Local; from any thread."""
-        asked, nodes = select.poll(), {}
-        with contextlib.suppress(ValueError):  # this rank has closed
-            for node, link in self._links.items():
-                asked.register(link.receives, select.POLLRDHUP)
-                nodes[link.receives.fileno()] = node
-        return {nodes[found] for found, _ in asked.poll(0)}
 
     def close(self) -> None:
         """Ends the rail. Local."""
