@@ -63,11 +63,11 @@ class Lane:
 
     Attributes:
         number: how many headers this rank has sent for others to wait for.
-        counted: by other node, what its host has said in :meth:`say_counted`; -1: nothing.
+        counted: by other node, what its host has said that its device has COUNTED; -1: nothing.
     """
 
     def __init__(self, links: Mapping[int, Link]) -> None:
-        self._links, self._is_open, self._has_counted = links, True, False
+        self._links, self._is_open, self._said_once = links, True, set[int]()
         self._sends, self._takes = threading.Lock(), threading.Lock()
         self._incomplete = dict.fromkeys(links, b"")  # what has come of the next header
         self.number, self.counted = 0, dict.fromkeys(links, -1)
@@ -102,16 +102,12 @@ class Lane:
             raise
         return headers
 
-    def say_waits(self) -> None:
-        """Tells all nodes that this rank waits for one of its own node, which may wait for its rail. Does not wait."""
-        self._send(Header(WAITS))
-
-    def say_counted(self, counted: int) -> None:
-        """Tells all nodes, once, how many begins and ends of exchanges this rank's device has counted, and asks them
-        for theirs by that. Does not wait. From any thread."""
-        has_counted, self._has_counted = self._has_counted, True
-        if not has_counted:
-            self._send(Header(COUNTED, counted))
+    def say_once(self, kind: int, number: int = 0) -> None:
+        """Tells all nodes what nobody waits for. WAITS: this rank waits for one of its own node, which may wait for its
+        rail. COUNTED: see Header; it asks the others for theirs. Does not wait. From any thread."""
+        if kind not in self._said_once:
+            self._said_once.add(kind)
+            self._send(Header(kind, number))
 
     def look(self) -> tuple[set[int], Header | None]:
         """The nodes whose connections are known to have closed, and what one has said that gave up; notes

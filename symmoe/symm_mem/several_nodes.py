@@ -27,7 +27,7 @@ from symmoe import kernels
 from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.nodes.lane import ANSWER_S, FAILED, GOES_ON, UNRAISED, Header, Lane
+from symmoe.nodes.lane import ANSWER_S, COUNTED, FAILED, GOES_ON, UNRAISED, WAITS, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
@@ -248,7 +248,7 @@ class Nodes(OneNode):
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
         own_mailbox, deadline = mailbox(self._peers, self._peers.rank), time.monotonic() + self._bound_s
-        self.lane.say_waits()
+        self.lane.say_once(WAITS)
         while True:
             with self._streams.at_once():
                 is_on_rail = bool(its_counters[control.ON_RAIL])
@@ -322,7 +322,7 @@ class Nodes(OneNode):
             self._is_marked = is_long
         lost, gave_up = self.lane.look()
         if max(self.lane.counted.values()) >= 0:  # a host asks
-            self.lane.say_counted(begun + ended)
+            self.lane.say_once(COUNTED, begun + ended)
         if not (is_moving and is_long):
             return True
         is_lost = bool(lost or self.payload.problem())
@@ -338,7 +338,7 @@ class Nodes(OneNode):
         not say for whom it waits. So hosts say how far their devices have come: missing is who says nothing, or else
         who is behind, of several the first. is_lost: whether the network says that a connection has closed."""
         assert self.payload.progress is not None
-        self.lane.say_counted(sum(self.payload.progress.tolist()))
+        self.lane.say_once(COUNTED, sum(self.payload.progress.tolist()))
         counted, deadline = self.lane.counted, time.monotonic() + ANSWER_S
         while True:
             lost, gave_up = self.lane.look()
@@ -370,14 +370,10 @@ class Nodes(OneNode):
             with self._on_rail():
                 return self.lane.hear(self._bound_s)
         except RailBroken as broken:
-            return self._missing(broken)
+            return self.overdue or self._missing(broken)
 
     def _missing(self, broken: RailBroken) -> Report:
-        said = broken.said
-        if said is None and self.overdue is not None:
-            return self.overdue
-        if said is None and not broken.is_late:
-            said = self.lane.last_words(broken.node)
+        said = broken.said or (None if broken.is_late else self.lane.last_words(broken.node))
         return self._absent(broken.node, said, lost=not broken.is_late)
 
     def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:

@@ -51,18 +51,21 @@ class DeviceRail(GlooRail):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.progress = torch.zeros(2, dtype=torch.int64)
-        self._ended = threading.Event()
+        self._ended, self._last = threading.Event(), threading.Event()
+        self._last.set()
 
     def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         if self._ended.is_set():
             return []
-        self.bound_s = timeout_s
-        self.progress[0] += 1
-        done = threading.Event()
+        self.bound_s, before = timeout_s, self._last
+        self._last = done = threading.Event()
 
         def travel() -> None:  # gloo's wait goes on when its group is aborted
+            before.wait()  # as on a stream
+            self.progress[0] += 1
             with contextlib.suppress(RailBroken):
                 GlooRail.wait(self, GlooRail.begin(self, sends, receives, math.inf), math.inf)
+                self.progress[1] += 1
                 done.set()
 
         threading.Thread(target=travel, daemon=True).start()
@@ -72,7 +75,6 @@ class DeviceRail(GlooRail):
         for _, done in started:
             while not (done.wait(1e-3) or self._ended.is_set()):
                 pass
-            self.progress[1] += 1
 
     def end(self) -> None:
         self._ended.set()

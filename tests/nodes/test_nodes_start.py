@@ -27,7 +27,7 @@ from shared_memory import left_in_shared_memory
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
-from symmoe.nodes.lane import GOES_ON, Header, Lane
+from symmoe.nodes.lane import COUNTED, GOES_ON, WAITS, Header, Lane
 from symmoe.nodes.nccl import NcclError, connect_together
 from symmoe.nodes.rail import GlooRail, RailBroken
 from symmoe.nodes.reach import Endpoint, Link
@@ -169,8 +169,8 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     for each in (lane, other):
         each.say(Header(GOES_ON, call=7))
     assert [header.call for header in lane.hear(PROMPT_S)] == [7, 7]
-    other.say_waits()
-    other.say_counted(5)
+    other.say_once(WAITS)
+    other.say_once(COUNTED, 5)
     assert (lane.look(), lane.counted) == ((set(), None), {1: 5})
     for each in (lane, other):
         each.say(Header(GOES_ON, call=8))
