@@ -68,7 +68,7 @@ class Lane:
 
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links, self._is_open, self._said_once = links, True, set[int]()
-        self._sends, self._takes = threading.Lock(), threading.Lock()
+        self._sends, self._takes = threading.Lock(), threading.RLock()  # a signal handler may give up
         self._incomplete = dict.fromkeys(links, b"")  # what has come of the next header
         self.number, self.counted = 0, dict.fromkeys(links, -1)
         for link in links.values():
