@@ -254,13 +254,13 @@ class PlanOptions(NamedTuple):
     """Arguments of :func:`make_plan`."""
 
     num_experts: int
-    capacity: int | None
-    overflow: str
-    max_tokens: int | None
-    hidden: int | None
-    dtype: torch.dtype | None
-    precision: Recipe | None
-    quantized_wire: str
+    capacity: int | None = None
+    overflow: str = "raise"
+    max_tokens: int | None = None
+    hidden: int | None = None
+    dtype: torch.dtype | None = None
+    precision: Recipe | None = None
+    quantized_wire: str = "none"
     rail_capacity: int | None = None
     config: int = 0  # the number of a layer's configuration, see symm_mem/reports.py
 
@@ -314,11 +314,19 @@ def make_plan(
     options = PlanOptions(
         num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity
     )
-    return plan_call(topk_idx, heap, options, lambda: None)
+    plan = plan_call(topk_idx, heap, options)
+    if heap.nodes is not None:
+        with heap.one_call:  # an error of any rank before this gets to all of them now, and not where a trip meets
+            heap.nodes.meet(control.PHASE_NODES_PLAN)
+            heap.barrier(control.PHASE_NODES_PLAN)
+    return plan
 
 
-def plan_call(topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom) -> Plan:
-    """Same as make_plan, except that with exact capacity the host does not wait if there is room: see Plan.settle.
+def plan_call(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: FindRoom = lambda: None
+) -> Plan:
+    """Same as make_plan, for calls that go on with a trip: between nodes an error at its end is raised there on other
+    ranks. With exact capacity the host does not wait if there is room: see Plan.settle.
 
     Args:
         find_room: with exact capacity, what the buffers of this call can take on this rank; None, on all ranks: what

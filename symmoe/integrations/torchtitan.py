@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalDispatchMetadata, LocalTokenDispatcher
 
-from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -121,9 +121,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
     def _dispatch(
         self, heap: SymmetricHeap, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata]:
-        plan = make_plan(
-            topk_expert_ids_TK, num_experts=self.num_experts, heap=heap, hidden=x_TD.shape[1], dtype=x_TD.dtype
-        )
+        options = PlanOptions(self.num_experts, hidden=x_TD.shape[1], dtype=x_TD.dtype)
+        plan = plan_call(topk_expert_ids_TK, heap, options)
         rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
         metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
         return rows_RD, plan.splits.to(torch.int64), metadata

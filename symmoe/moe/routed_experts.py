@@ -96,7 +96,7 @@ class RoutedExperts:
             before_trips()
         y, routed = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if not plan.has_room:  # on all ranks; nothing has moved
-            plan = plan_call(topk_idx, heap, options, lambda: None)
+            plan = plan_call(topk_idx, heap, options)
             probs = probs if routed is None else routed.probs
             y, _ = run_experts(x, probs, experts, plan, out_shape=out_shape, **self.words)
         if self.config.capacity is None and heap.captured_reports is None:

@@ -20,12 +20,12 @@ _CONNECTS_LONGER = 5  # times its timeout gloo waits for a connection that anoth
 
 
 class RailBroken(Exception):
-    """A node's end of the rail did not answer in time (`is_late`), or its connection has closed. For the heap, which
-    says so to the user in terms of ranks."""
+    """A node's end of the rail did not answer in time (`is_late`), or its connection has closed, or some node has said
+    that it gave up (`said`, a Header). For the heap, which says so to the user in terms of ranks."""
 
-    def __init__(self, node: int, *, is_late: bool, problem: object) -> None:
+    def __init__(self, node: int, *, is_late: bool, problem: object, said: Any = None) -> None:
         super().__init__(str(problem).split("\n", 1)[0])
-        self.node, self.is_late = node, is_late
+        self.node, self.is_late, self.said = node, is_late, said
 
 
 Started = list[tuple[int, Any]]  # the node, and torch's work

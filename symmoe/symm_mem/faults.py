@@ -240,7 +240,7 @@ class Faults:
             return
         if self._words[control.STATUS_KIND] == control.STATUS_OK:  # what is found from now on follows from this
             self._words[control.STATUS_KIND] = control.STATUS_RAIL
-        self._give_up(replace(report, reason=str(self._gone(report, None))))
+        self._give_up(replace(report, reason=report.reason or str(self._gone(report))))
 
     def _enter_with(self, fault: Fault, call: int) -> None:
         """Enters the next barrier with an error, and waits for its end."""
@@ -252,15 +252,16 @@ class Faults:
 
     def gone(self, report: Report) -> SymmoeError:
         """The error of a rank of another node that did not come or gave up: the heap is poisoned, everybody is told."""
-        error = self._gone(report, report.sender if report.sender >= 0 else None)
+        error = self._gone(report)
         self.poison = str(error)
         self._describe(error)
         self._give_up(replace(report, reason=report.reason or str(error)))
         self._write_down(error)
         return error
 
-    def _gone(self, report: Report, sender: int | None) -> PeerError:
-        """The error of a report, of `sender`, or of this rank itself; it names the missing rank if the report does."""
+    def _gone(self, report: Report) -> PeerError:
+        """The error of a report, of its sender or of this rank itself; it names the missing rank if the report does."""
+        sender = report.sender if report.sender >= 0 else None
         if sender is not None and report.missing in (-1, self._rank):  # the missing rank learns who gave it up
             return PeerAborted(rank=sender, reason=report.reason)
         return PeerTimeout(
@@ -285,14 +286,14 @@ class Faults:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
         kind, overdue = words[control.STATUS_KIND], self._others.overdue
         if kind == control.STATUS_RAIL and overdue is not None:
-            missing = self._gone(overdue, None)
+            missing = self._gone(overdue)
             self._describe(missing, words)
             return missing  # the peers have been told
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if kind == control.STATUS_TIMEOUT and not self._others.has_said_why(peer):
             first = self._waits.first_times.was_first(epoch, phase, peer)
             report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
-            timeout = self._gone(report, None)
+            timeout = self._gone(report)
             self._describe(timeout, words)  # before this rank overwrites the words of its peers
             self._give_up(replace(report, reason=str(timeout)))
             return timeout
@@ -300,10 +301,11 @@ class Faults:
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
                 report = reports.read_report(self._peers, peer)
-        sender = report.sender if report.sender >= 0 else self._peers.in_group(peer)
-        error = self._gone(report, sender)
+        if report.sender < 0:
+            report = replace(report, sender=self._peers.in_group(peer))
+        error = self._gone(report)
         self._describe(error, words)
-        self._others.give_up(sender, report)
+        self._others.give_up(report.sender, report)
         self._others.leave()
         return error
 

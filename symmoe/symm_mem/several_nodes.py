@@ -27,7 +27,7 @@ from symmoe import kernels
 from symmoe.errors import FAULT_BYTES, BackendUnavailable, ConfigMismatch, SymmoeError, encode, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.nodes.lane import FAILED, GOES_ON, UNRAISED, GaveUp, Header, Lane
+from symmoe.nodes.lane import ANSWER_S, COUNTED, FAILED, GOES_ON, UNRAISED, WAITS, Header, Lane
 from symmoe.nodes.nccl import Nccl, NcclError, NcclRail
 from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.nodes.reach import DEVICE_VARIABLE, Endpoint, Link, Listener, connect, hello
@@ -47,8 +47,7 @@ _PATIENCE = 1.25  # times the bound of a wait in a node
 _OF_PAYLOAD = 0.9  # of that: who has its rows hears at the next meeting from those that have not whom they miss
 _POLL_S = 1e-3
 _MOMENT_S = 1.0
-_WATCH_S = 0.02
-_PROBE_S = 0.25  # how often an exchange that takes long is asked whether a connection has closed
+_WATCH_S = 0.05
 _LONG_S = 1.0  # on the rail, but no more than an eighth of the bound: then the peers are told
 _WORD = slice(control.ABORTED, control.RAIL_FAULT + 1)  # the counters that other nodes are told
 
@@ -77,7 +76,7 @@ class Nodes(OneNode):
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first, self._has_said = True, False
         self._ends, self._waits_since = threading.Event(), math.inf  # when the host has begun to wait for other nodes
-        self._exchange, self._begun_s, self._probed_s, self._is_marked = 0, 0.0, 0.0, False  # as _look has seen it
+        self._exchange, self._begun_s, self._is_marked = 0, 0.0, False  # as _look has seen it
         self._branch, self._is_moving = Branch(streams.rail_stream), False
         self._started: Started = []  # tensors that travel, also where nobody waits for them any more
         with torch.inference_mode(False):
@@ -212,7 +211,7 @@ class Nodes(OneNode):
         except RailBroken as broken:
             report = self._missing(broken)
         except NcclError:
-            report = self._absent(None, lost=1)
+            report = self._find_missing(is_lost=True)
         with self.turn:
             raise_for(self.faults.gone(report))
 
@@ -249,7 +248,7 @@ class Nodes(OneNode):
         """See OneNode. Waits for that while the peer waits for its rail, a little longer than it can."""
         its_counters = self._peers.counters(peer)
         own_mailbox, deadline = mailbox(self._peers, self._peers.rank), time.monotonic() + self._bound_s
-        self.lane.say_waits()
+        self.lane.say_once(WAITS)
         while True:
             with self._streams.at_once():
                 is_on_rail = bool(its_counters[control.ON_RAIL])
@@ -307,8 +306,8 @@ class Nodes(OneNode):
     def _look(self) -> bool:
         """Notes what is overdue, and lets peers of this node see whether this rank is on its rail. Whether to go on.
 
-        It reads two numbers in the host's memory, and calls nothing of CUDA as long as all is well: a call from a
-        thread that is not capturing would end a capture.
+        It reads two numbers in the host's memory and what has come on the lane, and calls nothing of CUDA as long as
+        all is well: a call from a thread that is not capturing would end a capture.
         """
         assert self.payload.progress is not None
         (begun, ended), now, bound_s = self.payload.progress.tolist(), time.monotonic(), self.payload.bound_s
@@ -321,19 +320,32 @@ class Nodes(OneNode):
             with self._streams.at_once():
                 write_word(self._counters[control.ON_RAIL], int(is_long))
             self._is_marked = is_long
-        if not is_moving:
+        lost, gave_up = self.lane.look()
+        if max(self.lane.counted.values()) >= 0:  # a host asks
+            self.lane.say_once(COUNTED, begun + ended)
+        if not (is_moving and is_long):
             return True
-        lost, is_overdue, is_lost = set[int](), now - self._begun_s > bound_s, False
-        if not is_overdue and is_long and now - self._probed_s > _PROBE_S:
-            self._probed_s, lost = now, self.lane.find_lost()
-            is_lost = bool(lost or self.payload.problem())
-        if not (is_overdue or is_lost):
+        is_lost = bool(lost or self.payload.problem())
+        if not (is_lost or gave_up or now - self._begun_s > bound_s):
             return True
         with suppress(ReferenceError):  # the heap has gone
-            lost = self.lane.find_lost() if is_overdue else lost
-            self.overdue = self._absent(min(lost, default=None), lost=int(is_lost))
+            self.overdue = self._find_missing(is_lost)
             self.faults.note_overdue(self.overdue)
         return False
+
+    def _find_missing(self, is_lost: bool) -> Report:
+        """Whom this rank misses in an exchange on the device, or whom another one has said that it misses. NCCL does
+        not say for whom it waits. So hosts say how far their devices have come: missing is who says nothing, or else
+        who is behind, of several the first. is_lost: whether the network says that a connection has closed."""
+        assert self.payload.progress is not None
+        self.lane.say_once(COUNTED, sum(self.payload.progress.tolist()))
+        counted, deadline = self.lane.counted, time.monotonic() + ANSWER_S
+        while True:
+            lost, gave_up = self.lane.look()
+            is_known = gave_up or lost or len(counted) == 1 or min(counted.values()) >= 0
+            if is_known or time.monotonic() > deadline or self._ends.wait(_WATCH_S):
+                node = min(lost or counted, key=lambda node: (counted[node], node))
+                return self._absent(node, gave_up, lost=bool(is_lost or lost))
 
     @contextmanager
     def _on_rail(self) -> Iterator[None]:
@@ -358,19 +370,18 @@ class Nodes(OneNode):
             with self._on_rail():
                 return self.lane.hear(self._bound_s)
         except RailBroken as broken:
-            return self._missing(broken)
-        except GaveUp as gone:
-            return replace(Report.unpack(gone.said.message), sender=gone.said.origin)
+            return self.overdue or self._missing(broken)
 
     def _missing(self, broken: RailBroken) -> Report:
-        if not broken.is_late and (said := self.lane.last_words(broken.node)) is not None:
-            return replace(Report.unpack(said.message), sender=said.origin)
-        return self._absent(broken.node, lost=int(not broken.is_late))
+        said = broken.said or (None if broken.is_late else self.lane.last_words(broken.node))
+        return self._absent(broken.node, said, lost=not broken.is_late)
 
-    def _absent(self, node: int | None, *, lost: int) -> Report:
-        """Of that node, or of the first other one: NCCL does not say for which it waits."""
-        node, number = int(self.topology.node == 0) if node is None else node, self.lane.number
-        return Report("", self.topology.rail[node], self._phase, number, number - 1, int(self._is_first), lost=lost)
+    def _absent(self, node: int, gave_up: Header | None, *, lost: bool) -> Report:
+        """Of that node, or what one has said that gave up."""
+        if gave_up is not None:
+            return replace(Report.unpack(gave_up.message), sender=gave_up.origin)
+        rank, number = self.topology.rail[node], self.lane.number
+        return Report("", rank, self._phase, number, number - 1, int(self._is_first), lost=int(lost))
 
     def _difference(self, headers: list[Header]) -> Fault | None:
         """A fault if the peers are in different calls."""

@@ -46,6 +46,6 @@ def test_what_the_parity_of_counts_is_for():
 
 
 def test_an_error_after_the_last_meeting_puts_ranks_out_of_step():
-    """Which is why nothing but the last barrier comes after it, except in a plan, see docs/nodes.md."""
+    """Which is why nothing but the last barrier comes after it."""
     late = NodeScenario("late", ("combine", "plan"), fails=((0, 0, 5),))
     assert NodeModel(late, NodeProtocol()).search().violation is not None

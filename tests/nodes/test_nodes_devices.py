@@ -27,6 +27,7 @@ from node_calls import (
     check_survivors,
     check_unforeseen,
     drop_on_rails,
+    fail_plans,
     give_up,
     lose,
     train,
@@ -50,18 +51,21 @@ class DeviceRail(GlooRail):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.progress = torch.zeros(2, dtype=torch.int64)
-        self._ended = threading.Event()
+        self._ended, self._last = threading.Event(), threading.Event()
+        self._last.set()
 
     def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
         if self._ended.is_set():
             return []
-        self.bound_s = timeout_s
-        self.progress[0] += 1
-        done = threading.Event()
+        self.bound_s, before = timeout_s, self._last
+        self._last = done = threading.Event()
 
         def travel() -> None:  # gloo's wait goes on when its group is aborted
+            before.wait()  # as on a stream
+            self.progress[0] += 1
             with contextlib.suppress(RailBroken):
                 GlooRail.wait(self, GlooRail.begin(self, sends, receives, math.inf), math.inf)
+                self.progress[1] += 1
                 done.set()
 
         threading.Thread(target=travel, daemon=True).start()
@@ -71,7 +75,6 @@ class DeviceRail(GlooRail):
         for _, done in started:
             while not (done.wait(1e-3) or self._ended.is_set()):
                 pass
-            self.progress[1] += 1
 
     def end(self) -> None:
         self._ended.set()
@@ -138,6 +141,10 @@ def test_unforeseen_errors(cluster, ranks_per_node: int, seed: int):
     check_unforeseen(cluster(2 * ranks_per_node).run(on_gpus, seed, unforeseen, ranks_per_node), ranks_per_node)
 
 
+def test_an_error_at_the_end_of_a_plan(cluster):
+    cluster(4).run(on_gpus, 0, fail_plans, 2)
+
+
 @run_on(2)
 def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ranks: int) -> None:
     """Whether the thread that looks at the rail is told that the host waits, outside of a capture and in one."""
@@ -153,18 +160,23 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
 
 
 @pytest.mark.parametrize(
-    ("victims", "how", "kind"),
+    ("num_nodes", "victims", "how", "kind"),
     [
-        ((1,), "stop", Overlapping),
-        pytest.param((2, 3), "kill", Ready, marks=pytest.mark.slow),
-        pytest.param((2,), "kill, deaf", Ready, marks=pytest.mark.slow),
+        (2, (1,), "stop", Overlapping),
+        pytest.param(2, (2, 3), "kill", Ready, marks=pytest.mark.slow),
+        pytest.param(2, (2,), "kill, deaf", Ready, marks=pytest.mark.slow),
+        (3, (2,), "hang", Ready),
+        pytest.param(3, (2,), "stop", Overlapping, marks=pytest.mark.slow),
+        pytest.param(3, (2,), "kill", Ready, marks=pytest.mark.slow),
+        pytest.param(3, (1,), "hang", Overlapping, marks=pytest.mark.slow),
     ],
 )
-def test_lost_while_payload_travels(victims: tuple[int, ...], how: str, kind: type[Ready]):
-    where = (kind, "begin", None)
-    survivors = Cluster(4).run_without(victims, on_gpus, 0, lose, 2, victims, how, where, timeout_s=HANG_S)
-    assert len(survivors) == 4 - len(victims)
-    check_survivors(survivors, victims, 2)
+def test_lost_while_payload_travels(num_nodes: int, victims: tuple[int, ...], how: str, kind: type[Ready]):
+    where, (num_ranks, ranks_per_node) = (kind, "begin", None), ((4, 2) if num_nodes == 2 else (3, 1))
+    its = lose, ranks_per_node, victims, how, where
+    survivors = Cluster(num_ranks).run_without(victims, on_gpus, 0, *its, timeout_s=HANG_S)
+    assert len(survivors) == num_ranks - len(victims)
+    check_survivors(survivors, victims, ranks_per_node)
 
 
 def test_a_rank_that_gives_up(cluster):

@@ -24,6 +24,7 @@ from node_calls import (
     Ready,
     check_survivors,
     check_unforeseen,
+    fail_plans,
     give_up,
     lose,
     outcome,
@@ -86,6 +87,11 @@ def test_unforeseen_errors(cluster):
     by_rank = cluster(4).run(unforeseen, 2)
     check_unforeseen(by_rank, 2)
     assert all([is_back for *_, is_back in found] == [is_back for *_, is_back in by_rank[-1]] for found in by_rank)
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+def test_an_error_at_the_end_of_a_plan(cluster, num_ranks: int, ranks_per_node: int):
+    cluster(num_ranks).run(fail_plans, ranks_per_node)
 
 
 def fail_across(rank: int, num_ranks: int) -> tuple[str, str]:

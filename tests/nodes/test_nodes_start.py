@@ -27,9 +27,9 @@ from shared_memory import left_in_shared_memory
 from symmoe import SymmetricHeap
 from symmoe.errors import BackendUnavailable
 from symmoe.nodes import reach
-from symmoe.nodes.lane import GOES_ON, GaveUp, Header, Lane
+from symmoe.nodes.lane import COUNTED, GOES_ON, WAITS, Header, Lane
 from symmoe.nodes.nccl import NcclError, connect_together
-from symmoe.nodes.rail import GlooRail
+from symmoe.nodes.rail import GlooRail, RailBroken
 from symmoe.nodes.reach import Endpoint, Link
 from symmoe.symm_mem import several_nodes
 
@@ -169,19 +169,21 @@ def test_what_a_rank_says_before_it_closes_is_heard():
     for each in (lane, other):
         each.say(Header(GOES_ON, call=7))
     assert [header.call for header in lane.hear(PROMPT_S)] == [7, 7]
-    assert lane.find_lost() == set()
-    other.say_waits()
+    other.say_once(WAITS)
+    other.say_once(COUNTED, 5)
+    assert (lane.look(), lane.counted) == ((set(), None), {1: 5})
     for each in (lane, other):
         each.say(Header(GOES_ON, call=8))
     other.give_up(1, b"why")
     other.close()
-    assert (lane.hear(PROMPT_S)[1].number, lane.find_lost()) == (2, {1})  # after the word that it waits
+    assert ((found := lane.look())[0], found[1].origin) == ({1}, 1)  # which takes nothing from what is heard
+    assert lane.hear(PROMPT_S)[1].number == 2  # after the word that it waits
     lane.say(Header(GOES_ON, call=9))
-    with pytest.raises(GaveUp) as gone:
+    with pytest.raises(RailBroken) as gone:
         lane.hear(PROMPT_S)
-    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (1, b"why", None)
+    assert ((said := gone.value.said).origin, said.message.rstrip(b"\0"), lane.last_words(1)) == (1, b"why", said)
     lane.close()
-    assert lane.find_lost() == set()
+    assert lane.look() == (set(), None)
 
 
 def test_addresses_of_a_device():

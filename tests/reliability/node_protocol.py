@@ -29,6 +29,7 @@ NODE_RULES = {
     "meets_before_payload": "no meeting before tensors are sent",
     "barrier_before_rails": "no barrier before counts are sent",  # in which the node has written them
     "plan_ends_with_barrier": "no barrier at the end of a plan",  # so that an error of one rail gets to the others
+    "make_plan_meets": "no meeting at the end of make_plan",  # whose next call may be far away; in layers trips meet
     "gives_up_on_rails": "rails are not told who gave up",
     "reports_name": "who gives up names itself",  # and not whom it has missed
     # Who misses a rank of its node that is on its rail waits for what that one finds out.
@@ -48,7 +49,8 @@ class NodeScenario:
     """What the ranks do."""
 
     name: str
-    calls: tuple[str, ...]  # one after the other: "plan", "dispatch", "combine", or "layer": all three
+    # One after the other: "make_plan", or the "plan" of a layer, "dispatch", "combine", or "layer": the last three.
+    calls: tuple[str, ...]
     num_nodes: int = 2
     ranks_of_node: int = 2
     fails: tuple[tuple[int, int, int], ...] = ()  # (rank, call, step): who has an error of its own before which step
@@ -102,6 +104,8 @@ class NodeModel(Searchable):
             last = ["barrier"] if rules.plan_ends_with_barrier else []
             return ["write counts", *counted, *self._exchange("counts"), *last]
         last = [*["meet"] * rules.meets_before_last_barrier, "barrier"]
+        if call == "make_plan":
+            return [*self._steps_of("plan"), *last * rules.make_plan_meets]
         if call == "layer":  # only the last trip of a call ends with a meeting
             trips = [*self._exchange("rows"), "barrier", "barrier", *self._steps_of("combine")]
             return [*self._steps_of("plan"), *trips]
@@ -354,7 +358,7 @@ class NodeModel(Searchable):
                 return f"ranks raise the errors of ranks {errors}"
         calls = [[call for call, _ in own.raised] for own in ranks if own.status == _FINISHED]
         for together in zip(*calls, strict=True):
-            if max(together) - min(together) > 1:
+            if len({*together}) > 1:
                 return f"an error is raised in calls {together}"
         left = [messages for messages in state[1] if messages]
         return f"messages that nobody has taken: {left}" if left else None
@@ -363,8 +367,14 @@ class NodeModel(Searchable):
 STEP = ("plan", "dispatch", "combine")
 
 # Steps before which a call may fail on a rank: a barrier and a meeting follow in the call, in either order. What fails
-# later is raised by the other nodes in their next call.
-MAY_FAIL = {"plan": (0, 1, 2), "dispatch": (0, 2, 3), "combine": (0, 1, 3, 4), "layer": (0, 4, 5, 7, 8, 10, 12, 13)}
+# later is raised by the other nodes in their next call: of a plan in what follows of its layer's call.
+MAY_FAIL = {
+    "make_plan": (0, 1, 2, 4, 5),
+    "plan": (0, 1, 2),
+    "dispatch": (0, 2, 3),
+    "combine": (0, 1, 3, 4),
+    "layer": (0, 4, 5, 7, 8, 10, 12, 13),
+}
 
 
 def node_scenarios() -> list[NodeScenario]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from worker import Findings, open_heap
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.combine import trip as combine_trip
 from symmoe.combine.nodes import FromNodes
+from symmoe.dispatch import nodes as dispatch_nodes
+from symmoe.dispatch import plan as dispatch_plan
 from symmoe.dispatch import trip
-from symmoe.dispatch.nodes import RailPlan
+from symmoe.dispatch.nodes import RailPlan, RailRows
 from symmoe.grouped.weights import NewGradients
 from symmoe.nodes import reach
 from symmoe.nodes.rail import Pairs, Started
@@ -191,6 +194,23 @@ def unforeseen(rank: int, num_ranks: int, ranks_per_node: int) -> list[tuple[str
     return found
 
 
+def fail_plans(rank: int, num_ranks: int, ranks_per_node: int) -> None:
+    """The last rank has an exception at the end of make_plan, which all raise in that call; later steps are right."""
+    kind, text, is_last = "RuntimeError", "out of memory, say", rank == num_ranks - 1
+    ends = (RailRows, "complete"), (dispatch_plan, "plan_in_node"), (dispatch_nodes, "NodesPlan")
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        ready = Ready(heap, rank)
+        for capacity, end in itertools.product((None, 100), ends):
+            ready.step()
+            with pytest.MonkeyPatch.context() as patch:
+                if is_last:
+                    patch.setattr(*end, Mock(side_effect=RuntimeError(text)))
+                    patch.setattr(heap.tapes, "run", lambda key, function, *_: function())  # a tape would not call it
+                found = outcome(lambda its=capacity: (ready.plan(capacity=its), heap.synchronize()))
+            assert found == ((kind, text) if is_last else ("SymmoeError", f"{kind}: {text}"))
+        ready.step()
+
+
 def check_unforeseen(by_rank: list[list[tuple[str, str, bool]]], ranks_per_node: int) -> None:
     """All ranks raise the error in the same step."""
     text, *others, victim = "out of memory, say", *by_rank
@@ -307,7 +327,8 @@ def lose(
 ) -> tuple[Any, ...]:
     """What a survivor raises when ranks are lost, when, and how long closing takes.
 
-    how: "kill", "stop", "stop half way"; or "kill, deaf": survivors' GPUs take no copies before the exchange has ended.
+    how: "kill", "stop", "stop half way"; "hang": with a host that answers; or "kill, deaf": survivors' GPUs take no
+        copies before the exchange has ended.
     where: what makes steps, and the arguments of end_at or stop_half_way.
     """
     backend = "host" if device == "cpu" else "nvshmem"
@@ -356,7 +377,9 @@ def end_at(heap: SymmetricHeap, how: str, method: str, phase: int | None = None,
     def end(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= phase is None or phase in arguments
-        if left == 0:
+        if left == 0 and how == "hang":
+            time.sleep(HANG_S)
+        elif left == 0:
             os.kill(os.getpid(), signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP)
         return original(*arguments, **options)
 

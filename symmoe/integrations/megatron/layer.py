@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.checks.arguments import Order, Overflow
-from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.errors import ArgumentError, StalePlan, raise_for
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups, slots_per_token
@@ -48,7 +48,7 @@ class DispatchOptions:
 
 
 class SymmTokenDispatcher(MoETokenDispatcher):
-    """Megatron's six calls through make_plan, dispatch_tokens and combine_tokens, for experts of any kind.
+    """Megatron's six calls through plan_call, dispatch_tokens and combine_tokens, for experts of any kind.
 
     Probs travel through arguments and results. Everything else that one call leaves to the next is on self, as in
     Megatron's own dispatchers, until :meth:`combine_postprocess`. Results and gradients of the experts are copied to
@@ -88,15 +88,14 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         With static capacity, [capacity, H] and [capacity] with an undefined tail.
         """
         heap, options, hidden, dtype = self._heap, self._options, hidden_states.shape[1], hidden_states.dtype
-        self.plan = make_plan(
-            begun(self.topk_idx),
-            num_experts=self.config.num_moe_experts,
-            heap=heap,
+        of_plan = PlanOptions(
+            self.config.num_moe_experts,
             capacity=options.capacity,
             overflow=options.overflow,
             hidden=hidden,
             dtype=dtype,
         )
+        self.plan = plan_call(begun(self.topk_idx), heap, of_plan)
         # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
         lease = heap.lease((self.plan.row_capacity, hidden), dtype, name="dispatched rows", phase=SEND)
         return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)
