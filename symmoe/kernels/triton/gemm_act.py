@@ -42,7 +42,6 @@ from symmoe.kernels.triton.bias import sum_row_tiles
 from symmoe.kernels.triton.gemm import Gemm, group_tiles, operands_of, product, tile_place
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
-    Plan,
     TileConfig,
     column_parts,
     first_tail_row,
@@ -270,7 +269,7 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
     (rows, row_index), a = as_pair(rows), results[1]
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
+    gemm, constants = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
@@ -279,8 +278,8 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
     if on_hopper is not None:
         on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
-    grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(rows, row_index, weight)
-    launch(grouped_gemm_act_kernel, grid, plan.constants, *operands, row_range, row_scale, *results, bias)
+    grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(rows, row_index, weight)
+    launch(grouped_gemm_act_kernel, grid, constants, *operands, row_range, row_scale, *results, bias)
 
 
 def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None):
@@ -288,7 +287,8 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
-    plan = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, dout_width, is_gradient=True)
+    kind = a.dtype, most_columns(a.device), activation
+    gemm, constants = _plan(*kind, num_groups, ffn, dout_width, is_gradient=True)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
@@ -296,7 +296,7 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
     bias_sums = None
     if dbias is not None:
         bias_sums = workspace[num_partials * num_rows :]
-        num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
+        num_slots = bias_slots(num_rows, num_groups, gemm.config.block_m)
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
     on_hopper = None
     if dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None:
@@ -305,24 +305,25 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
         results = dh, a, workspace
         on_hopper((dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms)
     else:
-        grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(dout, row_index, weight)
+        grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(dout, row_index, weight)
         results = dh, a, workspace, bias_sums, num_rows
-        launch(grouped_gemm_dact_kernel, grid, plan.constants, *operands, row_range, *hidden, *results)
+        launch(grouped_gemm_dact_kernel, grid, constants, *operands, row_range, *hidden, *results)
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
     if dbias is not None and bias_sums is not None:
-        sum_row_tiles(bias_sums, row_range, dbias, plan.config.block_m)
+        sum_row_tiles(bias_sums, row_range, dbias, gemm.config.block_m)
     return num_partials
 
 
 @functools.cache
-def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False) -> Plan:
+def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False):
     if is_gradient:
         config = dact_config(ffn, dtype, most_columns)
     else:
         config = act_config(ffn, dtype, activation, most_columns)
     sizes = {"num_groups": num_groups, "columns": ffn, "in_width": in_width}
-    return Gemm(config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient).plan()
+    gemm = Gemm(config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient)
+    return gemm, gemm.constants()
 
 
 def sum_dact_partials(workspace, row_range, dscale, num_partials):

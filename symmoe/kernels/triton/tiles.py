@@ -6,6 +6,7 @@ Letters: contract/gemm.py. row_range[g] is where the rows of group g begin, row_
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -45,6 +46,11 @@ class TileConfig:
     flatten: bool = False
     parts: int = 1
     lead: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_stages": self.num_stages, "num_warps": self.num_warps}
 
 
 def most_columns(device: torch.device) -> int:
@@ -254,90 +260,65 @@ def source_rows(index, position, end, BLOCK_K: tl.constexpr):
     return source
 
 
-@triton.jit
-def store_gradient(
-    acc,
-    out,
-    row,
-    column,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Stores columns of a tile of TILE columns into out [ROWS, WIDTH], rounded once; ACCUMULATE: adds them to out."""
-    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    mask = tile_mask(row, ROWS, column, WIDTH, TILE)
-    if ACCUMULATE:
-        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointers, acc.to(DTYPE), mask=mask)
-
-
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions.
-
-    Attributes:
-        config: the tiles.
-        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
-        constants: constants of the kernel.
-    """
+class Wgrad:
+    """The constants of a kernel of a weight gradient [num_groups, out_rows, columns], which is stored in, or added to,
+    matrices of a dtype (of Triton)."""
 
     config: TileConfig
-    num_n_tiles: int
-    constants: Constants
+    num_groups: int
+    out_rows: int
+    columns: int
+    dtype: tl.dtype
+    accumulate: bool
 
-    def grid(self, num_rows: int, num_groups: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-        """The grid for num_rows rows."""
-        num_tiles = max_row_tiles(num_rows, num_groups, self.config.block_m) * self.num_n_tiles
-        return launch_grid(num_tiles, num_sms, device)
+    @property
+    def num_m_tiles(self) -> int:
+        """Tiles down a group's result."""
+        return ceil_div(self.out_rows, self.config.block_m)
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles across a group's result."""
+        return ceil_div(self.columns, self.config.block_n)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.num_groups * self.num_m_tiles * self.num_n_tiles
+
+    def constants(self, descriptors: Mapping[int, Describe], **options: Any) -> Constants:
+        """Of all launches with these dimensions."""
+        return Constants({"WGRAD": self, **self.config.options, **options}, descriptors)
+
+
+@triton.jit
+def wgrad_place(tile, WGRAD: tl.constexpr):
+    """Group of a tile, and the tile's row and column in the group's result."""
+    TILES: tl.constexpr = WGRAD.num_m_tiles * WGRAD.num_n_tiles
+    group = tile // TILES
+    m_tile, n_tile = swizzle_tile(tile - group * TILES, WGRAD.num_m_tiles, WGRAD.num_n_tiles, WGRAD.config.group_m)
+    return group, m_tile, n_tile
+
+
+@triton.jit
+def gradient_of(out, out_table, group, WGRAD: tl.constexpr):
+    """Pointer to a group's result."""
+    return matrix_of(out, out_table, group, WGRAD.out_rows * WGRAD.columns, WGRAD.dtype)
+
+
+@triton.jit
+def store_gradient(acc, out, row, column, WGRAD: tl.constexpr):
+    """Stores columns of a tile in a group's result, rounded once, or adds them."""
+    pointers = out + row.to(tl.int64)[:, None] * WGRAD.columns + column[None, :]
+    mask = tile_mask(row, WGRAD.out_rows, column, WGRAD.columns, WGRAD.config.block_n)
+    if WGRAD.accumulate:
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, acc.to(WGRAD.dtype), mask=mask)
 
 
 def row_programs(num_tiles: int, num_column_tiles: int) -> int:
     """Programs that loop over tiles of rows, at most num_tiles; each of the tiles of columns has as many."""
     return min(num_tiles, max(1, ROW_PROGRAMS // num_column_tiles))
-
-
-def output_tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
-    """The constants and options that all GEMM kernels take from their configuration."""
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
-    }
-
-
-def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
-    """Those of GEMM kernels in the working dtype."""
-    return {**output_tile_constants(config), "BLOCK_K": config.block_k, "FLATTEN": config.flatten}
-
-
-def wgrad_plan(
-    config: TileConfig,
-    dtype: torch.dtype,
-    accumulate: bool,
-    shape: tuple[int, ...],
-    constants: Mapping[str, object],
-    descriptors: Mapping[int, Describe],
-) -> Plan:
-    """The plan of a weight gradient that is stored in, or added to, [num_groups, out_rows, out_width] of a dtype.
-
-    constants: those that not every weight gradient has.
-    """
-    num_groups, out_rows, out_width = shape
-    named = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **constants,
-    }
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return Plan(config, num_tiles, Constants(named, descriptors))
 
 
 def describe(block: list[int]) -> Describe:
