@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import torch
@@ -64,6 +64,12 @@ class Constants:
 def kept_constants(**named: Hashable) -> Constants:
     """Those of all calls with equal ones."""
     return Constants(named)
+
+
+@functools.cache
+def kept_sizes(num_warps: int, **sizes: Hashable) -> Constants:
+    """Same as kept_constants, of a kernel that has one constant SIZES, whose attributes are these."""
+    return Constants({"SIZES": make_dataclass("Sizes", sizes, frozen=True)(**sizes), "num_warps": num_warps})
 
 
 def fast_launch(kernel: Any) -> Any:
