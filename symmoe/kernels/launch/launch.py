@@ -67,9 +67,10 @@ def kept_constants(**named: Hashable) -> Constants:
 
 
 @functools.cache
-def kept_sizes(num_warps: int, **sizes: Hashable) -> Constants:
+def kept_sizes(num_warps: int, maxnreg: int | None = None, **sizes: Hashable) -> Constants:
     """Same as kept_constants, of a kernel that has one constant SIZES, whose attributes are these."""
-    return Constants({"SIZES": make_dataclass("Sizes", sizes, frozen=True)(**sizes), "num_warps": num_warps})
+    options = {"num_warps": num_warps} if maxnreg is None else {"num_warps": num_warps, "maxnreg": maxnreg}
+    return Constants({"SIZES": make_dataclass("Sizes", sizes, frozen=True)(**sizes), **options})
 
 
 def fast_launch(kernel: Any) -> Any:
