@@ -259,6 +259,6 @@ def _constants(
 ) -> Constants:
     sizes = {"activation": addressable(activation, ffn), "columns": ffn, "format": block_format, "rows": ROWS}
     if not of_gradient:
-        return kept_sizes(ROW_WARPS, **sizes, num_groups=num_groups, features=FEATURES)
+        return kept_sizes(**sizes, num_groups=num_groups, features=FEATURES, num_warps=ROW_WARPS)
     tile = {"features": dact_features(activation), "strip": max(STRIP, activation.interleave or 0)}
-    return kept_sizes(NUM_WARPS, REGISTERS, **sizes, num_groups=num_groups, **tile)
+    return kept_sizes(**sizes, num_groups=num_groups, **tile, num_warps=NUM_WARPS, maxnreg=REGISTERS)

@@ -381,7 +381,7 @@ _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable) -> Constants:
     """Constants of a kernel of the columns of rows in groups."""
     rows = {"num_groups": num_groups, "width": width, "hadamard": transforms}
-    return kept_sizes(NUM_WARPS, **rows, lines=COLUMN_TILE[0], **more)
+    return kept_sizes(**rows, lines=COLUMN_TILE[0], num_warps=NUM_WARPS, **more)
 
 
 def _of_weights(weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **more: Any) -> Constants:

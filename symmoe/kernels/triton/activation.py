@@ -291,4 +291,5 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
 
 
 def _constants(activation: Activation, ffn: int) -> Constants:
-    return kept_sizes(NUM_WARPS, activation=addressable(activation, ffn), columns=ffn, rows=ROWS, block=COLUMNS)
+    tile = {"rows": ROWS, "block": COLUMNS, "num_warps": NUM_WARPS}
+    return kept_sizes(activation=addressable(activation, ffn), columns=ffn, **tile)
