@@ -16,14 +16,12 @@ import triton.language as tl
 from symmoe.errors import ArgumentError
 from symmoe.kernels import quantized_gemm
 from symmoe.kernels.launch.launch import Constants, fast_jit
-from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place
+from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
-    ZERO_BLOCK,
     TileConfig,
     Wgrad,
     describe,
-    first_tail_row,
     gradient_of,
     load_lines,
     matrix_of,
@@ -31,7 +29,6 @@ from symmoe.kernels.triton.tiles import (
     store_gradient,
     tile_mask,
     wgrad_place,
-    zero_rows,
 )
 
 BLOCK = tl.constexpr(quantized_gemm.BLOCK)
@@ -81,8 +78,7 @@ def grouped_gemm_fp8_kernel(
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
-    if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, OUT_WIDTH, ZERO_BLOCK)
+    zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
 @fast_jit(["dout_desc", "rows_desc", "out"])

@@ -23,14 +23,12 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
-from symmoe.kernels.triton.gemm import Gemm, add_bias
+from symmoe.kernels.triton.gemm import Gemm, add_bias, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
-    ZERO_BLOCK,
     TileConfig,
     Wgrad,
     describe,
-    first_tail_row,
     gradient_of,
     load_lines,
     matrix_pointer,
@@ -39,7 +37,6 @@ from symmoe.kernels.triton.tiles import (
     swizzle_tile,
     tile_mask,
     wgrad_place,
-    zero_rows,
 )
 
 TILE = tl.constexpr(formats.TILE)
@@ -69,25 +66,18 @@ def scaled_products(device: torch.device) -> Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledGemm(Gemm):
-    """The constants of grouped_gemm_scaled_kernel. native: whether the GPU multiplies with block scales."""
+    """The constants of grouped_gemm_scaled_kernel. native: whether the GPU multiplies with block scales. step, across:
+    bytes of a line, and tiles of its scales, in a contraction step."""
 
     block_format: BlockFormat
     native: bool
+    step: int
+    across: int
 
     @property
     def line_bytes(self) -> int:
         """Bytes of in_width elements."""
         return self.block_format.data_width(self.in_width)
-
-    @property
-    def step(self) -> int:
-        """Bytes of a line in a contraction step."""
-        return self.block_format.data_width(self.config.block_k)
-
-    @property
-    def across(self) -> int:
-        """Tiles of the scales of a step."""
-        return quantized_gemm.tiles_across(self.block_format, self.config.block_k)
 
     @property
     def tiles_across(self) -> int:
@@ -251,8 +241,7 @@ def grouped_gemm_scaled_kernel(
             mask = mask & (row >= begin)[:, None]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
-    if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
+    zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
 @fast_jit(["dout_desc", "dout_scale_desc", "rows_desc", "rows_scale_desc", "out"])
@@ -303,9 +292,9 @@ def plan_gemm(
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
-    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width}
-    in_width = line_bytes * block_format.elements_per_byte
-    gemm = ScaledGemm(config=config, **sizes, in_width=in_width, block_format=block_format, native=unit is not None)
+    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width, "step": step, "across": across}
+    sizes |= {"in_width": line_bytes * block_format.elements_per_byte, "native": unit is not None}
+    gemm = ScaledGemm(config=config, block_format=block_format, **sizes)
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(1, across, block_format),

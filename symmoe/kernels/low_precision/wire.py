@@ -37,8 +37,12 @@ def decoded(wire, scales, source, feature, mask, SIZES: tl.constexpr):
     """fp32 of features of rows `source` of the wire."""
     code = tl.load(wire + source * SIZES.row_bytes + feature, mask=mask, other=0)
     block = SIZES.first_scale + feature // SIZES.format.block
-    scale = tl.load(scales + source * SIZES.scale_items + block, mask=mask, other=0)
-    return e4m3_value(code) * scale_number(scale, SIZES)
+    stored = tl.load(scales + source * SIZES.scale_items + block, mask=mask, other=0)
+    number, scale = e4m3_value(code), stored
+    if SIZES.format.scale == "e8m0":
+        scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
+        scale = tl.where(stored == E8M0_NAN, float("nan"), scale)
+    return number * scale
 
 
 @fast_jit()
@@ -95,17 +99,6 @@ def unpack_rows_kernel(
             is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
             scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
             tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
-
-
-@triton.jit
-def scale_number(scale, SIZES: tl.constexpr):
-    """fp32 of scales as they are stored."""
-    if SIZES.format.scale == "e8m0":
-        number = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
-        number = tl.where(scale == E8M0_NAN, float("nan"), number)
-    else:
-        number = scale
-    return number
 
 
 @fast_jit()
@@ -171,7 +164,7 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
     rows = {"num_groups": num_groups, "row_bytes": wire.shape[1], "width": width}
     scales = {"scale_bytes": scale.shape[1], "scale_lanes": next_power_of_2(scale.shape[1])}
-    constants = kept_sizes(NUM_WARPS, **rows, **scales, lines=LINES, columns=COLUMNS)
+    constants = kept_sizes(**rows, **scales, lines=LINES, columns=COLUMNS, num_warps=NUM_WARPS)
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 

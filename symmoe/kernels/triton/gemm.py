@@ -54,7 +54,6 @@ from symmoe.kernels.triton.tiles import (
     store_gradient,
     tile_mask,
     wgrad_place,
-    zero_rows,
 )
 
 # Columns of a tile that are added to out at a time: a whole tile of loads does not fit into the registers.
@@ -180,22 +179,15 @@ def product(operands, place, GEMM: tl.constexpr):
         weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
     acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
     for k in tl.range(0, IN_WIDTH, BLOCK_K):
-        a = load_rows(rows_desc, pointers, first_row, k, IN_WIDTH, BLOCK_K)
+        if row_index is None:
+            a = rows_desc.load([first_row, k])
+        elif IN_WIDTH % BLOCK_K == 0:
+            a = tl.load(pointers + k)
+        else:  # zeros past the last column
+            a = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < IN_WIDTH)[None, :], other=0.0)
         b = load_weight(weight_desc, weight, group, first_column, k, GEMM)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def load_rows(rows_desc, pointers, first_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile [rows, BLOCK_K] at column k; zeros past the last column. pointers None: contiguous rows, by TMA."""
-    if pointers is None:
-        tile = rows_desc.load([first_row, k])
-    elif WIDTH % BLOCK_K == 0:
-        tile = tl.load(pointers + k)
-    else:
-        tile = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)
-    return tile
 
 
 @triton.jit
@@ -267,6 +259,19 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def zero_tail_rows(out, row_range, num_rows, GEMM: tl.constexpr):
+    """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn; None: nothing."""
+    if num_rows is not None:
+        first = first_tail_row(row_range, GEMM.num_groups)
+        base = out + first.to(tl.int64) * GEMM.columns
+        size = (num_rows - first).to(tl.int64) * GEMM.columns
+        step = tl.num_programs(0).to(tl.int64) * ZERO_BLOCK
+        for i in range(tl.program_id(0).to(tl.int64) * ZERO_BLOCK, size, step):
+            offset = i + tl.arange(0, ZERO_BLOCK)
+            tl.store(base + offset, tl.zeros((ZERO_BLOCK,), out.dtype.element_ty), mask=offset < size)
+
+
 @fast_jit(["rows_desc", "rows", "weight_desc", "out"], optional=["num_rows"])
 def grouped_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]; None when gathering
@@ -299,8 +304,7 @@ def grouped_gemm_kernel(
         else:
             pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
-    if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, WIDTH, ZERO_BLOCK)
+    zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
 @fast_jit(["dout_desc", "dout", "rows_desc", "rows", "out"])

@@ -64,10 +64,10 @@ def device_num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_grid(num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-    """One program per SM, but no more than there can be tiles."""
+def launch_grid(num_tiles: int, num_sms: int | None, device: torch.device, programs_per_sm: int = 1) -> tuple[int]:
+    """Programs of a kernel that loops over tiles: no more than there can be tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
-    return (max(1, min(num_tiles, num_sms)),)
+    return (max(1, min(num_tiles, programs_per_sm * num_sms)),)
 
 
 def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
@@ -143,11 +143,7 @@ def matrix_pointer(table, group, DTYPE: tl.constexpr):
 @triton.jit
 def matrix_of(matrices, table, group, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """Pointer to matrix `group`, of SIZE elements, of packed matrices, or of a table if there is one."""
-    if table is None:
-        pointer = matrices + group.to(tl.int64) * SIZE
-    else:
-        pointer = matrix_pointer(table, group, DTYPE)
-    return pointer
+    return matrices + group.to(tl.int64) * SIZE if table is None else matrix_pointer(table, group, DTYPE)
 
 
 @triton.jit
@@ -168,25 +164,16 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
     64-bit ones would cost registers. A mask that is None is true everywhere.
     """
     pointers = first + row[:, None] * WIDTH + column[None, :]
-    if row_mask is None and column_mask is None:
-        tile = tl.load(pointers)
-    elif row_mask is None:
-        tile = tl.load(pointers, mask=column_mask[None, :], other=0.0)
-    elif column_mask is None:
-        tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
-    else:
-        tile = tl.load(pointers, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
-    return tile
+    mask = None if row_mask is None else row_mask[:, None]
+    if column_mask is not None:
+        mask = column_mask[None, :] if mask is None else mask & column_mask[None, :]
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
-    if WIDTH % BLOCK == 0:
-        mask = None
-    else:
-        mask = first + tl.arange(0, BLOCK) < WIDTH
-    return mask
+    return None if WIDTH % BLOCK == 0 else first + tl.arange(0, BLOCK) < WIDTH
 
 
 @triton.jit
@@ -221,17 +208,6 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in rows first..num_rows of out [num_rows, WIDTH], BLOCK elements at a time by every program in turn."""
-    base = out + first.to(tl.int64) * WIDTH
-    size = (num_rows - first).to(tl.int64) * WIDTH
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-        offset = i + tl.arange(0, BLOCK)
-        tl.store(base + offset, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
-
-
-@triton.jit
 def load_k_rows(desc, pointer, source, position, start, end, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
@@ -253,11 +229,7 @@ def load_k_rows(desc, pointer, source, position, start, end, first_column, WIDTH
 def source_rows(index, position, end, BLOCK_K: tl.constexpr):
     """Places of rows position.. (BLOCK_K of them) in their tensor; row 0 for those at and past end if gathered."""
     row = position + tl.arange(0, BLOCK_K)
-    if index is None:
-        source = row
-    else:
-        source = tl.load(index + row, mask=row < end, other=0)
-    return source
+    return row if index is None else tl.load(index + row, mask=row < end, other=0)
 
 
 @dataclass(frozen=True, slots=True)
