@@ -12,14 +12,13 @@ from symmoe.kernels.triton import (
     pointers,
     route,
     router_products,
-    splits,
     sync,
     tokens,
 )
 
 _KERNELS = {
     **kernels_in(act_quantized, products, quantize, scale_tiles, wire, activation, bias, gemm, gemm_act),
-    **kernels_in(nodes, plan, pointers, route, router_products, splits, sync, tokens),
+    **kernels_in(nodes, plan, pointers, route, router_products, sync, tokens),
 }
 globals().update(_KERNELS)
 __all__ = sorted(_KERNELS)

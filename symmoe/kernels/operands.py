@@ -48,27 +48,18 @@ def check_operand(
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
+    *,
+    any_strides: bool = False,
 ) -> None:
     """ArgumentError unless the tensor is contiguous, of this shape, of one of these dtypes, on the device if given."""
-    check_numbers(name, tensor, shape, dtypes, device)
-    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():  # matrices of a table are
-        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-
-
-def check_numbers(
-    name: str,
-    tensor: torch.Tensor | TensorTable,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device | None = None,
-) -> None:
-    """Same as check_operand, with any strides."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
         raise ArgumentError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if device is not None and tensor.device != device:
         raise ArgumentError(f"{name} must be on {device}, got {tensor.device}")
+    if not any_strides and isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():  # matrices of a table are
+        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
 def check_column_scale(name: str, scale: torch.Tensor) -> None:

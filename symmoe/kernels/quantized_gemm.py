@@ -15,15 +15,7 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.contract.operands import Bias, Matrices, MaybeTensor, as_pair
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.operands import (
-    FLOATS,
-    Operand,
-    ScatteredWeight,
-    check_column_scale,
-    check_multiple,
-    check_numbers,
-    check_operand,
-)
+from symmoe.kernels.operands import FLOATS, Operand, ScatteredWeight, check_column_scale, check_multiple, check_operand
 from symmoe.kernels.tensor_table import TensorTable
 
 BLOCK = 128
@@ -31,15 +23,11 @@ ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
 SCALE = (torch.float32,)
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=BLOCK, block_lines=BLOCK)
+num_blocks = FLOAT8_BLOCK.num_blocks
 FORMATS = {  # with scales in tiles
     torch.float8_e4m3fn: BlockFormat(element="e4m3", scale="e8m0", block=32),
     torch.uint8: BlockFormat(element="e2m1", scale="e4m3", block=16),
 }
-
-
-def num_blocks(length: int) -> int:
-    """Number of fp32 scales of `length` numbers."""
-    return -(-length // BLOCK)
 
 
 def tiles_across(block_format: BlockFormat, width: int) -> int:
@@ -102,7 +90,7 @@ def check_wgrad(dout: Operand, rows: Operand, out: Matrices) -> BlockFormat:
         check_operand(_packed(name, block_format), data, (data.shape[0], token_bytes), (dout.data.dtype,))
         scale_name = _packed(f"{name}_scale", block_format)
         if block_format is FLOAT8_BLOCK:
-            check_numbers(scale_name, scale, (data.shape[0], num_blocks(num_tokens)), SCALE)
+            check_operand(scale_name, scale, (data.shape[0], num_blocks(num_tokens)), SCALE, any_strides=True)
             check_column_scale(scale_name, scale)
         else:
             _check_tiles(scale_name, scale, tiles_down(data.shape[0]), tiles_across(block_format, num_tokens))

@@ -19,7 +19,7 @@ from symmoe.kernels.architectures import e4m3_problem
 from symmoe.kernels.bias_sums import empty_row_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
-from symmoe.kernels.operands import FLOATS, Buffers, check_column_scale, check_numbers, check_operand
+from symmoe.kernels.operands import FLOATS, Buffers, check_column_scale, check_operand
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.block_scaled import check_signs, checked_row_range
 from symmoe.precision.quantized import Layout, Quantized
@@ -314,7 +314,7 @@ def _row_range(
     if seeds is not None:
         if not recipe.stochastic_gradients:
             raise ArgumentError(f"seeds are given; {recipe} rounds to nearest")
-        check_numbers("seeds", seeds, (row_range.shape[1],), (torch.int64,), rows.device)
+        check_operand("seeds", seeds, (row_range.shape[1],), (torch.int64,), rows.device, any_strides=True)
     return row_range, num_rows
 
 
@@ -371,7 +371,7 @@ def _empty(
     else:
         data, scale = out
         check_operand("data of out", data, data_shape, (data_dtype,), device)
-        (check_numbers if of_columns else check_operand)("scale of out", scale, scale_shape, (scale_dtype,), device)
+        check_operand("scale of out", scale, scale_shape, (scale_dtype,), device, any_strides=of_columns)
         if of_columns:
             check_column_scale("scale of out", scale)
         for buffer in out:

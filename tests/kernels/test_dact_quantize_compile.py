@@ -20,7 +20,7 @@ from symmoe.kernels.activation import GELU, Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
 from symmoe.kernels.hopper import launchers  # noqa: E402
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
-from symmoe.kernels.triton import bias, gemm_act  # noqa: E402
+from symmoe.kernels.triton import bias, gemm_act, tiles  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
@@ -89,7 +89,7 @@ def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch):
 def test_what_is_launched(monkeypatch):
     """This kernel where it fits, and Triton's elsewhere."""
     launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act, bias)
-    monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
+    monkeypatch.setattr(tiles, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(hopper_choice, "hopper_kernels", lambda *_: launchers)
 
     def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, dbias_dtype=None):

@@ -36,7 +36,7 @@ from symmoe.kernels.launch import driver, player, triton_internals  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
-from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, splits, sync, tiles, tokens  # noqa: E402
+from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, sync, tiles, tokens  # noqa: E402
 
 FIRST_GLOBAL = tl.constexpr(3)
 SECOND_GLOBAL = tl.constexpr(4)
@@ -378,6 +378,7 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
         sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
         sync.count_exchange(received, torch.zeros(2, dtype=torch.int64), which=number % 2)
         sync.hear_of_faults(torch.zeros((number + 1, 5), dtype=torch.int64), arrived)
+        gpu.splits_to_row_range(torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32), number)
 
     case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
     others = replace(case, tokens=(1, 35), capacity=1), replace(case, tokens=(7, 100), capacity=3000)
@@ -386,7 +387,7 @@ def test_every_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
 
 def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypatch):
     """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
-    jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act, splits)
+    jits = fake_jits(monkeypatch, fake_cuda, activation, bias, gemm, gemm_act)
 
     def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=32):
         empty, act = torch.empty, Activation()
@@ -395,7 +396,6 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_cuda, monkeypa
         x, y, a = empty(num_rows, H, dtype=dtype), empty(num_rows, H, dtype=dtype), empty(num_rows, ffn, dtype=dtype)
         h, b1 = empty(num_rows, 2 * ffn, dtype=dtype), empty(G, 2 * ffn, dtype=dtype)
         workspace = empty(gpu.dact_workspace_numel(num_rows, G, ffn, act))
-        gpu.splits_to_row_range(empty(G, dtype=torch.int64), row_range, num_rows)
         gpu.grouped_gemm_act(x, w1, row_range, scale, (h, a), act, num_sms=8)
         gpu.grouped_gemm(a, w2, row_range, y, zero_tail=True, num_sms=8)
         gpu.grouped_gemm_dact(y, w2, row_range, (h, scale), (h, a, dscale, b1), workspace, act, num_sms=8)
@@ -544,13 +544,13 @@ del triton.knobs
 import torch
 from symmoe.kernels import gpu, hopper_choice
 from symmoe.kernels.launch import launch, player, triton_internals
-from symmoe.kernels.triton import splits
+from symmoe.kernels.triton import plan
 torch.cuda.get_device_capability = lambda device: (9, 0)
 assert not triton_internals.IS_KNOWN
 assert hopper_choice.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 1024) is None
 assert player._player() is None
 calls = []
-for kernel in (value for value in vars(splits).values() if isinstance(value, launch.FastLaunch)):
+for kernel in (value for value in vars(plan).values() if isinstance(value, launch.FastLaunch)):
     kernel.kernel.run = lambda *args, **kwargs: calls.append(kwargs)
 launch.driver.ensure_context, launch.current_device = lambda: None, lambda: -1
 gpu.splits_to_row_range(torch.ones(4, dtype=torch.int64), torch.empty(2, 4, dtype=torch.int32), 4)

@@ -22,7 +22,7 @@ from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS, NUM_S
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
 from symmoe.kernels.routing_rule import RoutingRule
-from symmoe.kernels.triton import activation, bias, gemm, gemm_act, route, router_products, splits, tiles
+from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, route, router_products, tiles
 
 WGMMA, TMA, WIDE_LOAD, WIDE_STORE = "wgmma.mma_async", "cp.async.bulk.tensor", "ld.global.v4.b32", "st.global.v4.b32"
 COPY_16, NARROW_COPY = "cp.async.cg", "cp.async.ca"  # of 16 bytes, and of fewer
@@ -34,7 +34,7 @@ USUAL = ["qwen3-30b", "mixtral-8x7b"]
 
 @pytest.fixture
 def launches(monkeypatch):
-    return catch_launches(monkeypatch, activation, bias, gemm, gemm_act, route, router_products, splits)
+    return catch_launches(monkeypatch, activation, bias, gemm, gemm_act, route, router_products, plan)
 
 
 def named(cases):

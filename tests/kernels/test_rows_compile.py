@@ -176,7 +176,7 @@ def test_summed_pieces_are_boxes_of_tma(launches, hidden, dtype):
 def test_pieces_cover_what_is_moved_and_fit_into_boxes():
     for row_bytes in (256, 768, 4096, 8192, 14336, 65536):
         for most in (1024, 4096, 16384):
-            cut = hopper_rows.cut_rows(row_bytes, 2, 0, most)
+            cut = hopper_rows.cut_rows(row_bytes, most)
             assert 4 * cut.num_segments * cut.segment == row_bytes
             assert cut.segment <= 256
             assert cut.piece <= 256
@@ -187,9 +187,9 @@ def test_pieces_cover_what_is_moved_and_fit_into_boxes():
 
 def test_stages_fit_into_a_ring():
     for width in (128, 384, 1024, 1792, 2048, 7168, 32768):
-        sums = hopper_rows._sums(width, BF16, 8, 4)
+        sums = hopper_rows.cut_sums(2 * width)
         assert 4 <= sums.stages <= hopper_rows.MAX_SUM_STAGES
-        assert sums.stages * sums.cut.piece_bytes <= hopper_rows.SUM_RING_BYTES
+        assert sums.stages * sums.piece_bytes <= hopper_rows.SUM_RING_BYTES
 
 
 def test_rows_of_whole_units_are_taken():

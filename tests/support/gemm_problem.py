@@ -28,9 +28,9 @@ BIASES = ("none", "bias", "scaled")
 
 def triton_kernels() -> SimpleNamespace:
     """Triton's kernels: those of symmoe.kernels.gpu, and what only tests call. GEMMs take `config` as well."""
-    from symmoe.kernels.triton import activation, bias, gemm, gemm_act, splits
+    from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan
 
-    found = {k: v for m in (activation, bias, gemm, gemm_act, splits) for k, v in vars(m).items()}
+    found = {k: v for m in (activation, bias, gemm, gemm_act, plan) for k, v in vars(m).items()}
     tiled = {name: partial(_in_tiles, function) for name, function in found.items() if name.startswith("grouped_gemm")}
     return SimpleNamespace(**found | tiled)
 

@@ -21,7 +21,7 @@ from symmoe.kernels.hopper import gemm as hopper_gemm
 from symmoe.kernels.hopper import wgrad as hopper_wgrad
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
-from symmoe.kernels.triton import bias, gemm, gemm_act, nodes, plan, route, router_products, splits, sync, tokens
+from symmoe.kernels.triton import bias, gemm, gemm_act, nodes, plan, route, router_products, sync, tokens
 
 BF16, FP16, FP32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 NUM_SMS = 132
@@ -171,7 +171,7 @@ def launch_zeros(dtype):
 
 
 def launch_splits(num_groups, dtype):
-    splits.splits_to_row_range(meta(num_groups, dtype=dtype), meta(2, num_groups), 12345)
+    plan.splits_to_row_range(meta(num_groups, dtype=dtype), meta(2, num_groups), 12345)
 
 
 def launch_router(shape):

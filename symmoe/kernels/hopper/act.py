@@ -192,11 +192,6 @@ def dact_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.c
 
 
 @gluon.jit
-def dact_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
-    dact_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
-
-
-@gluon.jit
 def act_piece(both, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
     """a of a piece, from its gates and ups in shared memory."""
     gates, ups = both
@@ -254,11 +249,6 @@ def act_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.co
     act_tile(args, dump, turn, 4 * WARPGROUP, first_row, end, n_tile, PIPE)
 
 
-@gluon.jit
-def act_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
-    act_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
-
-
 @fast_jit(["rows_desc", "weight_desc", "h_desc", "a"], jit=gluon.jit)
 def hopper_act_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
@@ -271,7 +261,7 @@ def hopper_act_kernel(
 ):
     gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would be stored among ups
     args = (h_desc, row_scale, a)
-    EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
+    EPILOGUE: gl.constexpr = act_tile if PIPE.finish_warps > 0 else act_epilogue
     run(rows_desc, weight_desc, row_range, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
@@ -292,7 +282,7 @@ def hopper_dact_kernel(
 ):
     args = (h, row_scale, dh, a, scale_sums, num_rows)
     source = dout_desc if row_index is None else (dout, row_index)
-    EPILOGUE: gl.constexpr = dact_finish if PIPE.finish_warps > 0 else dact_epilogue
+    EPILOGUE: gl.constexpr = dact_tile if PIPE.finish_warps > 0 else dact_epilogue
     run(source, weight_desc, row_range, EPILOGUE, args, dout.dtype.element_ty, PIPE)
 
 

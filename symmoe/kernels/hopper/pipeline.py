@@ -110,7 +110,7 @@ class Pipeline(Groups):
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
@@ -123,7 +123,7 @@ def row_tile_prefix(row_range, PIPE: gl.constexpr):
     end = gl.load(row_range + PIPE.num_groups + group, mask=group < PIPE.num_groups, other=0)
     end = gl.maximum(start, end)  # ranges may end before they begin
     num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
-    return gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
+    return gl.associative_scan(num_tiles, 0, add), gl.sum(num_tiles, axis=0)
 
 
 @gluon.jit
@@ -402,12 +402,13 @@ def leave_to_finish(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl
 
 @gluon.jit
 def finish(FINISH: gl.constexpr, args, row_range, dump, PIPE: gl.constexpr):
-    """The role finish. FINISH(args, dump, turn, first_row, end, n_tile, PIPE) waits for a tile, reads it, frees it."""
+    """The role finish. FINISH(args, dump, turn, first_chunk, first_row, end, n_tile, PIPE) waits for a tile, reads it,
+    from the dump's chunks first_chunk.., and frees it."""
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
-        FINISH(args, dump, turn, first_row, end, n_tile, PIPE)
+        FINISH(args, dump, turn, 0, first_row, end, n_tile, PIPE)
         turn ^= 1
     tma.store_wait(0)
 

@@ -11,6 +11,7 @@ travel is read from and written to such a place.
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -42,24 +43,26 @@ PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How rows are cut.
+    """How rows are cut, and the rings of a program: a mover's, or that of a pair of roles that sums rows.
 
     row_bytes: bytes of a row, which has `num_segments` of `segment` words.
     piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
-    batch: pieces of a stage of a mover's ring.
-    top_k: K, where rows of a token are copied.
+    batch: pieces of a stage.
+    top_k: K, where rows of a token are read. own_rank: this rank, at home. dtype: of Gluon, of rows that are summed.
     """
 
     row_bytes: int
     segment: int
     num_segments: int
     piece: int
-    num_ranks: int
+    num_ranks: int = 0
     column: int = 0
     top_k: int = 0
+    own_rank: int = -1
+    dtype: Any = None
     batch: int = 1
     stages: int = MOVE_STAGES
-    movers: int = MOVERS
+    rings: int = MOVERS
 
     @property
     def num_pieces(self) -> int:
@@ -81,6 +84,13 @@ def prefetch(pointer):
 
 
 @gluon.jit
+def place_of(item, CUT: gl.constexpr):
+    """Token and first segment of an item: a piece of the token's row."""
+    token = item // CUT.num_pieces
+    return token, (item - token * CUT.num_pieces) * CUT.piece
+
+
+@gluon.jit
 def next_stage(stage, phase, RING: gl.constexpr, CUT: gl.constexpr):
     """The stage after `stage` in a ring of CUT.stages, and its parity; rings lie one after the other."""
     FIRST: gl.constexpr = RING * CUT.stages
@@ -98,26 +108,25 @@ def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_du
     BATCH: gl.constexpr = CUT.batch
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
     for i in gl.static_range(BATCH):
-        item = batch * BATCH + i
-        token = item // CUT.num_pieces
-        piece = item - token * CUT.num_pieces
+        token, segment = place_of(batch * BATCH + i, CUT)
         row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=is_due & (token < num_tokens), other=-1)
-        place = [gl.where(row >= 0, token, num_tokens), piece * CUT.piece, 0]
+        place = [gl.where(row >= 0, token, num_tokens), segment, 0]
         tma_load(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
 
 
 @gluon.jit
-def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
+def push(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     """The role: moves its share of the batches of pieces, from the tokens to the rank's buffer."""
     x_desc, arena_desc, token_to_row, received, rank, num_tokens = tensors
+    slots, full = ring
     BATCH: gl.constexpr = CUT.batch
     FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
     LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
     offset = gl.load(received + rank * NUM_PUBLISHED + CUT.column)
     first_unit = offset // UNIT_BYTES
-    step = gl.num_programs(0) * CUT.movers
+    step = gl.num_programs(0) * CUT.rings
     num_batches = (num_tokens * CUT.num_pieces + (BATCH - 1)) // BATCH
-    first = gl.program_id(0) * CUT.movers + MOVER
+    first = gl.program_id(0) * CUT.rings + MOVER
     for early in gl.static_range(CUT.stages - 1):
         due = first + early * step
         stage_due = FIRST_STAGE + early
@@ -127,13 +136,11 @@ def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
     for batch in range(first, num_batches, step):
         mbarrier.wait(full.index(stage), phase)
         for i in gl.static_range(BATCH):
-            item = batch * BATCH + i
-            token = item // CUT.num_pieces
-            piece = item - token * CUT.num_pieces
+            token, segment = place_of(batch * BATCH + i, CUT)
             row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=token < num_tokens, other=-1)
             unit = (first_unit + row.to(gl.int64) * (CUT.row_bytes // UNIT_BYTES)).to(gl.int32)
             goes = (row >= 0) & (offset >= 0)
-            place = [gl.where(goes, unit, NOWHERE), piece * CUT.piece, 0]
+            place = [gl.where(goes, unit, NOWHERE), segment, 0]
             tma_store(arena_desc, place, slots.index(stage * BATCH + i))
         tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
@@ -152,13 +159,34 @@ def wait_until_written(stage):
 
 
 @gluon.jit
-def make_mover_rings(desc, CUT: gl.constexpr):
-    """The movers' stages, one after the other, and their barriers."""
-    NUM_SLOTS: gl.constexpr = CUT.movers * CUT.stages * CUT.batch
+def make_rings(desc, CUT: gl.constexpr):
+    """The rings' stages, one after the other, and the barriers that say that a stage is full."""
+    NUM_SLOTS: gl.constexpr = CUT.rings * CUT.stages * CUT.batch
     slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + desc.block_shape, desc.layout)  # noqa: RUF005
-    full = make_barriers(CUT.movers * CUT.stages, 1)
+    return slots, make_barriers(CUT.rings * CUT.stages, 1)
+
+
+@gluon.jit
+def role(ROLE: gl.constexpr, tensors, ring, RING: gl.constexpr, CUT: gl.constexpr):
+    """A role, with the stages of a ring."""
+    ROLE(tensors, ring, RING, CUT)
+
+
+@gluon.jit
+def run_movers(ROLE: gl.constexpr, tensors, desc, CUT: gl.constexpr):
+    """Runs a role of one warp four times."""
+    ring = make_rings(desc, CUT)
     fence_async_shared()
-    return slots, full
+    gl.warp_specialize(
+        [
+            (role, (ROLE, tensors, ring, 0, CUT)),
+            (role, (ROLE, tensors, ring, 1, CUT)),
+            (role, (ROLE, tensors, ring, 2, CUT)),
+            (role, (ROLE, tensors, ring, 3, CUT)),
+        ],
+        [1, 1, 1],
+        [64, 64, 64],
+    )
 
 
 @fast_jit(["x_desc", "arena_desc"], jit=gluon.jit)
@@ -171,26 +199,15 @@ def hopper_push_kernel(
     num_tokens: gl.int32,
     CUT: gl.constexpr,
 ):
-    slots, full = make_mover_rings(x_desc, CUT)
     tensors = (x_desc, arena_desc, token_to_row, received, rank, num_tokens)
-    gl.warp_specialize(
-        [
-            (push, (tensors, slots, full, 0, CUT)),
-            (push, (tensors, slots, full, 1, CUT)),
-            (push, (tensors, slots, full, 2, CUT)),
-            (push, (tensors, slots, full, 3, CUT)),
-        ],
-        [1, 1, 1],
-        [64, 64, 64],
-    )
+    run_movers(push, tensors, x_desc, CUT)
 
 
 def launch_push(x, token_to_row, peers, received, *, column, rank, num_ctas):
     """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; the row is one that `takes_rows` takes."""
-    row_bytes = x.shape[1] * x.element_size()
-    constants = _push_plan(row_bytes, peers.num_ranks, column)
-    arena = peers.views[rank]
-    launch(hopper_push_kernel, (num_ctas,), constants, x, arena, token_to_row, received, rank, x.shape[0])
+    constants = _of_movers(x.shape[1] * x.element_size(), UNIT_BYTES.value, num_ranks=peers.num_ranks, column=column)
+    args = x, peers.views[rank], token_to_row, received, rank, x.shape[0]
+    launch(hopper_push_kernel, (num_ctas,), constants, *args)
 
 
 def takes_rows(rows: torch.Tensor) -> bool:
@@ -199,28 +216,21 @@ def takes_rows(rows: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _push_plan(row_bytes: int, num_ranks: int, column: int) -> Constants:
-    cut = cut_rows(row_bytes, num_ranks, column, MAX_PIECE_BYTES)
-    descriptors = {0: describe_rows(cut), 1: describe_rows(cut, UNIT_BYTES.value)}
-    return Constants({"CUT": cut, "num_warps": 4}, descriptors)
+def _of_movers(row_bytes: int, unit_bytes: int = 0, **sizes: int) -> Constants:
+    """unit_bytes: of the arena, if the second argument is one."""
+    cut = cut_rows(row_bytes, MAX_PIECE_BYTES, **sizes)
+    arena = {1: describe_rows(cut, unit_bytes)} if unit_bytes else {}
+    return Constants({"CUT": cut, "num_warps": 4}, {0: describe_rows(cut), **arena})
 
 
-@functools.cache
-def cut_rows(row_bytes: int, num_ranks: int, column: int, most_bytes: int) -> Pieces:
+def cut_rows(row_bytes: int, most_bytes: int, **sizes: Any) -> Pieces:
     """Rows in pieces of at most `most_bytes`."""
     words = row_bytes // 4
     segment = min(MAX_SEGMENT, words & -words)
     num_segments = words // segment
     piece = min(1 << (num_segments - 1).bit_length(), most_bytes // (4 * segment))
-    return Pieces(
-        row_bytes=row_bytes,
-        segment=segment,
-        num_segments=num_segments,
-        piece=piece,
-        num_ranks=num_ranks,
-        column=column,
-        batch=max(1, STAGE_BYTES // (4 * segment * piece)),
-    )
+    sizes = {"batch": max(1, STAGE_BYTES // (4 * segment * piece)), **sizes}
+    return Pieces(row_bytes=row_bytes, segment=segment, num_segments=num_segments, piece=piece, **sizes)
 
 
 def describe_rows(cut: Pieces, unit_bytes: int = 0) -> Describe:
@@ -268,30 +278,29 @@ def ask_primary(tokens, batch, step, slots, full, stage, CUT: gl.constexpr):
     is_due = batch < (number * CUT.num_pieces + (BATCH - 1)) // BATCH
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
     for i in range(BATCH):  # not unrolled: the code of all roles has to fit into the instruction cache
-        item = batch * BATCH + i
-        index = item // CUT.num_pieces
-        piece = item - index * CUT.num_pieces
-        later = (item + step * BATCH) // CUT.num_pieces
+        index, segment = place_of(batch * BATCH + i, CUT)
+        later, _ = place_of(batch * BATCH + i + step * BATCH, CUT)
         prefetch(packed_to_row + (begin + gl.maximum(gl.minimum(later, number - 1), 0)) * CUT.top_k)
         rows = load_slots(packed_to_row, begin + index, is_due & (index < number), CUT)
         primary, num_rows = primary_row(rows, CUT)
-        place = [gl.where(num_rows > 1, primary, NOWHERE), piece * CUT.piece, 0]
+        place = [gl.where(num_rows > 1, primary, NOWHERE), segment, 0]
         tma_load(rows_desc, place, full.index(stage), slots.index(stage * BATCH + i), is_due)
 
 
 @gluon.jit
-def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
+def copy(tensors, ring, MOVER: gl.constexpr, CUT: gl.constexpr):
     """The role: copies its share of the batches of pieces, from primary rows to secondary ones."""
     rows_desc, packed_to_row, source_to_packed_start, source = tensors
+    slots, full = ring
     TOP_K: gl.constexpr = CUT.top_k
     BATCH: gl.constexpr = CUT.batch
     FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
     LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
     begin = gl.load(source_to_packed_start + source)
     number = gl.load(source_to_packed_start + source + 1) - begin
-    step = gl.num_programs(0) * CUT.movers
+    step = gl.num_programs(0) * CUT.rings
     num_batches = (number * CUT.num_pieces + (BATCH - 1)) // BATCH
-    first = gl.program_id(0) * CUT.movers + MOVER
+    first = gl.program_id(0) * CUT.rings + MOVER
     tokens = (rows_desc, packed_to_row, begin, number)
     for early in range(CUT.stages - 1):
         ask_primary(tokens, first + early * step, step, slots, full, FIRST_STAGE + early, CUT)
@@ -303,9 +312,7 @@ def copy(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         ask_primary(tokens, batch + (CUT.stages - 1) * step, step, slots, full, previous_stage, CUT)
         for i in range(BATCH):
-            item = batch * BATCH + i
-            index = item // CUT.num_pieces
-            segment = (item - index * CUT.num_pieces) * CUT.piece
+            index, segment = place_of(batch * BATCH + i, CUT)
             rows = load_slots(packed_to_row, begin + index, index < number, CUT)
             primary, _ = primary_row(rows, CUT)
             for k in gl.static_range(1, TOP_K):
@@ -324,67 +331,37 @@ def hopper_fan_out_kernel(
     source: gl.int32,
     CUT: gl.constexpr,
 ):
-    tensors = (rows_desc, packed_to_row, source_to_packed_start, source)
-    slots, full = make_mover_rings(rows_desc, CUT)
-    gl.warp_specialize(
-        [
-            (copy, (tensors, slots, full, 0, CUT)),
-            (copy, (tensors, slots, full, 1, CUT)),
-            (copy, (tensors, slots, full, 2, CUT)),
-            (copy, (tensors, slots, full, 3, CUT)),
-        ],
-        [1, 1, 1],
-        [64, 64, 64],
-    )
+    run_movers(copy, (rows_desc, packed_to_row, source_to_packed_start, source), rows_desc, CUT)
 
 
 def launch_fan_out(rows, packed_to_row, source_to_packed_start, *, source, num_ctas):
     """fan_out of rows [N_cap, H] of one rank's tokens, on `num_ctas` SMs."""
-    row_bytes, top_k = rows.shape[1] * rows.element_size(), packed_to_row.shape[1]
-    constants = _fan_out_plan(row_bytes, source_to_packed_start.numel() - 1, top_k)
+    constants = _of_movers(rows.shape[1] * rows.element_size(), top_k=packed_to_row.shape[1])
     launch(hopper_fan_out_kernel, (num_ctas,), constants, rows, packed_to_row, source_to_packed_start, source)
-
-
-@functools.cache
-def _fan_out_plan(row_bytes: int, num_ranks: int, top_k: int) -> Constants:
-    cut = replace(cut_rows(row_bytes, num_ranks, 0, MAX_PIECE_BYTES), top_k=top_k)
-    return Constants({"CUT": cut, "num_warps": 4}, {0: describe_rows(cut)})
 
 
 # ------------------------------------------------------------------------------------------------------ sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """How rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them.
-
-    A stage of a pair's ring has a piece of one row. Both roles know by themselves which rows a token has, and in which
-    order they are added.
-
-    cut: pieces of the rows. top_k: K. own_rank: this rank, at home.
-    """
-
-    cut: Pieces
-    top_k: int
-    stages: int
-    own_rank: int = -1
-    pairs: int = 3
+# Rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them. A stage of a
+# pair's ring has a piece of one row. Both roles know by themselves which rows a token has, and in which order they are
+# added.
 
 
 @gluon.jit
-def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
+def ask_piece(desc, row, segment, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
     """Begins to load a piece of a row, if there is the row, into the stage; the next free stage."""
     slots, full, empty = ring
     if row >= 0:
         mbarrier.wait(empty.index(stage), phase)
-        mbarrier.expect(full.index(stage), SUMS.cut.piece_bytes)
+        mbarrier.expect(full.index(stage), CUT.piece_bytes)
         tma_load(desc, [row, segment, 0], full.index(stage), slots.index(stage))
-        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, CUT)
     return stage, phase
 
 
 @gluon.jit
-def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, CUT: gl.constexpr):
     """Sums of pairs of features, and the next row's pairs if there is such a row; the stage after it.
 
     A missing row must not turn -0.0 into 0.0.
@@ -392,104 +369,105 @@ def add_piece(low, high, has, ring, stage, phase, PAIR: gl.constexpr, DTYPE: gl.
     slots, full, empty = ring
     if has:
         mbarrier.wait(full.index(stage), phase)
-        more_low, more_high = unpack(slots.index(stage).load(PIECE_LAYOUT), DTYPE)
+        more_low, more_high = unpack(slots.index(stage).load(PIECE_LAYOUT), CUT.dtype)
         thread_barrier()  # all threads have read
         mbarrier.arrive(empty.index(stage))
         low += more_low
         high += more_high
-        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, CUT)
     return low, high, stage, phase
 
 
 @gluon.jit
-def constant_piece(bits, SUMS: gl.constexpr):
+def constant_piece(bits, CUT: gl.constexpr):
     """First values of sums: fp32 of these bits (Triton turns the number -0.0 into 0.0)."""
     layout: gl.constexpr = PIECE_LAYOUT
-    return gl.full([1, SUMS.cut.piece, SUMS.cut.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
+    return gl.full([1, CUT.piece, CUT.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def store_piece(words, low, high, row, first_segment, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+def store_piece(words, low, high, row, first_segment, CUT: gl.constexpr):
     """Rounds a piece and stores it in a row."""
     layout: gl.constexpr = PIECE_LAYOUT
-    CUT: gl.constexpr = SUMS.cut
     END: gl.constexpr = CUT.num_segments * CUT.segment
     segment = first_segment + gl.arange(0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(gl.expand_dims(word, 0), 1)
     target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
-    gl.store(target, pack(low, high, DTYPE), mask=places < END)
+    gl.store(target, pack(low, high, CUT.dtype), mask=places < END)
 
 
 @gluon.jit
-def place_of(item, SUMS: gl.constexpr):
-    """Token and first segment of an item: a piece of the token's sum."""
-    token = item // SUMS.cut.num_pieces
-    return token, (item - token * SUMS.cut.num_pieces) * SUMS.cut.piece
-
-
-@gluon.jit
-def rows_of_home(source_to_packed_start, received, home, SUMS: gl.constexpr):
+def rows_of_home(source_to_packed_start, received, home, CUT: gl.constexpr):
     """First and number of the packed rows of a rank's tokens; none if the call has failed."""
     begin = gl.load(source_to_packed_start + home)
     number = gl.load(source_to_packed_start + home + 1) - begin
-    return begin, gl.where(gl.load(received + home * NUM_PUBLISHED + SUMS.cut.column) < 0, 0, number)
+    return begin, gl.where(gl.load(received + home * NUM_PUBLISHED + CUT.column) < 0, 0, number)
 
 
 @gluon.jit
-def ask_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
+def ask_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     """The role: loads pieces of the rows of each token of the rank `home`."""
     rows_desc, _arena, packed_to_row, source_to_packed_start, received, _rank, home = tensors
-    TOP_K: gl.constexpr = SUMS.top_k
-    begin, number = rows_of_home(source_to_packed_start, received, home, SUMS)
-    step = gl.num_programs(0) * SUMS.pairs
-    stage = PAIR * SUMS.stages + 0
+    TOP_K: gl.constexpr = CUT.top_k
+    begin, number = rows_of_home(source_to_packed_start, received, home, CUT)
+    step = gl.num_programs(0) * CUT.rings
+    stage = PAIR * CUT.stages + 0
     phase = 1
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, number * SUMS.cut.num_pieces, step):
-        index, segment = place_of(item, SUMS)
-        later, _ = place_of(item + 2 * step, SUMS)
+    for item in range(gl.program_id(0) * CUT.rings + PAIR, number * CUT.num_pieces, step):
+        index, segment = place_of(item, CUT)
+        later, _ = place_of(item + 2 * step, CUT)
         prefetch(packed_to_row + (begin + gl.minimum(later, number - 1)) * TOP_K)
-        rows = load_slots(packed_to_row, begin + index, True, SUMS)
+        rows = load_slots(packed_to_row, begin + index, True, CUT)
         for k in gl.static_range(TOP_K):
-            stage, phase = ask_piece(rows_desc, rows[k], segment, ring, stage, phase, PAIR, SUMS)
+            stage, phase = ask_piece(rows_desc, rows[k], segment, ring, stage, phase, PAIR, CUT)
 
 
 @gluon.jit
-def add_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
+def add_for_push(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     """The role: sums the pieces, and stores the sums in the arena of `home`."""
     _rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home = tensors
-    TOP_K: gl.constexpr = SUMS.top_k
-    begin, number = rows_of_home(source_to_packed_start, received, home, SUMS)
-    published = received + home * NUM_PUBLISHED + SUMS.cut.column
+    TOP_K: gl.constexpr = CUT.top_k
+    begin, number = rows_of_home(source_to_packed_start, received, home, CUT)
+    published = received + home * NUM_PUBLISHED + CUT.column
     offset = gl.load(published)
-    region_bytes = gl.load(published + 1) - offset + SUMS.cut.row_bytes
+    region_bytes = gl.load(published + 1) - offset + CUT.row_bytes
     unit = (offset + (rank - (rank > home).to(gl.int32)) * region_bytes) // UNIT_BYTES
     words = arena + unit * (UNIT_BYTES // 4)
-    stage = PAIR * SUMS.stages + 0
+    stage = PAIR * CUT.stages + 0
     phase = 0
-    step = gl.num_programs(0) * SUMS.pairs
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, number * SUMS.cut.num_pieces, step):
-        index, segment = place_of(item, SUMS)
-        rows = load_slots(packed_to_row, begin + index, True, SUMS)
+    step = gl.num_programs(0) * CUT.rings
+    for item in range(gl.program_id(0) * CUT.rings + PAIR, number * CUT.num_pieces, step):
+        index, segment = place_of(item, CUT)
+        rows = load_slots(packed_to_row, begin + index, True, CUT)
         highest = rows[0]
-        low = constant_piece(NEGATIVE_ZERO, SUMS)  # adding any number to it changes no bits of the number
-        high = constant_piece(NEGATIVE_ZERO, SUMS)
+        low = constant_piece(NEGATIVE_ZERO, CUT)  # adding any number to it changes no bits of the number
+        high = constant_piece(NEGATIVE_ZERO, CUT)
         for k in gl.static_range(TOP_K):
             highest = gl.maximum(highest, rows[k])
-            low, high, stage, phase = add_piece(low, high, rows[k] >= 0, ring, stage, phase, PAIR, DTYPE, SUMS)
+            low, high, stage, phase = add_piece(low, high, rows[k] >= 0, ring, stage, phase, PAIR, CUT)
         if highest >= 0:
-            store_piece(words, low, high, index, segment, DTYPE, SUMS)
+            store_piece(words, low, high, index, segment, CUT)
 
 
 @gluon.jit
-def make_rings(desc, SUMS: gl.constexpr):
-    """The pairs' stages, one after the other, and their barriers."""
-    NUM_STAGES: gl.constexpr = SUMS.pairs * SUMS.stages
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES] + desc.block_shape, desc.layout)  # noqa: RUF005
-    full = make_barriers(NUM_STAGES, 1)
-    empty = make_barriers(NUM_STAGES, 1)
+def run_pairs(ASK: gl.constexpr, ADD: gl.constexpr, tensors, desc, CUT: gl.constexpr):
+    """Runs three pairs of roles."""
+    slots, full = make_rings(desc, CUT)
+    ring = (slots, full, make_barriers(CUT.rings * CUT.stages, 1))
     fence_async_shared()
-    return slots, full, empty
+    gl.warp_specialize(
+        [
+            (role, (ADD, tensors, ring, 0, CUT)),
+            (role, (ADD, tensors, ring, 1, CUT)),
+            (role, (ADD, tensors, ring, 2, CUT)),
+            (role, (ASK, tensors, ring, 0, CUT)),
+            (role, (ASK, tensors, ring, 1, CUT)),
+            (role, (ASK, tensors, ring, 2, CUT)),
+        ],
+        [4, 4, 1, 1, 1],
+        [128, 128, 64, 64, 64],
+    )
 
 
 @fast_jit(["rows_desc", "arena"], jit=gluon.jit)
@@ -501,48 +479,31 @@ def hopper_push_sums_kernel(
     received,
     rank: gl.int32,
     home: gl.int32,
-    SUMS: gl.constexpr,
-    DTYPE: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     tensors = (rows_desc, arena, packed_to_row, source_to_packed_start, received, rank, home)
-    ring = make_rings(rows_desc, SUMS)
-    gl.warp_specialize(
-        [
-            (add_for_push, (tensors, ring, 0, SUMS, DTYPE)),
-            (add_for_push, (tensors, ring, 1, SUMS, DTYPE)),
-            (add_for_push, (tensors, ring, 2, SUMS, DTYPE)),
-            (ask_for_push, (tensors, ring, 0, SUMS)),
-            (ask_for_push, (tensors, ring, 1, SUMS)),
-            (ask_for_push, (tensors, ring, 2, SUMS)),
-        ],
-        [4, 4, 1, 1, 1],
-        [128, 128, 64, 64, 64],
-    )
+    run_pairs(ask_for_push, add_for_push, tensors, rows_desc, CUT)
 
 
 def launch_push_sums(rows, packed_to_row, source_to_packed_start, peers, received, *, column, home, num_ctas):
     """push_sums of rows [N_cap, H] to one rank, on `num_ctas` SMs."""
-    constants = _push_sums_plan(rows.shape[1], rows.dtype, packed_to_row.shape[1], peers.num_ranks, column)
+    constants = _of_sums(rows.shape[1], rows.dtype, 1, top_k=packed_to_row.shape[1], column=column)
     tables = (packed_to_row, source_to_packed_start, received)
     arena = peers.views[home].view(torch.int32)
     launch(hopper_push_sums_kernel, (num_ctas,), constants, rows, arena, *tables, peers.rank, home)
 
 
 @functools.cache
-def _push_sums_plan(width, dtype, top_k, num_ranks, column) -> Constants:
-    sums = _sums(width, dtype, top_k, num_ranks, column)
-    return Constants(_named(sums, dtype), {0: describe_rows(sums.cut)})
+def _of_sums(width: int, dtype: torch.dtype, num_descriptors: int, **sizes: int) -> Constants:
+    cut = cut_sums(width * dtype.itemsize, dtype=GLUON_DTYPES[dtype], **sizes)
+    descriptors = dict.fromkeys(range(num_descriptors), describe_rows(cut))
+    return Constants({"CUT": cut, "num_warps": 4}, descriptors)
 
 
-def _sums(width: int, dtype: torch.dtype, top_k: int, num_ranks: int, column: int = 0, own_rank: int = -1) -> Sums:
-    """Sums with as many stages as a ring takes."""
-    cut = cut_rows(width * dtype.itemsize, num_ranks, column, SUM_PIECE_BYTES)
-    stages = min(SUM_RING_BYTES // cut.piece_bytes, MAX_SUM_STAGES)
-    return Sums(cut=cut, top_k=top_k, stages=stages, own_rank=own_rank)
-
-
-def _named(sums: Sums, dtype: torch.dtype) -> dict[str, object]:
-    return {"SUMS": sums, "DTYPE": GLUON_DTYPES[dtype], "num_warps": 4}
+def cut_sums(row_bytes: int, **sizes: Any) -> Pieces:
+    """Rows to be summed, and as many stages as a ring takes."""
+    cut = cut_rows(row_bytes, SUM_PIECE_BYTES, batch=1, rings=3, **sizes)
+    return replace(cut, stages=min(SUM_RING_BYTES // cut.piece_bytes, MAX_SUM_STAGES))
 
 
 @gluon.jit
@@ -552,10 +513,10 @@ def is_failed(ready, arrived):
 
 
 @gluon.jit
-def first_rows(packed_start, num_tokens, SUMS: gl.constexpr):
+def first_rows(packed_start, num_tokens, CUT: gl.constexpr):
     """What has to be added to a token's packed row on each rank to get the row of `returned`."""
-    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
-    OWN: gl.constexpr = SUMS.own_rank
+    NUM_RANKS: gl.constexpr = CUT.num_ranks
+    OWN: gl.constexpr = CUT.own_rank
     rows = ()
     for rank in gl.static_range(NUM_RANKS):
         rows += ((rank - (rank > OWN)) * num_tokens - gl.load(packed_start + rank),)
@@ -563,75 +524,73 @@ def first_rows(packed_start, num_tokens, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
+def ask_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     """The role: loads pieces of every token's rows, in the order of ranks: one from each peer, all from this rank."""
     rows_desc, returned_desc, _words, tables, ready, arrived, num_tokens = tensors
     token_to_packed_row, packed_start, slot_to_rank, slot_to_row = tables
-    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
-    TOP_K: gl.constexpr = SUMS.top_k
-    OWN: gl.constexpr = SUMS.own_rank
-    firsts = first_rows(packed_start, num_tokens, SUMS)
+    NUM_RANKS: gl.constexpr = CUT.num_ranks
+    TOP_K: gl.constexpr = CUT.top_k
+    OWN: gl.constexpr = CUT.own_rank
+    firsts = first_rows(packed_start, num_tokens, CUT)
     number = gl.where(is_failed(ready, arrived), 0, num_tokens)
-    step = gl.num_programs(0) * SUMS.pairs
-    stage = PAIR * SUMS.stages + 0
+    step = gl.num_programs(0) * CUT.rings
+    stage = PAIR * CUT.stages + 0
     phase = 1
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, number * SUMS.cut.num_pieces, step):
-        token, segment = place_of(item, SUMS)
-        later, _ = place_of(item + 2 * step, SUMS)
+    for item in range(gl.program_id(0) * CUT.rings + PAIR, number * CUT.num_pieces, step):
+        token, segment = place_of(item, CUT)
+        later, _ = place_of(item + 2 * step, CUT)
         later = gl.minimum(later, number - 1)
         prefetch(token_to_packed_row + later * NUM_RANKS)
         prefetch(slot_to_rank + later * TOP_K)
         prefetch(slot_to_row + later * TOP_K)
-        own_rows = load_slots(slot_to_row, token, True, SUMS)
-        ranks = load_slots(slot_to_rank, token, True, SUMS)
+        own_rows = load_slots(slot_to_row, token, True, CUT)
+        ranks = load_slots(slot_to_rank, token, True, CUT)
         for rank in gl.static_range(NUM_RANKS):
             if rank == OWN:
                 for k in gl.static_range(TOP_K):
                     row = gl.where(ranks[k] == OWN, own_rows[k], -1)
-                    stage, phase = ask_piece(rows_desc, row, segment, ring, stage, phase, PAIR, SUMS)
+                    stage, phase = ask_piece(rows_desc, row, segment, ring, stage, phase, PAIR, CUT)
             else:
                 packed_row = gl.load(token_to_packed_row + token * NUM_RANKS + rank)
                 row = gl.where(packed_row >= 0, packed_row + firsts[rank], -1)
-                stage, phase = ask_piece(returned_desc, row, segment, ring, stage, phase, PAIR, SUMS)
+                stage, phase = ask_piece(returned_desc, row, segment, ring, stage, phase, PAIR, CUT)
 
 
 @gluon.jit
-def add_for_home(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
+def add_for_home(tensors, ring, PAIR: gl.constexpr, CUT: gl.constexpr):
     """The role: sums the pieces. This rank's rows are summed and rounded first, as peers do with their rows."""
     _rows_desc, _returned_desc, words, tables, ready, arrived, num_tokens = tensors
     token_to_packed_row, _packed_start, slot_to_rank, slot_to_row = tables
-    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
-    TOP_K: gl.constexpr = SUMS.top_k
-    OWN: gl.constexpr = SUMS.own_rank
+    NUM_RANKS: gl.constexpr = CUT.num_ranks
+    TOP_K: gl.constexpr = CUT.top_k
+    OWN: gl.constexpr = CUT.own_rank
     moves = not is_failed(ready, arrived)
-    stage = PAIR * SUMS.stages + 0
+    stage = PAIR * CUT.stages + 0
     phase = 0
-    step = gl.num_programs(0) * SUMS.pairs
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_tokens * SUMS.cut.num_pieces, step):
-        token, segment = place_of(item, SUMS)
-        own_rows = load_slots(slot_to_row, token, moves, SUMS)
-        ranks = load_slots(slot_to_rank, token, moves, SUMS)
-        low = constant_piece(0, SUMS)
-        high = constant_piece(0, SUMS)
+    step = gl.num_programs(0) * CUT.rings
+    for item in range(gl.program_id(0) * CUT.rings + PAIR, num_tokens * CUT.num_pieces, step):
+        token, segment = place_of(item, CUT)
+        own_rows = load_slots(slot_to_row, token, moves, CUT)
+        ranks = load_slots(slot_to_rank, token, moves, CUT)
+        low = constant_piece(0, CUT)
+        high = constant_piece(0, CUT)
         for rank in gl.static_range(NUM_RANKS):
             if rank == OWN:
                 # This may be 0.0 where peers' sums are -0.0: added to 0.0, both give the same.
-                own_low = constant_piece(0, SUMS)
-                own_high = constant_piece(0, SUMS)
+                own_low = constant_piece(0, CUT)
+                own_high = constant_piece(0, CUT)
                 for k in gl.static_range(TOP_K):
                     has = (ranks[k] == OWN) & (own_rows[k] >= 0)
-                    own_low, own_high, stage, phase = add_piece(
-                        own_low, own_high, has, ring, stage, phase, PAIR, DTYPE, SUMS
-                    )
-                rounded_low, rounded_high = unpack(pack(own_low, own_high, DTYPE), DTYPE)
+                    own_low, own_high, stage, phase = add_piece(own_low, own_high, has, ring, stage, phase, PAIR, CUT)
+                rounded_low, rounded_high = unpack(pack(own_low, own_high, CUT.dtype), CUT.dtype)
                 low += rounded_low
                 high += rounded_high
             else:
                 has = gl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
-                low, high, stage, phase = add_piece(low, high, has, ring, stage, phase, PAIR, DTYPE, SUMS)
+                low, high, stage, phase = add_piece(low, high, has, ring, stage, phase, PAIR, CUT)
         low = gl.where(moves, low, float("nan"))
         high = gl.where(moves, high, float("nan"))
-        store_piece(words, low, high, token, segment, DTYPE, SUMS)
+        store_piece(words, low, high, token, segment, CUT)
 
 
 @fast_jit(["rows_desc", "returned_desc", "words"], jit=gluon.jit)
@@ -646,35 +605,16 @@ def hopper_sum_home_kernel(
     ready,
     arrived,
     num_tokens: gl.int32,
-    SUMS: gl.constexpr,
-    DTYPE: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     tables = (token_to_packed_row, packed_start, slot_to_rank, slot_to_row)
     tensors = (rows_desc, returned_desc, words, tables, ready, arrived, num_tokens)
-    ring = make_rings(rows_desc, SUMS)
-    gl.warp_specialize(
-        [
-            (add_for_home, (tensors, ring, 0, SUMS, DTYPE)),
-            (add_for_home, (tensors, ring, 1, SUMS, DTYPE)),
-            (add_for_home, (tensors, ring, 2, SUMS, DTYPE)),
-            (ask_for_home, (tensors, ring, 0, SUMS)),
-            (ask_for_home, (tensors, ring, 1, SUMS)),
-            (ask_for_home, (tensors, ring, 2, SUMS)),
-        ],
-        [4, 4, 1, 1, 1],
-        [128, 128, 64, 64, 64],
-    )
+    run_pairs(ask_for_home, add_for_home, tensors, rows_desc, CUT)
 
 
 def launch_sum_home(rows, index, trip, out, *, rank, num_ctas):
     """sum_home to out [T, H], on `num_ctas` SMs. T is at least 1, and there are peers."""
     _, packed_start, _, slot_to_row = index
-    constants = _sum_home_plan(out.shape[1], out.dtype, slot_to_row.shape[1], packed_start.numel(), rank)
-    words = out.view(torch.int32)
+    sizes = {"top_k": slot_to_row.shape[1], "num_ranks": packed_start.numel(), "own_rank": rank}
+    constants, words = _of_sums(out.shape[1], out.dtype, 2, **sizes), out.view(torch.int32)
     launch(hopper_sum_home_kernel, (num_ctas,), constants, *rows, words, *index, *trip, out.shape[0])
-
-
-@functools.cache
-def _sum_home_plan(width, dtype, top_k, num_ranks, own_rank) -> Constants:
-    sums = _sums(width, dtype, top_k, num_ranks, own_rank=own_rank)
-    return Constants(_named(sums, dtype), dict.fromkeys((0, 1), describe_rows(sums.cut)))

@@ -85,9 +85,9 @@ def locate_tile(tile, row_range, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def num_steps(start, end):
-    """Stages of the ring that a group's tile takes."""
-    return (end - start + (BLOCK_K - 1)) // BLOCK_K
+def num_steps(start, end, BLOCK: gl.constexpr):
+    """Stages of the ring, of BLOCK rows, that a group's tile takes."""
+    return (end - start + (BLOCK - 1)) // BLOCK
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def load(dout_desc, rows_desc, row_range, ring, PIPE: gl.constexpr):
     phase = 1
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         _group, start, end, m, n = locate_tile(tile, row_range, PIPE)
-        for k in range(num_steps(start, end)):
+        for k in range(num_steps(start, end, BLOCK_K)):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
             row = RAGGED - end + start + k * BLOCK_K
@@ -140,7 +140,7 @@ def multiply(out_desc, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: g
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         group, start, end, m, n = locate_tile(tile, row_range, PIPE)
-        acc, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
+        acc, stage, phase = product(ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE)
         tma.store_wait(0)
         write_dump(acc, chunks, WARPGROUP, PIPE)
         fence_async_shared()

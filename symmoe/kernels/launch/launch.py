@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from symmoe.torch_internals import current_device, current_stream
 
 # Of every compilation. Products and sums become one fma, for speed, and because the bits of tests and records have it.
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default up to 3.9
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 NUMBER_TYPES = (int, bool, float)
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -64,6 +65,14 @@ class Constants:
 def kept_constants(**named: Hashable) -> Constants:
     """Those of all calls with equal ones."""
     return Constants(named)
+
+
+@functools.cache
+def kept_sizes(**named: Hashable) -> Constants:
+    """Same as kept_constants, of a kernel with one constant, SIZES, whose attributes these are. A call has those that
+    the kernel reads."""
+    options = {name: named.pop(name) for name in LAUNCH_OPTIONS if name in named}
+    return Constants({"SIZES": make_dataclass("Sizes", named, frozen=True)(**named), **options})
 
 
 def fast_launch(kernel: Any) -> Any:
@@ -166,7 +175,7 @@ class FastLaunch:
             # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
             if triton_internals.is_compiled(compiled) and all(tensor.get_device() == device for tensor in tensors):
                 FastLaunch.num_compiled += 1
-                self._globals = _Globals.of_kernel(self.kernel)  # the JIT has compared them with its compiled-in values
+                self._globals = _globals_of(self.kernel)  # the JIT has compared them with its compiled-in values
                 parts = triton_internals.read_compiled(compiled), args, call.places, constants.descriptors
                 call.variants[key] = compiled, known_kernel(self.kernel.__name__, *parts)
             return compiled
@@ -233,8 +242,8 @@ class FastLaunch:
         if triton_internals.is_watched(self.kernel):
             return True
         try:
-            for part in self._globals:
-                if part.read(part.module) != part.values:
+            for module, read, values in self._globals:
+                if read(module) != values:
                     return True
         except KeyError:
             return True
@@ -260,23 +269,18 @@ class _Call:
     variants: dict[tuple[Any, ...], tuple[Any, Kernel | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Globals:
-    """Global variables of one module that are compiled into a kernel."""
+# Of one module, what is compiled into a kernel: all of its variables, a function that reads these, and their values.
+_Globals = tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]
 
-    module: dict[str, Any]
-    read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    values: tuple[Any, ...]
 
-    @staticmethod
-    def of_kernel(kernel: JITFunction) -> "list[_Globals]":
-        names: dict[int, list[str]] = {}
-        modules: dict[int, dict[str, Any]] = {}
-        for name, module in triton_internals.compiled_in(kernel):
-            names.setdefault(id(module), []).append(name)
-            modules[id(module)] = module
-        reads = {key: _getter(names[key]) for key in names}
-        return [_Globals(modules[key], read, read(modules[key])) for key, read in reads.items()]
+def _globals_of(kernel: JITFunction) -> list[_Globals]:
+    names: dict[int, list[str]] = {}
+    modules: dict[int, dict[str, Any]] = {}
+    for name, module in triton_internals.compiled_in(kernel):
+        names.setdefault(id(module), []).append(name)
+        modules[id(module)] = module
+    reads = {key: picker(names[key]) for key in names}
+    return [(modules[key], read, read(modules[key])) for key, read in reads.items()]
 
 
 def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
@@ -298,8 +302,3 @@ def _is_argument(value: Any, mode: int) -> bool:
     """Whether a call's key holds all properties of this argument on which the compiled code depends."""
     kind = type(value)
     return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
-
-
-def _getter(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Function from a mapping to the tuple of its values under `names`."""
-    return operator.itemgetter(*names) if len(names) > 1 else lambda mapping: (mapping[names[0]],)

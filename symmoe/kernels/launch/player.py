@@ -145,8 +145,8 @@ Describe = Callable[[torch.Tensor], TensorDescriptor]
 Parts = tuple[tuple[int, ...], object]  # values (the address of a tensor map, or 0; integers), and what keeps them
 
 
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Function from a sequence to the tuple of its elements at `places`."""
+def picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Function from a sequence or a mapping to the tuple of its elements at `places`."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return (lambda row: (row[places[0]],)) if places else (lambda row: ())

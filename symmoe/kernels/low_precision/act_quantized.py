@@ -11,7 +11,6 @@ The arithmetic is that of activation.py and quantize.py, the same functions on t
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from symmoe.kernels.act_quantized import FEATURES, DactOperands, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.low_precision.quantize import store_column_scales, store_part
 from symmoe.kernels.triton.activation import (
@@ -51,28 +50,30 @@ REGISTERS = 128  # per thread of those: two programs to an SM
 
 
 @triton.jit
-def quantize_lines(x, FORMAT: tl.constexpr):
+def quantize_lines(x, SIZES: tl.constexpr):
     """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / block]: quantize_tile of quantize.py."""
     LINES: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    blocks = x.reshape(LINES, WIDTH // FORMAT.block, FORMAT.block)
-    SCALE: tl.constexpr = FORMAT.scale
+    BLOCK: tl.constexpr = SIZES.format.block
+    SCALE: tl.constexpr = SIZES.format.scale
+    blocks = x.reshape(LINES, WIDTH // BLOCK, BLOCK)
     stored, multiplier = block_scales_or_nan(tl.max(magnitude_bits(blocks), axis=2), SCALE)
     return e4m3_code(blocks * multiplier[:, :, None]).reshape(LINES, WIDTH), stored
 
 
 @triton.jit
-def store_rows(x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+def store_rows(x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SIZES: tl.constexpr):
     """Quantises x [rows, C], features first..END of rows of WIDTH, with scales along features; nothing without data."""
+    FORMAT: tl.constexpr = SIZES.format
     if data is not None:
-        codes, scales = quantize_lines(x.to(tl.float32), FORMAT)
+        codes, scales = quantize_lines(x.to(tl.float32), SIZES)
         store_part(data, codes, row, row < end, first, END, WIDTH)
         end_block: tl.constexpr = FORMAT.num_blocks(END)
         store_part(scale, scales, row, row < end, first // FORMAT.block, end_block, FORMAT.num_blocks(WIDTH))
 
 
 @triton.jit
-def store_columns(x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+def store_columns(x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.constexpr, SIZES: tl.constexpr):
     """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
     data. out: data, scales, how many tiles of tokens they have. sums [WIDTH]: of the columns, or None."""
     data, scale, num_tiles = out
@@ -80,7 +81,7 @@ def store_columns(x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.conste
         feature = first + tl.arange(0, x.shape[1])
         tl.store(sums + feature, sum_tile(x.to(tl.float32)), mask=feature < END)
     if data is not None:
-        codes, scales = quantize_lines(tl.trans(x).to(tl.float32), FORMAT)
+        codes, scales = quantize_lines(tl.trans(x).to(tl.float32), SIZES)
         feature = first + tl.arange(0, x.shape[1])
         tokens = num_tiles * TILE
         store_part(data, codes, feature, feature < END, tile * TILE, tokens, tokens)
@@ -88,32 +89,33 @@ def store_columns(x, first, END: tl.constexpr, tile, out, sums, WIDTH: tl.conste
 
 
 @triton.jit
-def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, FFN: tl.constexpr):
+def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, SIZES: tl.constexpr):
     """Stores sums [ROWS, BLOCKS] of blocks of columns from first_column on; scale_sums [blocks, num_rows]."""
     block = first_column // SUM_COLUMNS + tl.arange(0, sums.shape[1])
     pointers = scale_sums + block.to(tl.int64)[None, :] * num_rows + row[:, None]
-    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < FFN)[None, :])
+    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < SIZES.columns)[None, :])
 
 
 @triton.jit
-def act_part(h, row_scale, row, end, first, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr):
+def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
     """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+    gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), SIZES.activation)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
     return (value * factor).to(h.dtype.element_ty)
 
 
 @triton.jit
-def dact_part(da, h, row_scale, row, end, first, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr):
+def dact_part(da, h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
     """a, dgate, dup [rows, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
+    ACTIVATION: tl.constexpr = SIZES.activation
     DTYPE: tl.constexpr = h.dtype.element_ty
-    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, COLUMNS, COLUMNS)
+    gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
     gate = gate.to(tl.float32)
     up = up.to(tl.float32)
     column = first + tl.arange(0, COLUMNS)
-    pointers = da + row.to(tl.int64)[:, None] * FFN + column[None, :]
-    dout = tl.load(pointers, mask=tile_mask(row, end, column, FFN, COLUMNS), other=0.0).to(tl.float32)
+    pointers = da + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
+    dout = tl.load(pointers, mask=tile_mask(row, end, column, SIZES.columns, COLUMNS), other=0.0).to(tl.float32)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
     value = act_value(gate, up, ACTIVATION)
     by_gate, by_up = act_slopes(gate, up, ACTIVATION)
@@ -129,21 +131,18 @@ def act_quantize_rows_kernel(
     row_range,
     data,  # bytes [N, I]
     scale,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    FFN: tl.constexpr,
-    FEATURES: tl.constexpr,
-    ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
-    first = tl.program_id(0) * FEATURES
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, ROWS)
+    FFN: tl.constexpr = SIZES.columns
+    ROWS: tl.constexpr = SIZES.rows
+    first = tl.program_id(0) * SIZES.features
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, ROWS)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, ROWS)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, ROWS)
         row = first_row + tl.arange(0, ROWS)
-        a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, FEATURES)
-        store_rows(a, row, end, first, FFN, data, scale, FFN, FORMAT)
+        a = act_part(h, row_scale, row, end, first, SIZES.features, SIZES)
+        store_rows(a, row, end, first, FFN, data, scale, FFN, SIZES)
 
 
 @fast_jit(["da", "h", "data", "column_data", "a_column_data"])
@@ -163,20 +162,19 @@ def dact_quantize_kernel(
     num_rows: tl.int32,
     num_tiles: tl.int32,
     num_a_tiles: tl.int32,
-    ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    FFN: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STRIP: tl.constexpr,
-    ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features)."""
+    ACTIVATION: tl.constexpr = SIZES.activation
+    FFN: tl.constexpr = SIZES.columns
+    FEATURES: tl.constexpr = SIZES.features
+    STRIP: tl.constexpr = SIZES.strip
+    ROWS: tl.constexpr = SIZES.rows
     WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
-        group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
+        group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, TILE)
         first_feature = n_tile * FEATURES
         slot = None
         if bias_sums is not None:
@@ -186,27 +184,27 @@ def dact_quantize_kernel(
             out, a_out = (column_data, column_scale, num_tiles), (a_column_data, a_column_scale, num_a_tiles)
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
-                a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, STRIP)
-                store_columns(a, first, FFN, tile, a_out, None, FFN, FORMAT)
+                a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, STRIP, SIZES)
+                store_columns(a, first, FFN, tile, a_out, None, FFN, SIZES)
                 if ACTIVATION.interleave is None:
-                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, FORMAT)
+                    store_columns(dgate, first, FFN, tile, out, slot, WIDTH, SIZES)
                     if ACTIVATION.is_gated:
-                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, FORMAT)
+                        store_columns(dup, FFN + first, WIDTH, tile, out, slot, WIDTH, SIZES)
                 else:
                     dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
-                    store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, FORMAT)
+                    store_columns(dh, 2 * first, WIDTH, tile, out, slot, WIDTH, SIZES)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
-            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, FEATURES)
+            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, FEATURES, SIZES)
             sums = add_neighbours(terms, SUM_STEPS)
-            store_block_sums(sums, workspace, row, end, first_feature, num_rows, FFN)
+            store_block_sums(sums, workspace, row, end, first_feature, num_rows, SIZES)
             if ACTIVATION.interleave is None:
-                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, FORMAT)
+                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SIZES)
                 if ACTIVATION.is_gated:
-                    store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, FORMAT)
+                    store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, SIZES)
             else:
                 dh = join_blocks(dgate, dup, ROWS, FEATURES, ACTIVATION.interleave)
-                store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, FORMAT)
+                store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SIZES)
 
 
 def act_quantize(h, row_scale, row_range, out, activation, block_format):
@@ -256,19 +254,11 @@ def dact_arguments(
     return da, h, row_scale, row_range, workspace, *results, *numbers
 
 
-@functools.cache
 def _constants(
     ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat, *, of_gradient: bool
 ) -> Constants:
-    named: dict[str, object] = {
-        "ACTIVATION": addressable(activation, ffn),
-        "FORMAT": block_format,
-        "NUM_GROUPS": num_groups,
-        "FFN": ffn,
-        "FEATURES": dact_features(activation) if of_gradient else FEATURES,
-        "ROWS": ROWS,
-        "num_warps": NUM_WARPS if of_gradient else ROW_WARPS,
-    }
-    if of_gradient:
-        named |= {"STRIP": max(STRIP, activation.interleave or 0), "maxnreg": REGISTERS}
-    return Constants(named)
+    sizes = {"activation": addressable(activation, ffn), "columns": ffn, "format": block_format, "rows": ROWS}
+    if not of_gradient:
+        return kept_sizes(**sizes, num_groups=num_groups, features=FEATURES, num_warps=ROW_WARPS)
+    tile = {"features": dact_features(activation), "strip": max(STRIP, activation.interleave or 0)}
+    return kept_sizes(**sizes, num_groups=num_groups, **tile, num_warps=NUM_WARPS, maxnreg=REGISTERS)

@@ -15,23 +15,20 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import quantized_gemm
-from symmoe.kernels.launch.launch import fast_jit
-from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place
+from symmoe.kernels.launch.launch import Constants, fast_jit
+from symmoe.kernels.triton.gemm import Gemm, add_bias, group_tiles, tile_place, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
-    ZERO_BLOCK,
-    Plan,
+    TRITON_DTYPES,
     TileConfig,
+    Wgrad,
     describe,
-    first_tail_row,
+    gradient_of,
     load_lines,
     matrix_of,
-    output_tile_constants,
     row_tile_prefix,
     store_gradient,
-    swizzle_tile,
     tile_mask,
-    wgrad_plan,
-    zero_rows,
+    wgrad_place,
 )
 
 BLOCK = tl.constexpr(quantized_gemm.BLOCK)
@@ -81,8 +78,7 @@ def grouped_gemm_fp8_kernel(
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
-    if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, OUT_WIDTH, ZERO_BLOCK)
+    zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
 @fast_jit(["dout_desc", "rows_desc", "out"])
@@ -94,23 +90,16 @@ def grouped_gemm_wgrad_fp8_kernel(
     row_range,
     out,  # [G, O, C]; None with a table
     out_table,  # int64[G] or None
-    OUT_DTYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    OUT_ROWS: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    WGRAD: tl.constexpr,
 ):
-    NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, BLOCK)
+    BLOCK_M: tl.constexpr = WGRAD.config.block_m
+    BLOCK_N: tl.constexpr = WGRAD.config.block_n
+    OUT_ROWS: tl.constexpr = WGRAD.out_rows
+    OUT_WIDTH: tl.constexpr = WGRAD.columns
+    prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, BLOCK)
     lane = tl.arange(0, prefix.shape[0])
-    for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
-        group = tile // TILES
-        m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+    for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
+        group, m_tile, n_tile = wgrad_place(tile, WGRAD)
         first_block = tl.max(tl.where(lane < group, prefix, 0), axis=0)
         end_block = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
         row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -123,26 +112,28 @@ def grouped_gemm_wgrad_fp8_kernel(
             by_row = tl.load(dout_scale + b * OUT_ROWS + row, mask=row < OUT_ROWS, other=0.0)
             by_column = tl.load(rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0)
             acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
-        if not ACCUMULATE or first_block < end_block:  # a group without tokens is not even read
-            out_group = matrix_of(out, out_table, group, OUT_ROWS * OUT_WIDTH, OUT_DTYPE)
-            store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
+        if not WGRAD.accumulate or first_block < end_block:  # a group without tokens is not even read
+            store_gradient(acc, gradient_of(out, out_table, group, WGRAD), row, column, WGRAD)
 
 
 @functools.cache
-def plan_gemm(num_groups: int, out_width: int, in_width: int, **tile: Any) -> Plan:
+def plan_gemm(num_groups: int, out_width: int, in_width: int, **tile: Any) -> tuple[Gemm, Constants]:
     """How grouped_gemm_fp8_kernel is launched. tile: fields of TileConfig."""
     config = _config(tile)
     gemm = Gemm(config=config, num_groups=num_groups, columns=out_width, in_width=in_width)
     descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([1, config.block_n, BLOCK.value])}
-    return gemm.plan(descriptors)
+    return gemm, gemm.constants(descriptors)
 
 
 @functools.cache
-def plan_wgrad(dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...], **tile: Any) -> Plan:
+def plan_wgrad(
+    dtype: torch.dtype, accumulate: bool, shape: tuple[int, int, int], **tile: Any
+) -> tuple[Wgrad, Constants]:
     """How grouped_gemm_wgrad_fp8_kernel is launched."""
     config = _config(tile)
     descriptors = {0: describe([config.block_m, BLOCK.value]), 2: describe([config.block_n, BLOCK.value])}
-    return wgrad_plan(config, dtype, accumulate, shape, output_tile_constants(config), descriptors)
+    wgrad = Wgrad(config, *shape, TRITON_DTYPES[dtype], accumulate)
+    return wgrad, wgrad.constants(descriptors)
 
 
 def _config(tile: dict[str, Any]) -> TileConfig:

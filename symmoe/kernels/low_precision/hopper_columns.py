@@ -31,11 +31,11 @@ from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import copy_async
-from symmoe.kernels.hopper.pipeline import Groups
+from symmoe.kernels.hopper.pipeline import Groups, add
 from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.operands import Buffers
-from symmoe.kernels.triton.tiles import device_num_sms
+from symmoe.kernels.triton.tiles import launch_grid
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row
@@ -104,8 +104,7 @@ class ColumnPlan(Groups):
 
     def grid(self, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
         """Programs for this many tiles of tokens."""
-        num_sms = device_num_sms(device) if num_sms is None else num_sms
-        return (min(num_tiles * self.num_feature_tiles, self.programs_per_sm * num_sms),)
+        return launch_grid(num_tiles * self.num_feature_tiles, num_sms, device, self.programs_per_sm)
 
 
 def copied_layout(word_bytes: int) -> Any:
@@ -113,11 +112,6 @@ def copied_layout(word_bytes: int) -> Any:
     words = ACCESS_BYTES // word_bytes
     across = PAIRS.value // words
     return gl.BlockedLayout([1, words], [32 // across, across], [NUM_WARPS, 1], [1, 0])
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -190,7 +184,7 @@ def group_tiles(row_range, PLAN: gl.constexpr):
     start = gl.load(row_range + group, mask=group < PLAN.num_groups, other=0)
     end = gl.load(row_range + PLAN.num_groups + group, mask=group < PLAN.num_groups, other=0)
     num_tiles = (end - start + (TILE - 1)) // TILE
-    return start, end, gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
+    return start, end, gl.associative_scan(num_tiles, 0, add), gl.sum(num_tiles, axis=0)
 
 
 @gluon.jit

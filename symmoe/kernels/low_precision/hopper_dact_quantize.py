@@ -38,7 +38,7 @@ from symmoe.kernels.launch.launch import Constants, fast_jit, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.triton.bias import sum_tile
-from symmoe.kernels.triton.tiles import device_num_sms, launch_grid
+from symmoe.kernels.triton.tiles import launch_grid
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 STRIP = gl.constexpr(64)  # rows
@@ -243,7 +243,7 @@ def launch_dact_quantize(arguments, activation, block_format, *, num_sms=None, *
     da, _, _, row_range, *_ = arguments
     (num_rows, ffn), num_groups = da.shape, row_range.shape[1]
     num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
-    grid = launch_grid(num_tiles, PROGRAMS_PER_SM * (num_sms or device_num_sms(da.device)), da.device)
+    grid = launch_grid(num_tiles, num_sms, da.device, PROGRAMS_PER_SM)
     constants = _constants(num_groups, ffn, activation, block_format.scale, **options)
     launch(hopper_dact_quantize_kernel, grid, constants, *arguments)
 

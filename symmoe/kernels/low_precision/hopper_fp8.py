@@ -98,11 +98,11 @@ def load(rows_desc, weights, row_range, ring, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def partial_sum(a, b):
-    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core."""
+def partial_sum(a, b, IN_FLIGHT: gl.constexpr):
+    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core. IN_FLIGHT: how many products may not have ended."""
     zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
     products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(products,))
+    return warpgroup_mma_wait(IN_FLIGHT, deps=(products,))
 
 
 @gluon.jit
@@ -134,9 +134,9 @@ def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage).slice(CHUNK * WARPGROUP, CHUNK, dim=0)
         b = b_ring.index(stage).reshape([BLOCK_N, BLOCK_K])
-        partial = partial_sum(a, b.slice(0, HALF, dim=0))
+        partial = partial_sum(a, b.slice(0, HALF, dim=0), 0)
         left += partial * left_scale[:, None]
-        partial = partial_sum(a, b.slice(HALF, HALF, dim=0))
+        partial = partial_sum(a, b.slice(HALF, HALF, dim=0), 0)
         mbarrier.arrive(empty.index(stage))
         right += partial * right_scale[:, None]
         left_scale = next_scale * next_left_scale

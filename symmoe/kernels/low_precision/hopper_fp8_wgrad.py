@@ -29,22 +29,16 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
 from symmoe.kernels.hopper.gluon_names import tma_add, tma_load, tma_store
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
 from symmoe.kernels.hopper.table import describe_table, distant_place, matrix_place
-from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
+from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile, num_steps
 from symmoe.kernels.launch.launch import Constants, Describe, fast_jit, launch
-from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
+from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS, partial_sum
 from symmoe.kernels.tensor_table import packed_and_table
 from symmoe.kernels.triton.tiles import launch_grid
 
@@ -76,12 +70,6 @@ def first_block(row_range, group, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def num_steps(start, end):
-    """Stages of the ring that a group's tile takes."""
-    return (end - start + (BLOCK_K - 1)) // BLOCK_K
-
-
-@gluon.jit
 def load(operands, row_range, ring, PIPE: gl.constexpr):
     """The role load, of one warp. Features past the last one come as zeros."""
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
@@ -93,7 +81,7 @@ def load(operands, row_range, ring, PIPE: gl.constexpr):
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         group, start, end, m, n = locate_tile(tile, row_range, PIPE)
         block = first_block(row_range, group, PIPE)
-        for k in range(num_steps(start, end)):
+        for k in range(num_steps(start, end, BLOCK_K)):
             mbarrier.wait(empty.index(stage), phase)
             barrier = full.index(stage)
             mbarrier.expect(barrier, operand_bytes + scale_bytes)
@@ -103,15 +91,6 @@ def load(operands, row_range, ring, PIPE: gl.constexpr):
             tma_load(rows_scale_desc, [block + k, n], barrier, b_scale.index(stage))
             tma_load(dout_scale_desc, [block + k, m], barrier, a_scale.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
-
-
-@gluon.jit
-def begin_partial_sum(a, b):
-    """Begins a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T."""
-    zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
-    products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    # NOTE: one product may be in flight, so this waits for none. But ptxas would put what follows between the products.
-    return warpgroup_mma_wait(1, deps=(products,))
 
 
 @gluon.jit
@@ -134,7 +113,8 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
     for k in range(num_k):
         a = a_ring.index(stage)
         b = b_ring.index(stage).slice(HALF * WARPGROUP, HALF, dim=0)
-        partial = begin_partial_sum(a.slice(0, CHUNK, dim=0), b)
+        # NOTE: one product may be in flight, so this waits for none. But ptxas would put what follows between products.
+        partial = partial_sum(a.slice(0, CHUNK, dim=0), b, 1)
         row_scales = a_scale.index(stage).permute([1, 0])
         upper_scale = row_scales.slice(0, CHUNK, dim=0).load(SUMS)
         lower_scale = row_scales.slice(CHUNK, CHUNK, dim=0).load(SUMS)
@@ -143,7 +123,7 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
         # NOTE: no product is in flight. But LLVM would put this sum behind the next products, and both partial sums
         # do not fit into the registers.
         upper = warpgroup_mma_wait(0, deps=(upper,))
-        partial = begin_partial_sum(a.slice(CHUNK, CHUNK, dim=0), b)
+        partial = partial_sum(a.slice(CHUNK, CHUNK, dim=0), b, 1)
         following, following_phase = next_stage(stage, phase, PIPE)
         mbarrier.wait(full.index(following), following_phase, pred=k + 1 < num_k)
         partial = warpgroup_mma_wait(0, deps=(partial,))
@@ -234,11 +214,8 @@ def multiply(outs, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.co
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         group, start, end, m, first_column = locate_tile(tile, row_range, PIPE)
         n = first_column + HALF * WARPGROUP
-        upper, lower, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
-        if PIPE.accumulate:
-            if start < end:  # the result of a group without rows is not read
-                store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP, PIPE)
-        else:
+        upper, lower, stage, phase = product(ring, num_steps(start, end, BLOCK_K), stage, phase, WARPGROUP, PIPE)
+        if not PIPE.accumulate or start < end:  # a group without rows is not even read
             store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP, PIPE)
     tma.store_wait(0)
 

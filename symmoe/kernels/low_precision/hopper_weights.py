@@ -7,10 +7,6 @@ no code is transposed; multiplying and rounding again costs less. Formulas and b
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +17,7 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.gluon_names import copy_async
 from symmoe.kernels.hopper.table import matrix_pointer
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
     ACCESS_BYTES,
@@ -38,32 +34,10 @@ from symmoe.kernels.low_precision.hopper_columns import (
     second_number,
 )
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
-from symmoe.kernels.triton.tiles import device_num_sms
+from symmoe.kernels.triton.tiles import launch_grid
 
 COPIED = gl.constexpr(copied_layout(4))
 OPTIONS = {"stages": 1, "programs_per_sm": 3}  # as in hopper_columns.py; one stage was 4 % faster than two
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPlan:
-    """The constants of one kernel: matrices [num_lines, width] of dtype (of Gluon). scale: scale of BlockFormat."""
-
-    num_lines: int
-    width: int
-    scale: str
-    dtype: Any
-    stages: int
-    programs_per_sm: int
-
-    @property
-    def line_tiles(self) -> int:
-        """Tiles down a matrix."""
-        return self.num_lines // TILE.value
-
-    @property
-    def column_tiles(self) -> int:
-        """Tiles across a matrix."""
-        return self.width // TILE.value
 
 
 @gluon.jit
@@ -74,42 +48,42 @@ def code_pairs(first, second):
 
 
 @gluon.jit
-def begin_copy(stage, weight, table, tile, num_tiles, PLAN: gl.constexpr):
+def begin_copy(stage, weight, table, tile, num_tiles, SIZES: gl.constexpr):
     """Begins to copy a tile to a stage of shared memory. Past the last tile, zeros come."""
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
-    WORDS: gl.constexpr = PLAN.width // 2
-    line_tile = tile // PLAN.column_tiles
+    WORDS: gl.constexpr = SIZES.width // 2
+    line_tile = tile // SIZES.column_tiles
     if table is None:
         first = weight + line_tile.to(gl.int64) * (TILE * WORDS)
     else:
-        group = gl.minimum(tile, num_tiles - 1) // (PLAN.column_tiles * PLAN.line_tiles)
-        first = matrix_pointer(table, group, gl.int32) + line_tile % PLAN.line_tiles * (TILE * WORDS)
-    first += tile % PLAN.column_tiles * PAIRS
+        group = gl.minimum(tile, num_tiles - 1) // (SIZES.column_tiles * SIZES.line_tiles)
+        first = matrix_pointer(table, group, gl.int32) + line_tile % SIZES.line_tiles * (TILE * WORDS)
+    first += tile % SIZES.column_tiles * PAIRS
     mask = (tile < num_tiles) & (line < TILE)[:, None]
     copy_async(stage, first + line[:, None] * WORDS + pair[None, :], mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, PLAN: gl.constexpr):
+def store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES: gl.constexpr):
     """Codes of words [TILE, PAIRS], `HELD`, times the multiplier, as lines of 128 neighbours of a column."""
-    first_line = group.to(gl.int64) * PLAN.width + tile_column * TILE
+    first_line = group.to(gl.int64) * SIZES.width + tile_column * TILE
     line = first_line + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
     column = tile_line * TILE + gl.arange(0, TILE, gl.SliceLayout(1, HELD))
-    pointers = transposed_data + (line * PLAN.num_lines)[None, :] + column[:, None]
-    gl.store(pointers, e4m3_code(first_number(words, PLAN.dtype) * multiplier))
-    gl.store(pointers + PLAN.num_lines, e4m3_code(second_number(words, PLAN.dtype) * multiplier))
+    pointers = transposed_data + (line * SIZES.num_lines)[None, :] + column[:, None]
+    gl.store(pointers, e4m3_code(first_number(words, SIZES.dtype) * multiplier))
+    gl.store(pointers + SIZES.num_lines, e4m3_code(second_number(words, SIZES.dtype) * multiplier))
 
 
 @gluon.jit
-def store_straight(words, multiplier, data, tile, PLAN: gl.constexpr):
+def store_straight(words, multiplier, data, tile, SIZES: gl.constexpr):
     """Codes of words [TILE, PAIRS], `COPIED`, times the multiplier, two at a time."""
-    WORDS: gl.constexpr = PLAN.width // 2
-    data += (tile // PLAN.column_tiles).to(gl.int64) * (TILE * WORDS) + tile % PLAN.column_tiles * PAIRS
+    WORDS: gl.constexpr = SIZES.width // 2
+    data += (tile // SIZES.column_tiles).to(gl.int64) * (TILE * WORDS) + tile % SIZES.column_tiles * PAIRS
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
-    codes = code_pairs(first_number(words, PLAN.dtype) * multiplier, second_number(words, PLAN.dtype) * multiplier)
+    codes = code_pairs(first_number(words, SIZES.dtype) * multiplier, second_number(words, SIZES.dtype) * multiplier)
     gl.store(data + line[:, None] * WORDS + pair[None, :], codes)
 
 
@@ -122,32 +96,32 @@ def hopper_quantize_weight_pairs_kernel(
     transposed_data,  # bytes [G, K, M]
     transposed_scale,  # fp32 [G, K / TILE, M / TILE]
     num_tiles: gl.int32,
-    PLAN: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Neighbouring programs have neighbouring columns of the same lines."""
-    STAGES: gl.constexpr = PLAN.stages
+    STAGES: gl.constexpr = SIZES.stages
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, PAIRS], SHARED)
     step = gl.num_programs(0)
     first = gl.program_id(0)
     for i in gl.static_range(STAGES):
-        begin_copy(ring.index(i), weight, table, first + i * step, num_tiles, PLAN)
+        begin_copy(ring.index(i), weight, table, first + i * step, num_tiles, SIZES)
     turn = 0
     for tile in range(first, num_tiles, step):
-        line_tile = tile // PLAN.column_tiles
-        tile_column = tile % PLAN.column_tiles
-        group = line_tile // PLAN.line_tiles
-        tile_line = line_tile % PLAN.line_tiles
+        line_tile = tile // SIZES.column_tiles
+        tile_column = tile % SIZES.column_tiles
+        group = line_tile // SIZES.line_tiles
+        tile_line = line_tile % SIZES.line_tiles
         async_copy.wait_group(STAGES - 1)
         words = ring.index(turn).load(HELD)
-        largest_words = largest(words, PLAN.dtype)
+        largest_words = largest(words, SIZES.dtype)
         # Numbers without a sign are ordered as their bits are, Inf and NaN above all.
         bits = gl.max(gl.maximum(largest_words & 0xFFFF, largest_words >> 16), axis=0)
-        stored, multiplier = scales_of(first_number(bits, PLAN.dtype), PLAN)
+        stored, multiplier = scales_of(first_number(bits, SIZES.dtype), SIZES)
         gl.store(scale + tile, stored)
-        gl.store(transposed_scale + (group * PLAN.column_tiles + tile_column) * PLAN.line_tiles + tile_line, stored)
-        store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, PLAN)
-        store_straight(ring.index(turn).load(COPIED), multiplier, data, tile, PLAN)
-        begin_copy(ring.index(turn), weight, table, tile + STAGES * step, num_tiles, PLAN)
+        gl.store(transposed_scale + (group * SIZES.column_tiles + tile_column) * SIZES.line_tiles + tile_line, stored)
+        store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, SIZES)
+        store_straight(ring.index(turn).load(COPIED), multiplier, data, tile, SIZES)
+        begin_copy(ring.index(turn), weight, table, tile + STAGES * step, num_tiles, SIZES)
         turn = (turn + 1) % STAGES
     async_copy.wait_group(0)
 
@@ -164,18 +138,21 @@ def launch_quantize_weight_pairs(weight, out, transposed_out, block_format, *, n
     num_tiles = out[1].numel()
     if num_tiles == 0:
         return
-    plan, constants = _plan(*weight.shape[1:], block_format.scale, weight.dtype, **options)
+    stages, programs_per_sm = ({**OPTIONS, **options}[name] for name in ("stages", "programs_per_sm"))
+    _, num_lines, width = weight.shape
+    constants = kept_sizes(
+        num_lines=num_lines,
+        line_tiles=num_lines // TILE.value,
+        width=width,
+        column_tiles=width // TILE.value,
+        scale=block_format.scale,
+        dtype=GLUON_DTYPES[weight.dtype],
+        stages=stages,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS[programs_per_sm],
+    )
     packed, table = packed_and_table(weight)
     words = None if packed is None else packed.view(torch.int32)
-    num_sms = device_num_sms(weight.device) if num_sms is None else num_sms
-    grid = (min(num_tiles, plan.programs_per_sm * num_sms),)
+    grid = launch_grid(num_tiles, num_sms, weight.device, programs_per_sm)
     buffers = out[0].view(torch.int16), out[1], transposed_out[0].view(torch.uint8), transposed_out[1]
     launch(hopper_quantize_weight_pairs_kernel, grid, constants, words, table, *buffers, num_tiles)
-
-
-@functools.cache
-def _plan(num_lines: int, width: int, scale: str, dtype: torch.dtype, **options: int) -> tuple[WeightPlan, Constants]:
-    given = {**OPTIONS, **options}
-    plan = WeightPlan(num_lines=num_lines, width=width, scale=scale, dtype=GLUON_DTYPES[dtype], **given)
-    registers = MAX_REGISTERS[plan.programs_per_sm]
-    return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": registers})

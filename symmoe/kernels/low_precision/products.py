@@ -30,13 +30,14 @@ def grouped_gemm_quantized(
         if on_hopper is not None and not tile:
             on_hopper(rows, weight, row_range, out, bias=bias, zero_tail=zero_tail, num_sms=num_sms)
             return
-        kernel, plan, arguments = fp8.grouped_gemm_fp8_kernel, fp8.plan_gemm(*sizes, **tile), (row_range,)
+        kernel, arguments = fp8.grouped_gemm_fp8_kernel, (row_range,)
+        gemm, constants = fp8.plan_gemm(*sizes, **tile)
     else:
         kernel, unit = scaled.grouped_gemm_scaled_kernel, scaled.scaled_products(out.device)
-        plan = scaled.plan_gemm(block_format, unit, *sizes, **tile)
+        gemm, constants = scaled.plan_gemm(block_format, unit, *sizes, **tile)
         arguments = rows.global_scale, weight.global_scale, row_range, group_range
-    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
-    launch(kernel, grid, plan.constants, *operands, *arguments, out, *as_pair(bias), num_rows if zero_tail else None)
+    grid = gemm.grid(num_rows, num_sms, out.device)
+    launch(kernel, grid, constants, *operands, *arguments, out, *as_pair(bias), num_rows if zero_tail else None)
 
 
 def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False, num_sms=None, **tile):
@@ -53,10 +54,10 @@ def grouped_gemm_wgrad_quantized(dout, rows, row_range, out, *, accumulate=False
         if on_hopper is not None and not tile:
             on_hopper(dout, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
             return
-        kernel, plan = fp8.grouped_gemm_wgrad_fp8_kernel, fp8.plan_wgrad(*sizes, **tile)
+        kernel, (wgrad, constants) = fp8.grouped_gemm_wgrad_fp8_kernel, fp8.plan_wgrad(*sizes, **tile)
     else:
         kernel, unit = scaled.grouped_gemm_wgrad_scaled_kernel, scaled.scaled_products(out.device)
-        plan = scaled.plan_wgrad(block_format, unit, *sizes, **tile)
+        wgrad, constants = scaled.plan_wgrad(block_format, unit, *sizes, **tile)
         arguments = *arguments, dout.global_scale, rows.global_scale
-    grid = launch_grid(plan.num_n_tiles, num_sms, out.device)
-    launch(kernel, grid, plan.constants, *arguments, row_range, *packed_and_table(out))
+    grid = launch_grid(wgrad.num_tiles, num_sms, out.device)
+    launch(kernel, grid, constants, *arguments, row_range, *packed_and_table(out))

@@ -5,6 +5,7 @@ elements; where lines are columns of the rows, the compiler reads along the feat
 """
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +14,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
@@ -89,10 +90,13 @@ def store_tile(out, tile, line, in_lines, tile_column, width):
 
 
 @triton.jit
-def store_weight_tile(out, codes, scales, at, FORMAT: tl.constexpr, NUM_LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores the result of tile_codes for a tile of one of several matrices NUM_LINES x WIDTH. out: data, scales; at:
+def store_weight_tile(out, codes, scales, at, SIZES: tl.constexpr, IS_TURNED: tl.constexpr):
+    """Stores the result of tile_codes for a tile of one of several matrices, or transposes. out: data, scales; at:
     group, tile of lines, tile of columns."""
+    FORMAT: tl.constexpr = SIZES.format
     ELEMENT: tl.constexpr = FORMAT.element
+    NUM_LINES: tl.constexpr = SIZES.width if IS_TURNED else SIZES.num_lines
+    WIDTH: tl.constexpr = SIZES.num_lines if IS_TURNED else SIZES.width
     BLOCK: tl.constexpr = codes.shape[1] // scales.shape[1]
     BLOCK_LINES: tl.constexpr = codes.shape[0] // scales.shape[0]
     data, scale = out
@@ -110,12 +114,14 @@ def store_weight_tile(out, codes, scales, at, FORMAT: tl.constexpr, NUM_LINES: t
 
 
 @triton.jit
-def load_columns(rows, row_index, first_row, end, feature, WIDTH: tl.constexpr):
-    """TILE rows from first_row on, as lines [features, TILE] fp32; zeros from row `end` on and past the features."""
+def load_columns(rows, row_index, first_row, end, feature, signs, SIZES: tl.constexpr):
+    """TILE rows from first_row on, as lines [features, TILE] fp32, transformed if there are signs; zeros from row `end`
+    on and past the features."""
     row = first_row + tl.arange(0, TILE)
     source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-    pointers = rows + source.to(tl.int64)[None, :] * WIDTH + feature[:, None]
-    return tl.load(pointers, mask=(row < end)[None, :] & (feature < WIDTH)[:, None], other=0.0).to(tl.float32)
+    pointers = rows + source.to(tl.int64)[None, :] * SIZES.width + feature[:, None]
+    x = tl.load(pointers, mask=(row < end)[None, :] & (feature < SIZES.width)[:, None], other=0.0).to(tl.float32)
+    return hadamard(x, signs) if SIZES.hadamard else x
 
 
 @triton.jit
@@ -140,18 +146,18 @@ def quantize_rows_kernel(
     seeds,  # int64[G] or None
     bias_sums,  # fp32 [slots of row tiles, WIDTH] or None
     bias_scale,  # fp32[N] or None
-    FORMAT: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns)."""
+    FORMAT: tl.constexpr = SIZES.format
+    WIDTH: tl.constexpr = SIZES.width
+    LINES: tl.constexpr = SIZES.lines
+    COLUMNS: tl.constexpr = SIZES.columns
     tile_column = tl.program_id(1)
     column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, LINES)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, LINES)
         row = first_row + (tl.arange(0, LINES) if bias_sums is None else spread_rows(SUM_STEPS, SPREAD_STEPS))
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -178,25 +184,36 @@ def quantize_columns_kernel(
     seeds,  # int64[G] or None
     signs: tl.int32,
     num_tiles: tl.int32,
-    HADAMARD: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
+    FORMAT: tl.constexpr = SIZES.format
+    WIDTH: tl.constexpr = SIZES.width
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
-        feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
-        x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
-        if HADAMARD:
-            x = hadamard(x, signs)
-        words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), LINES, TILE)
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
+        x = load_columns(rows, row_index, first_row, end, feature, signs, SIZES)
+        words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), SIZES.lines, TILE)
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, FORMAT)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * FORMAT.data_width(TILE))
         store_column_scales(scale, scales, feature, WIDTH, tile, num_tiles, WIDTH)
+
+
+@triton.jit
+def load_weight(weight, table, group, tile_line, tile_column, SIZES: tl.constexpr):
+    """fp32 of a tile of one of several matrices; zeros past its lines and columns."""
+    line = tile_line * SIZES.lines + tl.arange(0, SIZES.lines)
+    column = tile_column * SIZES.columns + tl.arange(0, SIZES.columns)
+    matrix = matrix_of(weight, table, group, SIZES.num_lines * SIZES.width, SIZES.dtype)
+    if SIZES.strides is None:
+        pointers = matrix + line.to(tl.int64)[:, None] * SIZES.width + column[None, :]
+    else:
+        pointers = matrix + line.to(tl.int64)[:, None] * SIZES.strides[0]
+        pointers += column.to(tl.int64)[None, :] * SIZES.strides[1]
+    inside = (line < SIZES.num_lines)[:, None] & (column < SIZES.width)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 @fast_jit(["weight", "data"])
@@ -206,24 +223,14 @@ def quantize_weights_kernel(
     data,  # bytes
     scale,
     amax,  # fp32[G] or None
-    DTYPE: tl.constexpr,  # of the weight
-    FORMAT: tl.constexpr,
-    NUM_LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINE_STRIDE: tl.constexpr,
-    ELEMENT_STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of lines, tiles of columns, groups)."""
-    tile_column, group = tl.program_id(1), tl.program_id(2)
-    line, column = tl.program_id(0) * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    matrix = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE)
-    pointers = matrix + line.to(tl.int64)[:, None] * LINE_STRIDE + column.to(tl.int64)[None, :] * ELEMENT_STRIDE
-    x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    FORMAT: tl.constexpr = SIZES.format
+    tile_column, group, tile_line = tl.program_id(1), tl.program_id(2), tl.program_id(0)
+    x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
     codes, scales = tile_codes(x, global_scale_of(amax, group), None, FORMAT, FORMAT.block, FORMAT.block_lines)
-    at = group, tl.program_id(0), tile_column
-    store_weight_tile((data, scale), codes, scales, at, FORMAT, NUM_LINES, WIDTH)
+    store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
 
 
 @fast_jit(["weight", "data", "transposed_data"])
@@ -235,30 +242,22 @@ def quantize_weight_pairs_kernel(
     transposed_data,  # bytes
     transposed_scale,
     amax,  # fp32[G] or None
-    DTYPE: tl.constexpr,  # of the weight
-    FORMAT: tl.constexpr,
-    NUM_LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of columns, tiles of lines, groups): neighbours read neighbouring columns of the same lines."""
+    FORMAT: tl.constexpr = SIZES.format
     tile_column, tile_line, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    line, column = tile_line * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    matrix = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE)
-    pointers = matrix + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    x = load_weight(weight, table, group, tile_line, tile_column, SIZES)
     global_scale = global_scale_of(amax, group)
     codes, scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block, FORMAT.block_lines)
     if FORMAT.block == FORMAT.block_lines:  # square blocks have the same numbers either way
         column_codes, column_scales = codes, scales
     else:
         column_codes, column_scales = tile_codes(x, global_scale, None, FORMAT, FORMAT.block_lines, FORMAT.block)
-    at = group, tile_line, tile_column
-    store_weight_tile((data, scale), codes, scales, at, FORMAT, NUM_LINES, WIDTH)
+    store_weight_tile((data, scale), codes, scales, (group, tile_line, tile_column), SIZES, False)
     # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
     turned, scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
-    store_weight_tile((transposed_data, transposed_scale), turned, scales, at, FORMAT, WIDTH, NUM_LINES)
+    store_weight_tile((transposed_data, transposed_scale), turned, scales, at, SIZES, True)
 
 
 @triton.jit
@@ -276,18 +275,14 @@ def group_amax_kernel(
     row_range,
     amax_bits,  # int32[G], zeros: the numbers of amax, which are ordered as their bits are
     signs: tl.int32,
-    HADAMARD: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tl.program_id(0) < num_tiles:
-        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
-        x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
-        if HADAMARD:
-            x = hadamard(x, signs)
+        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
+        x = load_columns(rows, row_index, first_row, end, feature, signs, SIZES)
         store_largest(amax_bits + group, x)
 
 
@@ -296,19 +291,11 @@ def weight_amax_kernel(
     weight,  # None with a table
     table,  # int64[G] or None
     amax_bits,  # int32[G], zeros
-    DTYPE: tl.constexpr,
-    NUM_LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of lines, tiles of columns, groups)."""
-    group = tl.program_id(2)
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    pointers = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE) + line.to(tl.int64)[:, None] * WIDTH
-    inside = (line < NUM_LINES)[:, None] & (column < WIDTH)[None, :]
-    store_largest(amax_bits + group, tl.load(pointers + column[None, :], mask=inside, other=0.0).to(tl.float32))
+    tile_line, tile_column, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    store_largest(amax_bits + group, load_weight(weight, table, group, tile_line, tile_column, SIZES))
 
 
 def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=None, seeds=None, sums=None):
@@ -317,8 +304,8 @@ def quantize_rows(rows, row_range, out, block_format, *, row_index=None, amax=No
     if num_rows == 0:
         return
     tile = _ROWS if sums is None else _SUMMED_ROWS
-    constants = kept_constants(FORMAT=block_format, NUM_GROUPS=num_groups, WIDTH=width, **tile)
-    num_columns = ceil_div(width, constants.named["COLUMNS"])
+    constants = kept_sizes(format=block_format, num_groups=num_groups, width=width, **tile)
+    num_columns = ceil_div(width, tile["columns"])
     grid = row_programs(max_row_tiles(num_rows, num_groups, SLOT_ROWS), num_columns), num_columns
     operands = rows, row_index, row_range, as_stored(data), as_stored(scale)
     launch(quantize_rows_kernel, grid, constants, *operands, amax, seeds, *(sums or (None, None)))
@@ -336,16 +323,16 @@ def quantize_columns(rows, row_range, out, block_format, *, row_index=None, amax
         on_hopper(rows, row_range, out, block_format, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    constants = _of_columns(num_groups, width, signs is not None, FORMAT=block_format)
+    constants = _of_columns(num_groups, width, signs is not None, format=block_format)
     operands = rows, row_index, row_range, as_stored(data), column_scale(scale)
     launch(quantize_columns_kernel, grid, constants, *operands, amax, seeds, signs or 0, num_tiles)
 
 
 def quantize_weights(weight, out, block_format, *, amax=None):
     num_groups, num_lines, width = weight.shape
-    line, element = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
+    strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     grid = ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups
-    constants = _of_weights(weight, FORMAT=block_format, LINE_STRIDE=line, ELEMENT_STRIDE=element, **_WEIGHTS)
+    constants = _of_weights(weight, strides, format=block_format, **_WEIGHTS)
     launch(quantize_weights_kernel, grid, constants, *packed_and_table(weight), *map(as_stored, out), amax)
 
 
@@ -358,8 +345,8 @@ def quantize_weight_pairs(weight, out, transposed_out, block_format, *, amax=Non
         return
     is_square = block_format.block == block_format.block_lines
     tile = _WEIGHTS if is_square else _tile(block_format.block, PAIR_COLUMNS, ROW_WARPS)
-    constants = _of_weights(weight, FORMAT=block_format, **tile)
-    grid = ceil_div(width, constants.named["COLUMNS"]), ceil_div(num_lines, constants.named["LINES"]), num_groups
+    constants = _of_weights(weight, format=block_format, **tile)
+    grid = ceil_div(width, tile["columns"]), ceil_div(num_lines, tile["lines"]), num_groups
     buffers = map(as_stored, (*out, *transposed_out))
     launch(quantize_weight_pairs_kernel, grid, constants, *packed_and_table(weight), *buffers, amax)
 
@@ -383,8 +370,8 @@ def weight_amax(weight, amax):
     launch(weight_amax_kernel, grid, constants, *packed_and_table(weight), amax.view(torch.int32))
 
 
-def _tile(lines: int, columns: int, num_warps: int) -> dict[str, int]:
-    return {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
+def _tile(lines: int, columns: int, num_warps: int) -> dict[str, Any]:
+    return {"lines": lines, "columns": columns, "num_warps": num_warps}
 
 
 _ROWS, _SUMMED_ROWS = _tile(*ROW_TILE, ROW_WARPS), _tile(SLOT_ROWS, SUM_COLUMNS, SUM_WARPS)
@@ -393,11 +380,11 @@ _WEIGHTS = _tile(*WEIGHT_TILE, NUM_WARPS)
 
 def _of_columns(num_groups: int, width: int, transforms: bool, **more: Hashable) -> Constants:
     """Constants of a kernel of the columns of rows in groups."""
-    tile = {"HADAMARD": transforms, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    return kept_constants(NUM_GROUPS=num_groups, WIDTH=width, **tile, **more)
+    rows = {"num_groups": num_groups, "width": width, "hadamard": transforms}
+    return kept_sizes(**rows, lines=COLUMN_TILE[0], num_warps=NUM_WARPS, **more)
 
 
-def _of_weights(weight: torch.Tensor | TensorTable, **more: Hashable) -> Constants:
-    """Constants of a kernel of matrices."""
+def _of_weights(weight: torch.Tensor | TensorTable, strides: tuple[int, ...] | None = None, **more: Any) -> Constants:
+    """Constants of a kernel of matrices, contiguous without strides."""
     _, num_lines, width = weight.shape
-    return kept_constants(DTYPE=TRITON_DTYPES[weight.dtype], NUM_LINES=num_lines, WIDTH=width, **more)
+    return kept_sizes(dtype=TRITON_DTYPES[weight.dtype], num_lines=num_lines, width=width, strides=strides, **more)

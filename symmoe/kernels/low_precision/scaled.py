@@ -22,24 +22,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures, formats, quantized_gemm
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.launch.launch import Describe, fast_jit
-from symmoe.kernels.triton.gemm import Gemm, add_bias
+from symmoe.kernels.launch.launch import Constants, Describe, fast_jit
+from symmoe.kernels.triton.gemm import Gemm, add_bias, zero_tail_rows
 from symmoe.kernels.triton.tiles import (
-    ZERO_BLOCK,
-    Plan,
+    TRITON_DTYPES,
     TileConfig,
+    Wgrad,
     describe,
-    first_tail_row,
+    gradient_of,
     load_lines,
-    matrix_of,
     matrix_pointer,
-    output_tile_constants,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
     tile_mask,
-    wgrad_plan,
-    zero_rows,
+    wgrad_place,
 )
 
 TILE = tl.constexpr(formats.TILE)
@@ -69,25 +66,18 @@ def scaled_products(device: torch.device) -> Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledGemm(Gemm):
-    """The constants of grouped_gemm_scaled_kernel. native: whether the GPU multiplies with block scales."""
+    """The constants of grouped_gemm_scaled_kernel. native: whether the GPU multiplies with block scales. step, across:
+    bytes of a line, and tiles of its scales, in a contraction step."""
 
     block_format: BlockFormat
     native: bool
+    step: int
+    across: int
 
     @property
     def line_bytes(self) -> int:
         """Bytes of in_width elements."""
         return self.block_format.data_width(self.in_width)
-
-    @property
-    def step(self) -> int:
-        """Bytes of a line in a contraction step."""
-        return self.block_format.data_width(self.config.block_k)
-
-    @property
-    def across(self) -> int:
-        """Tiles of the scales of a step."""
-        return quantized_gemm.tiles_across(self.block_format, self.config.block_k)
 
     @property
     def tiles_across(self) -> int:
@@ -98,6 +88,14 @@ class ScaledGemm(Gemm):
     def tiles_down(self) -> int:
         """Tiles of the scales of a weight's lines."""
         return quantized_gemm.tiles_down(self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWgrad(Wgrad):
+    """The constants of grouped_gemm_wgrad_scaled_kernel."""
+
+    block_format: BlockFormat
+    native: bool
 
 
 @triton.jit
@@ -243,8 +241,7 @@ def grouped_gemm_scaled_kernel(
             mask = mask & (row >= begin)[:, None]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
-    if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
+    zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
 @fast_jit(["dout_desc", "dout_scale_desc", "rows_desc", "rows_scale_desc", "out"])
@@ -258,28 +255,19 @@ def grouped_gemm_wgrad_scaled_kernel(
     row_range,
     out,  # [G, O, C]; None with a table
     out_table,  # int64[G] or None
-    OUT_DTYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    OUT_ROWS: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    WGRAD: tl.constexpr,
 ):
+    FORMAT: tl.constexpr = WGRAD.block_format
     ELEMENT: tl.constexpr = FORMAT.element
+    NATIVE: tl.constexpr = WGRAD.native
+    BLOCK_M: tl.constexpr = WGRAD.config.block_m
+    BLOCK_N: tl.constexpr = WGRAD.config.block_n
     STEP: tl.constexpr = FORMAT.data_width(TILE)  # of a line: a longer step would run into the next group
     ACROSS: tl.constexpr = FORMAT.num_blocks(TILE) // TILE_BLOCKS  # tiles of their scales
-    NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    prefix, _ = row_tile_prefix(row_range, WGRAD.num_groups, TILE)
     lane = tl.arange(0, prefix.shape[0])
-    for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
-        group = tile // TILES
-        m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+    for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0)):
+        group, m_tile, n_tile = wgrad_place(tile, WGRAD)
         first_step = tl.max(tl.where(lane < group, prefix, 0), axis=0)
         end_step = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -291,56 +279,55 @@ def grouped_gemm_wgrad_scaled_kernel(
             acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE)
         # Not below the condition, where Triton 3.6 fails to compile it for Blackwell.
         acc = apply_global_scales(acc, dout_global_scale, rows_global_scale, group, first_step < end_step)
-        if not ACCUMULATE or first_step < end_step:  # a group without tokens is not even read
+        if not WGRAD.accumulate or first_step < end_step:  # a group without tokens is not even read
             row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
             column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            out_group = matrix_of(out, out_table, group, OUT_ROWS * OUT_WIDTH, OUT_DTYPE)
-            store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
+            store_gradient(acc, gradient_of(out, out_table, group, WGRAD), row, column, WGRAD)
 
 
 @functools.cache
 def plan_gemm(
     block_format: BlockFormat, unit: Unit, num_groups: int, out_width: int, line_bytes: int, **tile: Any
-) -> Plan:
+) -> tuple[Gemm, Constants]:
     """How grouped_gemm_scaled_kernel is launched. tile: fields of TileConfig."""
     config = replace(_gemm_config(block_format, unit, out_width), **tile)
     step, across = _check_tiles(config, block_format)
-    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width}
-    in_width = line_bytes * block_format.elements_per_byte
-    gemm = ScaledGemm(config=config, **sizes, in_width=in_width, block_format=block_format, native=unit is not None)
+    sizes: dict[str, Any] = {"num_groups": num_groups, "columns": out_width, "step": step, "across": across}
+    sizes |= {"in_width": line_bytes * block_format.elements_per_byte, "native": unit is not None}
+    gemm = ScaledGemm(config=config, block_format=block_format, **sizes)
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(1, across, block_format),
         2: describe([1, config.block_n, step]),
         4: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    return gemm.plan(descriptors)
+    return gemm, gemm.constants(descriptors)
 
 
 @functools.cache
 def plan_wgrad(
-    block_format: BlockFormat, unit: Unit, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...], **tile: Any
-) -> Plan:
+    block_format: BlockFormat,
+    unit: Unit,
+    dtype: torch.dtype,
+    accumulate: bool,
+    shape: tuple[int, int, int],
+    **tile: Any,
+) -> tuple[Wgrad, Constants]:
     """How grouped_gemm_wgrad_scaled_kernel is launched."""
     config = replace(_gemm_config(block_format, unit, shape[2]), **{"block_k": formats.TILE, **tile})
     if config.block_k != formats.TILE:
         raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
     step, across = _check_tiles(config, block_format)
-    constants = {
-        "FORMAT": block_format,
-        "NATIVE": unit is not None,
-        **output_tile_constants(config),
-        # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than
-        # the same sum stored and added later.
-        "enable_fp_fusion": False,
-    }
+    wgrad = ScaledWgrad(config, *shape, TRITON_DTYPES[dtype], accumulate, block_format, unit is not None)
     descriptors = {
         0: describe([config.block_m, step]),
         1: _describe_scales(config.block_m // formats.TILE, across, block_format),
         2: describe([config.block_n, step]),
         3: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
+    # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than the same
+    # sum stored and added later.
+    return wgrad, wgrad.constants(descriptors, enable_fp_fusion=False)
 
 
 def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:

@@ -3,7 +3,7 @@
 They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
 
-from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from symmoe.kernels import formats, hopper_choice
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
@@ -20,6 +20,7 @@ from symmoe.kernels.low_precision.quantize import (
     ROW_WARPS,
     quantize_tile,
     store_column_scales,
+    store_part,
     store_tile,
 )
 from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
@@ -28,29 +29,20 @@ from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tile
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 NUM_WARPS = 4
-_OF_ROWS = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
+_OF_ROWS = {"lines": ROW_TILE[0], "columns": ROW_TILE[1], "num_warps": ROW_WARPS}
 
 
 @triton.jit
-def load_tile(rows, row, column, num_rows, WIDTH: tl.constexpr):
-    """fp32 of columns of rows; zeros past either."""
-    pointers = rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    return tl.load(pointers, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_items(wire, tile, row, item, num_rows, end, ROW_ITEMS: tl.constexpr):
-    """Stores items of rows of the wire, those before `end`; ROW_ITEMS of the tile's dtype would fill a row."""
-    pointers = wire + row.to(tl.int64)[:, None] * ROW_ITEMS + item[None, :]
-    tl.store(pointers, tile, mask=(row < num_rows)[:, None] & (item < end)[None, :])
-
-
-@triton.jit
-def store_padding(scales, row, num_rows, FIRST: tl.constexpr, ROW_ITEMS: tl.constexpr):
-    """Zeros in the items of rows from FIRST on, fewer than 16."""
-    if FIRST < ROW_ITEMS:
-        zeros = tl.zeros((row.shape[0], 16), scales.dtype.element_ty)
-        store_items(scales, zeros, row, FIRST + tl.arange(0, 16), num_rows, ROW_ITEMS, ROW_ITEMS)
+def decoded(wire, scales, source, feature, mask, SIZES: tl.constexpr):
+    """fp32 of features of rows `source` of the wire."""
+    code = tl.load(wire + source * SIZES.row_bytes + feature, mask=mask, other=0)
+    block = SIZES.first_scale + feature // SIZES.format.block
+    stored = tl.load(scales + source * SIZES.scale_items + block, mask=mask, other=0)
+    number, scale = e4m3_value(code), stored
+    if SIZES.format.scale == "e8m0":
+        scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
+        scale = tl.where(stored == E8M0_NAN, float("nan"), scale)
+    return number * scale
 
 
 @fast_jit()
@@ -59,26 +51,24 @@ def encode_rows_kernel(
     wire,  # bytes
     scales,  # the wire as fp32, or as bytes
     num_rows: tl.int32,
-    FORMAT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
-    FIRST_SCALE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns)."""
-    row, tile_column = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.program_id(1)
-    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    x = load_tile(rows, row, column, num_rows, WIDTH)
+    FORMAT: tl.constexpr = SIZES.format
+    row, tile_column = tl.program_id(0) * SIZES.lines + tl.arange(0, SIZES.lines), tl.program_id(1)
+    first_column = tile_column * SIZES.columns
+    column = first_column + tl.arange(0, SIZES.columns)
+    pointers = rows + row.to(tl.int64)[:, None] * SIZES.width + column[None, :]
+    is_row = row < num_rows
+    x = tl.load(pointers, mask=is_row[:, None] & (column < SIZES.width)[None, :], other=0.0).to(tl.float32)
     codes, stored = quantize_tile(x, 1.0, None, FORMAT)
-    store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
-    BLOCKS: tl.constexpr = COLUMNS // FORMAT.block
-    block = FIRST_SCALE + tile_column * BLOCKS + tl.arange(0, BLOCKS)
-    end: tl.constexpr = FIRST_SCALE + FORMAT.num_blocks(WIDTH)
-    store_items(scales, stored, row, block, num_rows, end, SCALE_ITEMS)
-    if tile_column == 0:
-        store_padding(scales, row, num_rows, end, SCALE_ITEMS)
+    store_part(wire, codes, row, is_row, first_column, SIZES.width, SIZES.row_bytes)
+    first_block = SIZES.first_scale + tile_column * (SIZES.columns // FORMAT.block)
+    end: tl.constexpr = SIZES.first_scale + FORMAT.num_blocks(SIZES.width)
+    store_part(scales, stored, row, is_row, first_block, end, SIZES.scale_items)
+    if tile_column == 0 and end < SIZES.scale_items:
+        padding = tl.zeros((row.shape[0], 16), scales.dtype.element_ty)  # fewer than 16
+        store_part(scales, padding, row, is_row, end, SIZES.scale_items, SIZES.scale_items)
 
 
 @fast_jit(["wire", "data"])
@@ -88,41 +78,27 @@ def unpack_rows_kernel(
     row_range,
     data,
     scale,
-    NUM_GROUPS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    WIDTH: tl.constexpr,  # width of data
-    SCALE_BYTES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (programs that loop over tiles of rows, tiles of columns of data)."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, LINES)
+    WIDTH: tl.constexpr = SIZES.width
+    SCALE_BYTES: tl.constexpr = SIZES.scale_bytes
+    LINES: tl.constexpr = SIZES.lines
+    column = tl.program_id(1) * SIZES.columns + tl.arange(0, SIZES.columns)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, LINES)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, LINES)
         row = first_row + tl.arange(0, LINES)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
+        lines = wire + source.to(tl.int64)[:, None] * SIZES.row_bytes
         mask = (row < end)[:, None] & (column < WIDTH)[None, :]
         values = tl.load(lines + column[None, :], mask=mask)
         tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
         if tl.program_id(1) == 0:  # scales with the first columns
-            lane = tl.arange(0, SCALE_LANES)
+            lane = tl.arange(0, SIZES.scale_lanes)
             is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
             scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
             tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
-
-
-@triton.jit
-def scale_number(scale, FORMAT: tl.constexpr):
-    """fp32 of scales as they are stored."""
-    if FORMAT.scale == "e8m0":
-        number = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
-        number = tl.where(scale == E8M0_NAN, float("nan"), number)
-    else:
-        number = scale
-    return number
 
 
 @fast_jit()
@@ -131,24 +107,15 @@ def decode_rows_kernel(
     scales,  # the wire as fp32, or as bytes
     out,
     num_rows: tl.int32,
-    FORMAT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
-    FIRST_SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns)."""
-    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
-    code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
-    block = FIRST_SCALE + column // FORMAT.block
-    scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
-    values = e4m3_value(code) * scale_number(scale, FORMAT)
-    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
+    row = tl.program_id(0) * SIZES.lines + tl.arange(0, SIZES.lines)
+    column = tl.program_id(1) * SIZES.columns + tl.arange(0, SIZES.columns)
+    mask = (row < num_rows)[:, None] & (column < SIZES.width)[None, :]
+    row = row.to(tl.int64)[:, None]
+    values = decoded(wire, scales, row, column[None, :], mask, SIZES)
+    tl.store(out + row * SIZES.width + column[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
 @fast_jit(["wire", "data"])
@@ -160,29 +127,21 @@ def requantize_columns_kernel(
     data,  # bytes
     scale,
     num_tiles: tl.int32,
-    DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
-    FIRST_SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    LINES: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
+    FORMAT: tl.constexpr = SIZES.format
+    WIDTH: tl.constexpr = SIZES.width
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, TILE)
+    prefix, num_used = row_tile_prefix(row_range, SIZES.num_groups, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
-        feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, TILE)
+        feature = tl.program_id(1) * SIZES.lines + tl.arange(0, SIZES.lines)
         row = first_row + tl.arange(0, TILE)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
         source = source.to(tl.int64)[None, :]
         mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
-        code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
-        block = FIRST_SCALE + feature // FORMAT.block
-        row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
-        x = (e4m3_value(code) * scale_number(row_scale, FORMAT)).to(DTYPE).to(tl.float32)
+        x = decoded(wire, wire_scales, source, feature[:, None], mask, SIZES).to(SIZES.dtype).to(tl.float32)
         codes, stored = quantize_tile(x, 1.0, None, FORMAT)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, WIDTH, tile, num_tiles, WIDTH)
@@ -203,9 +162,9 @@ def unpack_rows(wire, row_range, out, *, row_index=None):
     num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
     grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
-    rows = {"NUM_GROUPS": num_groups, "ROW_BYTES": wire.shape[1], "WIDTH": width}
-    scales = {"SCALE_BYTES": scale.shape[1], "SCALE_LANES": next_power_of_2(scale.shape[1])}
-    constants = kept_constants(**rows, **scales, LINES=LINES, COLUMNS=COLUMNS, num_warps=NUM_WARPS)
+    rows = {"num_groups": num_groups, "row_bytes": wire.shape[1], "width": width}
+    scales = {"scale_bytes": scale.shape[1], "scale_lanes": next_power_of_2(scale.shape[1])}
+    constants = kept_sizes(**rows, **scales, lines=LINES, columns=COLUMNS, num_warps=NUM_WARPS)
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
@@ -229,8 +188,8 @@ def requantize_columns(wire, row_range, out, block_format, dtype, *, row_index=N
         on_hopper(wire, row_range, out, block_format, dtype, row_index=row_index)
         return
     grid = num_tiles, ceil_div(width, COLUMN_TILE[0])
-    tile = {"NUM_GROUPS": row_range.shape[1], "LINES": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
-    constants = _constants(block_format, wire.shape[1], width, DTYPE=TRITON_DTYPES[dtype], **tile)
+    tile = {"num_groups": row_range.shape[1], "lines": COLUMN_TILE[0], "num_warps": COLUMN_WARPS}
+    constants = _constants(block_format, wire.shape[1], width, dtype=TRITON_DTYPES[dtype], **tile)
     inputs = wire, _scales_of(wire, block_format), row_index, row_range
     launch(requantize_columns_kernel, grid, constants, *inputs, data.view(torch.uint8), column_scale(scale), num_tiles)
 
@@ -245,7 +204,8 @@ def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
-def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Hashable) -> Constants:
+def _constants(block_format: BlockFormat, row_bytes: int, width: int, **tile: Any) -> Constants:
+    """scale_items: scales that would fill a row of the wire."""
     item_bytes = block_format.scale_dtype.itemsize
-    scales = {"SCALE_ITEMS": row_bytes // item_bytes, "FIRST_SCALE": width // item_bytes}
-    return kept_constants(FORMAT=block_format, ROW_BYTES=row_bytes, WIDTH=width, **scales, **tile)
+    scales = {"scale_items": row_bytes // item_bytes, "first_scale": width // item_bytes}
+    return kept_sizes(format=block_format, row_bytes=row_bytes, width=width, **scales, **tile)

@@ -6,7 +6,6 @@ lie. The fused kernels of gemm_act.py use the same functions on the same rounded
 Every kernel takes the activation as a constant: parts that it does not have (limits, an offset, a gate) cost nothing.
 """
 
-import functools
 import math
 
 import triton
@@ -16,7 +15,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.tiles import tile_mask
 
 SILU = tl.constexpr(definition.SILU)
@@ -170,51 +169,52 @@ def join_blocks(gate, up, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE:
     return tl.join(gates, ups).permute(0, 1, 3, 2).reshape(ROWS, 2 * COLUMNS)
 
 
+# SIZES of the following has `activation`, and `columns`: I. COLUMNS of them are a part of a tile, which has TILE.
+
+
 @triton.jit
-def hidden_place(
-    h, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
-):
-    """Pointers to COLUMNS gate features of a tile of TILE (not gated: features; is_scattered: gates and ups), and the
-    mask of those before row `end` and in the matrix."""
+def hidden_place(h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr):
+    """Pointers to COLUMNS gate features of a tile (not gated: features; is_scattered: gates and ups), and the mask of
+    those before row `end` and in the matrix."""
+    ACTIVATION: tl.constexpr = SIZES.activation
     SIDES: tl.constexpr = 2 if is_scattered(ACTIVATION, h.dtype.element_ty) else 1
-    WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
     column = SIDES * first_column + tl.arange(0, SIDES * COLUMNS)
     place = column if SIDES == 2 else gate_column(column, ACTIVATION)
-    pointers = h + row.to(tl.int64)[:, None] * WIDTH + place[None, :]
-    return pointers, tile_mask(row, end, column, SIDES * FFN, SIDES * TILE)
+    pointers = h + row.to(tl.int64)[:, None] * ACTIVATION.hidden_width(SIZES.columns) + place[None, :]
+    return pointers, tile_mask(row, end, column, SIDES * SIZES.columns, SIDES * TILE)
 
 
 @triton.jit
-def load_hidden(
-    h, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
-):
-    """Gate and up features of COLUMNS columns of a tile of TILE; not gated: the features, twice.
+def load_hidden(h, row, end, first_column, COLUMNS: tl.constexpr, TILE: tl.constexpr, SIZES: tl.constexpr):
+    """Gate and up features of a part of a tile; not gated: the features, twice.
 
     Zeros at and past row `end` and past the matrix.
     """
-    pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
+    ACTIVATION: tl.constexpr = SIZES.activation
+    pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
     gate = tl.load(pointers, mask=mask, other=0.0)
     if is_scattered(ACTIVATION, h.dtype.element_ty):
         gate, up = split_blocks(gate, row.shape[0], COLUMNS, ACTIVATION.interleave)
     elif ACTIVATION.is_gated:
-        up = tl.load(pointers + up_distance(ACTIVATION, FFN), mask=mask, other=0.0)
+        up = tl.load(pointers + up_distance(ACTIVATION, SIZES.columns), mask=mask, other=0.0)
     else:
         up = gate
     return gate, up
 
 
 @triton.jit
-def store_hidden(h, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, TILE: tl.constexpr):
+def store_hidden(h, gate, up, row, end, first_column, TILE: tl.constexpr, SIZES: tl.constexpr):
     """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
+    ACTIVATION: tl.constexpr = SIZES.activation
     COLUMNS: tl.constexpr = gate.shape[1]
-    pointers, mask = hidden_place(h, row, end, first_column, ACTIVATION, FFN, COLUMNS, TILE)
+    pointers, mask = hidden_place(h, row, end, first_column, COLUMNS, TILE, SIZES)
     if is_scattered(ACTIVATION, h.dtype.element_ty):
         both = join_blocks(gate, up, row.shape[0], COLUMNS, ACTIVATION.interleave)
         tl.store(pointers, both, mask=mask)
     else:
         tl.store(pointers, gate, mask=mask)
         if ACTIVATION.is_gated:
-            tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask)
+            tl.store(pointers + up_distance(ACTIVATION, SIZES.columns), up, mask=mask)
 
 
 @fast_jit(["h", "out"])
@@ -223,20 +223,18 @@ def scaled_activation_kernel(
     scale,  # fp32[N]
     out,  # [N, I]
     num_rows: tl.int32,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Grid (blocks of rows, blocks of columns)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first_column = tl.program_id(1) * COLUMNS
-    gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS, COLUMNS)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+    row = tl.program_id(0) * SIZES.rows + tl.arange(0, SIZES.rows)
+    first_column = tl.program_id(1) * SIZES.block
+    gate, up = load_hidden(h, row, num_rows, first_column, SIZES.block, SIZES.block, SIZES)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), SIZES.activation)
     value = value * tl.load(scale + row, mask=row < num_rows, other=0.0)[:, None]
-    column = first_column + tl.arange(0, COLUMNS)
-    pointers = out + row.to(tl.int64)[:, None] * FFN + column[None, :]
-    tl.store(pointers, value.to(out.dtype.element_ty), mask=tile_mask(row, num_rows, column, FFN, COLUMNS))
+    column = first_column + tl.arange(0, SIZES.block)
+    pointers = out + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
+    mask = tile_mask(row, num_rows, column, SIZES.columns, SIZES.block)
+    tl.store(pointers, value.to(out.dtype.element_ty), mask=mask)
 
 
 @fast_jit(["dout", "h", "dh"])
@@ -247,21 +245,21 @@ def scaled_activation_grad_kernel(
     dh,  # [N, W]
     dscale,  # fp32[N]
     num_rows: tl.int32,
-    ACTIVATION: tl.constexpr,
-    FFN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """One program per block of rows."""
-    BLOCKS: tl.constexpr = COLUMNS // SUM_COLUMNS
+    ACTIVATION: tl.constexpr = SIZES.activation
+    ROWS: tl.constexpr = SIZES.rows
+    BLOCKS: tl.constexpr = SIZES.block // SUM_COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
     total = tl.zeros((ROWS,), dtype=tl.float32)
-    for first_column in tl.range(0, FFN, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        pointers = dout + row.to(tl.int64)[:, None] * FFN + column[None, :]
-        da = tl.load(pointers, mask=tile_mask(row, num_rows, column, FFN, COLUMNS), other=0.0).to(tl.float32)
-        gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS, COLUMNS)
+    for first_column in tl.range(0, SIZES.columns, SIZES.block):
+        column = first_column + tl.arange(0, SIZES.block)
+        pointers = dout + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]
+        mask = tile_mask(row, num_rows, column, SIZES.columns, SIZES.block)
+        da = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        gate, up = load_hidden(h, row, num_rows, first_column, SIZES.block, SIZES.block, SIZES)
         gate = gate.to(tl.float32)
         up = up.to(tl.float32)
         sums = add_neighbours(scale_terms(da, act_value(gate, up, ACTIVATION)), SUM_STEPS)
@@ -271,7 +269,7 @@ def scaled_activation_grad_kernel(
         by_gate, by_up = act_slopes(gate, up, ACTIVATION)
         dgate = (ds * by_gate).to(dh.dtype.element_ty)
         dup = (ds * by_up).to(dh.dtype.element_ty)
-        store_hidden(dh, dgate, dup, row, num_rows, first_column, ACTIVATION, FFN, COLUMNS)
+        store_hidden(dh, dgate, dup, row, num_rows, first_column, SIZES.block, SIZES)
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
@@ -292,7 +290,6 @@ def scaled_activation_grad(dout, h, scale, dh, dscale, activation):
     launch(scaled_activation_grad_kernel, (ceil_div(num_rows, ROWS),), constants, dout, h, scale, dh, dscale, num_rows)
 
 
-@functools.cache
 def _constants(activation: Activation, ffn: int) -> Constants:
-    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
-    return Constants({"ACTIVATION": addressable(activation, ffn), "FFN": ffn, **tile})
+    tile = {"rows": ROWS, "block": COLUMNS, "num_warps": NUM_WARPS}
+    return kept_sizes(activation=addressable(activation, ffn), columns=ffn, **tile)

@@ -15,7 +15,7 @@ from symmoe.kernels.bias_sums import SLOT_ROWS
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.activation import scale_terms
 from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows, tile_mask
 
@@ -71,15 +71,15 @@ def grouped_bias_grad_kernel(
     scale,  # fp32[N] or None
     row_range,
     dbias,  # [G, O]
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Sums one block of columns of one group. Grid (column blocks, groups)."""
+    WIDTH: tl.constexpr = SIZES.width
+    BLOCK: tl.constexpr = SIZES.block
     first_column = tl.program_id(0) * BLOCK
     group = tl.program_id(1)
     start = tl.load(row_range + group)
-    end = tl.load(row_range + NUM_GROUPS + group)
+    end = tl.load(row_range + SIZES.num_groups + group)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     column = first_column + tl.arange(0, BLOCK)
     row = start + spread_rows(ROW_STEPS, SPREAD_STEPS)
@@ -116,19 +116,18 @@ def sum_dbias_kernel(
     bias_sums,  # [slots of row tiles, W]
     row_range,
     dbias,  # [G, W]
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """dbias from the sums per row tile: those of 2 ** STEPS neighbours as in sum_tile, then these in order; 0 without
     rows. Grid (column blocks, groups)."""
+    WIDTH: tl.constexpr = SIZES.width
+    STEPS: tl.constexpr = SIZES.steps
+    COLUMNS: tl.constexpr = SIZES.columns
     group = tl.program_id(1)
     start = tl.load(row_range + group)
-    num_tiles = (tl.load(row_range + NUM_GROUPS + group) - start + (TILE_ROWS - 1)) // TILE_ROWS
+    num_tiles = (tl.load(row_range + SIZES.num_groups + group) - start + (SIZES.tile_rows - 1)) // SIZES.tile_rows
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = bias_sums + (start // TILE_ROWS + group).to(tl.int64) * WIDTH + column
+    sums = bias_sums + (start // SIZES.tile_rows + group).to(tl.int64) * WIDTH + column
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for tile in tl.range(0, num_tiles, 2**STEPS, loop_unroll_factor=SUM_LOADS):
         total += sum_slots(sums, num_tiles - tile, column < WIDTH, WIDTH, STEPS)
@@ -144,17 +143,16 @@ def grouped_bias_dot_kernel(
     bias,  # [G, O]
     row_range,
     dscale,  # fp32[N]
-    ACCUMULATE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    """Dot products of BLOCK_ROWS rows of one group. One program for every tile of rows that there can be."""
+    """Dot products of DOT_ROWS rows of one group. One program for every tile of rows that there can be."""
+    WIDTH: tl.constexpr = SIZES.width
+    BLOCK: tl.constexpr = SIZES.block
+    BLOCK_ROWS: tl.constexpr = SIZES.block_rows
     tile = tl.program_id(0)
-    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, BLOCK_ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, SIZES.num_groups, BLOCK_ROWS)
     if tile < num_tiles:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, BLOCK_ROWS)
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, SIZES.num_groups, 1, 1, BLOCK_ROWS)
         row = first_row + tl.arange(0, BLOCK_ROWS)
         source = source_rows(dout_index, first_row, end, BLOCK_ROWS)
         bias_row = bias + group.to(tl.int64) * WIDTH
@@ -165,7 +163,7 @@ def grouped_bias_dot_kernel(
             features = tl.load(bias_row + column, mask=column < WIDTH, other=0.0)
             total += x.to(tl.float32) * features.to(tl.float32)[None, :]
         dot = tl.sum(total, axis=1)
-        if ACCUMULATE:
+        if SIZES.accumulate:
             dot += tl.load(dscale + row, mask=row < end, other=0.0)
         tl.store(dscale + row, dot, mask=row < end)
 
@@ -174,7 +172,7 @@ def grouped_bias_grad(dout, row_range, dbias, *, scale=None):
     dout, dout_index = as_pair(dout)
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    constants = kept_constants(NUM_GROUPS=num_groups, WIDTH=width, BLOCK=block, num_warps=GRAD_WARPS)
+    constants = kept_sizes(num_groups=num_groups, width=width, block=block, num_warps=GRAD_WARPS)
     grid = ceil_div(width, block), num_groups
     launch(grouped_bias_grad_kernel, grid, constants, dout, dout_index, scale, row_range, dbias)
 
@@ -192,8 +190,8 @@ def sum_row_tiles(
     """
     num_groups, width = dbias.shape
     grid = ceil_div(width, SUM_COLUMNS), num_groups
-    tile = {"TILE_ROWS": tile_rows, "STEPS": neighbours.bit_length() - 1, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
-    constants = kept_constants(NUM_GROUPS=num_groups, WIDTH=width, **tile)
+    tile = {"tile_rows": tile_rows, "steps": neighbours.bit_length() - 1, "columns": SUM_COLUMNS, "num_warps": 4}
+    constants = kept_sizes(num_groups=num_groups, width=width, **tile)
     launch(sum_dbias_kernel, grid, constants, bias_sums, row_range, dbias)
 
 
@@ -203,6 +201,6 @@ def grouped_bias_dot(dout, bias, row_range, dscale, *, accumulate=False):
         return
     grid = (max_row_tiles(num_rows, num_groups, DOT_ROWS),)
     block = min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width))
-    tile = {"BLOCK": block, "BLOCK_ROWS": DOT_ROWS, "num_warps": NUM_WARPS}
-    constants = kept_constants(ACCUMULATE=accumulate, NUM_GROUPS=num_groups, WIDTH=width, **tile)
+    tile = {"block": block, "block_rows": DOT_ROWS, "num_warps": NUM_WARPS}
+    constants = kept_sizes(accumulate=accumulate, num_groups=num_groups, width=width, **tile)
     launch(grouped_bias_dot_kernel, grid, constants, dout, dout_index, bias, row_range, dscale)

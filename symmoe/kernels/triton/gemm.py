@@ -33,29 +33,27 @@ from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
     TRITON_DTYPES,
     ZERO_BLOCK,
-    Plan,
     TileConfig,
+    Wgrad,
     column_parts,
     describe,
     first_tail_row,
+    gradient_of,
     lanes_inside,
     launch_grid,
     load_k_rows,
     load_tile,
     locate_tile,
-    matrix_of,
     matrix_pointer,
+    max_row_tiles,
     most_columns,
     plus,
     ragged_descriptor,
     row_tile_prefix,
     source_rows,
     store_gradient,
-    swizzle_tile,
-    tile_constants,
     tile_mask,
-    wgrad_plan,
-    zero_rows,
+    wgrad_place,
 )
 
 # Columns of a tile that are added to out at a time: a whole tile of loads does not fit into the registers.
@@ -112,13 +110,16 @@ class Gemm:
         """Whether the gates are the first half of the weight's features, and the ups the second."""
         return self.sides == 2 and self.activation is not None and self.activation.interleave is None
 
-    def plan(self, descriptors: Mapping[int, Describe] | None = None) -> Plan:
-        """The plan of a kernel with these descriptors, or of one that takes operands_of(...) first."""
-        config = self.config
-        options = {"num_stages": config.num_stages, "num_warps": config.num_warps}
+    def constants(self, descriptors: Mapping[int, Describe] | None = None) -> Constants:
+        """Those of a kernel with these descriptors, or of one that takes operands_of(...) first."""
         if descriptors is None:
-            descriptors = {0: describe([config.block_m, config.block_k]), 3: self._describe_weight()}
-        return Plan(config, self.num_n_tiles, Constants({"GEMM": self, **options}, descriptors))
+            descriptors = {0: describe([self.config.block_m, self.config.block_k]), 3: self._describe_weight()}
+        return Constants({"GEMM": self, **self.config.options}, descriptors)
+
+    def grid(self, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+        """The grid for num_rows rows."""
+        num_tiles = max_row_tiles(num_rows, self.num_groups, self.config.block_m) * self.num_n_tiles
+        return launch_grid(num_tiles, num_sms, device)
 
     def _describe_weight(self) -> Describe:
         """Function from a packed weight to the descriptor that load_weight takes."""
@@ -178,22 +179,15 @@ def product(operands, place, GEMM: tl.constexpr):
         weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
     acc = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
     for k in tl.range(0, IN_WIDTH, BLOCK_K):
-        a = load_rows(rows_desc, pointers, first_row, k, IN_WIDTH, BLOCK_K)
+        if row_index is None:
+            a = rows_desc.load([first_row, k])
+        elif IN_WIDTH % BLOCK_K == 0:
+            a = tl.load(pointers + k)
+        else:  # zeros past the last column
+            a = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < IN_WIDTH)[None, :], other=0.0)
         b = load_weight(weight_desc, weight, group, first_column, k, GEMM)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def load_rows(rows_desc, pointers, first_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile [rows, BLOCK_K] at column k; zeros past the last column. pointers None: contiguous rows, by TMA."""
-    if pointers is None:
-        tile = rows_desc.load([first_row, k])
-    elif WIDTH % BLOCK_K == 0:
-        tile = tl.load(pointers + k)
-    else:
-        tile = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)
-    return tile
 
 
 @triton.jit
@@ -265,6 +259,19 @@ def add_tile(acc, out, row, end, first_column, WIDTH: tl.constexpr, COLUMNS: tl.
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def zero_tail_rows(out, row_range, num_rows, GEMM: tl.constexpr):
+    """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn; None: nothing."""
+    if num_rows is not None:
+        first = first_tail_row(row_range, GEMM.num_groups)
+        base = out + first.to(tl.int64) * GEMM.columns
+        size = (num_rows - first).to(tl.int64) * GEMM.columns
+        step = tl.num_programs(0).to(tl.int64) * ZERO_BLOCK
+        for i in range(tl.program_id(0).to(tl.int64) * ZERO_BLOCK, size, step):
+            offset = i + tl.arange(0, ZERO_BLOCK)
+            tl.store(base + offset, tl.zeros((ZERO_BLOCK,), out.dtype.element_ty), mask=offset < size)
+
+
 @fast_jit(["rows_desc", "rows", "weight_desc", "out"], optional=["num_rows"])
 def grouped_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]; None when gathering
@@ -297,8 +304,7 @@ def grouped_gemm_kernel(
         else:
             pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, WIDTH, BLOCK_N))
-    if num_rows is not None:
-        zero_rows(out, first_tail_row(row_range, GEMM.num_groups), num_rows, WIDTH, ZERO_BLOCK)
+    zero_tail_rows(out, row_range, num_rows, GEMM)
 
 
 @fast_jit(["dout_desc", "dout", "rows_desc", "rows", "out"])
@@ -312,27 +318,18 @@ def grouped_gemm_wgrad_kernel(
     row_range,
     out,  # [G, O, C]; None with a table
     out_table,  # int64[G] or None
-    OUT_DTYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    OUT_ROWS: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    WGRAD: tl.constexpr,
 ):
-    NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0), flatten=FLATTEN):
-        group = tile // TILES
-        m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+    BLOCK_M: tl.constexpr = WGRAD.config.block_m
+    BLOCK_N: tl.constexpr = WGRAD.config.block_n
+    BLOCK_K: tl.constexpr = WGRAD.config.block_k
+    FLATTEN: tl.constexpr = WGRAD.config.flatten
+    for tile in tl.range(tl.program_id(0), WGRAD.num_tiles, tl.num_programs(0), flatten=FLATTEN):
+        group, m_tile, n_tile = wgrad_place(tile, WGRAD)
         m = m_tile * BLOCK_M
         n = n_tile * BLOCK_N
         start = tl.load(row_range + group)
-        end = tl.load(row_range + NUM_GROUPS + group)
+        end = tl.load(row_range + WGRAD.num_groups + group)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Indices are loaded one step ahead: the pipeliner would halve its depth for loads that wait for loads.
         next_i = source_rows(dout_index, start, end, BLOCK_K)
@@ -342,20 +339,20 @@ def grouped_gemm_wgrad_kernel(
             j = next_j
             next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
             next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
-            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M)
-            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N)
+            a = load_k_rows(dout_desc, dout, i, k, start, end, m, WGRAD.out_rows, BLOCK_M)
+            b = load_k_rows(rows_desc, rows, j, k, start, end, n, WGRAD.columns, BLOCK_N)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
         row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)
-        out_group = matrix_of(out, out_table, group, OUT_ROWS * OUT_WIDTH, OUT_DTYPE)
-        if not ACCUMULATE:
-            store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, False, BLOCK_N)
+        out_group = gradient_of(out, out_table, group, WGRAD)
+        if not WGRAD.accumulate:
+            store_gradient(acc, out_group, row, column, WGRAD)
         elif start < end:  # the result of a group without rows is not read
             PART: tl.constexpr = min(BLOCK_N, ACCUMULATE_COLUMNS)
             parts = column_parts(acc, BLOCK_M, BLOCK_N, BLOCK_N // PART)
             for i in tl.static_range(BLOCK_N // PART):
                 columns = n + i * PART + tl.arange(0, PART)
-                store_gradient(parts[i], out_group, row, columns, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, True, BLOCK_N)
+                store_gradient(parts[i], out_group, row, columns, WGRAD)
 
 
 @fast_jit([])
@@ -386,17 +383,20 @@ def _launch_gemm(operands, row_range, out, bias, accumulate, zero_tail, num_sms,
             on_hopper(rows, weight, row_range, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms)
             return
     kind = out.dtype, most_columns(out.device)
-    plan = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
-    grid = plan.grid(num_rows, num_groups, num_sms, out.device)
+    gemm, constants = _gemm_plan(*kind, num_groups, out_width, rows.shape[1], weight_k_first, accumulate)
+    grid = gemm.grid(num_rows, num_sms, out.device)
     results = row_range, out, bias, bias_scale, num_rows if zero_tail else None
-    launch(grouped_gemm_kernel, grid, plan.constants, *operands_of(rows, row_index, weight), *results)
+    launch(grouped_gemm_kernel, grid, constants, *operands_of(rows, row_index, weight), *results)
 
 
 @functools.cache
-def _gemm_plan(dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate) -> Plan:
+def _gemm_plan(
+    dtype, most_columns, num_groups, columns, in_width, weight_k_first, accumulate
+) -> tuple[Gemm, Constants]:
     sizes = {"num_groups": num_groups, "columns": columns, "in_width": in_width}
     config = gemm_config(columns, dtype, most_columns)
-    return Gemm(config=config, **sizes, weight_k_first=weight_k_first, accumulate=accumulate).plan()
+    gemm = Gemm(config=config, **sizes, weight_k_first=weight_k_first, accumulate=accumulate)
+    return gemm, gemm.constants()
 
 
 def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=None):
@@ -415,21 +415,22 @@ def grouped_gemm_wgrad(dout, rows, row_range, out, *, accumulate=False, num_sms=
         if on_hopper is not None:
             on_hopper(dout, rows, row_range, out, num_sms=num_sms)
             return
-    plan = _wgrad_plan(dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
+    wgrad, constants = _wgrad_plan(dout.dtype, most_columns(dout.device), out.dtype, accumulate, out.shape)
     left = dout if dout_index is None else None, dout, dout_index
     right = rows if rows_index is None else None, rows, rows_index
-    grid = launch_grid(plan.num_n_tiles, num_sms, dout.device)
-    launch(grouped_gemm_wgrad_kernel, grid, plan.constants, *left, *right, row_range, *packed_and_table(out))
+    grid = launch_grid(wgrad.num_tiles, num_sms, dout.device)
+    launch(grouped_gemm_wgrad_kernel, grid, constants, *left, *right, row_range, *packed_and_table(out))
 
 
 @functools.cache
-def _wgrad_plan(dtype, most_columns, out_dtype, accumulate, shape) -> Plan:
+def _wgrad_plan(dtype, most_columns, out_dtype, accumulate, shape: tuple[int, int, int]) -> tuple[Wgrad, Constants]:
     config = gemm_config(shape[2], dtype, most_columns)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
         3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
     }
-    return wgrad_plan(config, out_dtype, accumulate, shape, tile_constants(config), descriptors)
+    wgrad = Wgrad(config, *shape, TRITON_DTYPES[out_dtype], accumulate)
+    return wgrad, wgrad.constants(descriptors)
 
 
 def zero_matrices(out: torch.Tensor | TensorTable) -> None:

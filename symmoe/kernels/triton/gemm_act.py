@@ -42,7 +42,6 @@ from symmoe.kernels.triton.bias import sum_row_tiles
 from symmoe.kernels.triton.gemm import Gemm, group_tiles, operands_of, product, tile_place
 from symmoe.kernels.triton.tiles import (
     MOST_COLUMNS,
-    Plan,
     TileConfig,
     column_parts,
     first_tail_row,
@@ -95,31 +94,26 @@ def dact_workspace_numel(num_rows, num_groups, ffn, activation):
 
 
 @triton.jit
-def add_hidden_bias(
-    gate, up, bias, group, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, COLUMNS: tl.constexpr
-):
+def add_hidden_bias(gate, up, bias, group, first_column, COLUMNS: tl.constexpr, GEMM: tl.constexpr):
     """Adds bias [G, W] to features in fp32, same as add_bias; without a bias: the features."""
     if bias is not None:
-        WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
+        ACTIVATION: tl.constexpr = GEMM.activation
         column = first_column + tl.arange(0, COLUMNS)
-        pointers = bias + group.to(tl.int64) * WIDTH + gate_column(column, ACTIVATION)
-        gate = plus(gate, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
+        pointers = bias + group.to(tl.int64) * ACTIVATION.hidden_width(GEMM.columns) + gate_column(column, ACTIVATION)
+        gate = plus(gate, tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :], 1.0)
         if ACTIVATION.is_gated:
-            pointers = pointers + up_distance(ACTIVATION, FFN)
-            up = plus(up, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
+            pointers = pointers + up_distance(ACTIVATION, GEMM.columns)
+            up = plus(up, tl.load(pointers, mask=column < GEMM.columns, other=0.0).to(tl.float32)[None, :], 1.0)
     return gate, up
 
 
 @triton.jit
-def store_activation(
-    gate, up, scale, a, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr, TILE: tl.constexpr
-):
-    """Stores a for columns of a tile of TILE columns; returns act(h), both from rounded features in fp32."""
-    COLUMNS: tl.constexpr = gate.shape[1]
-    value = act_value(gate, up, ACTIVATION)
-    column = first_column + tl.arange(0, COLUMNS)
-    pointers = a + row.to(tl.int64)[:, None] * FFN + column[None, :]
-    mask = tile_mask(row, end, column, FFN, TILE)
+def store_activation(gate, up, scale, a, row, end, first_column, GEMM: tl.constexpr):
+    """Stores a for columns of a tile; returns act(h), both from rounded features in fp32."""
+    value = act_value(gate, up, GEMM.activation)
+    column = first_column + tl.arange(0, gate.shape[1])
+    pointers = a + row.to(tl.int64)[:, None] * GEMM.columns + column[None, :]
+    mask = tile_mask(row, end, column, GEMM.columns, GEMM.config.block_n)
     tl.store(pointers, (value * scale[:, None]).to(a.dtype.element_ty), mask=mask)
     return value
 
@@ -139,7 +133,6 @@ def grouped_gemm_act_kernel(
     GEMM: tl.constexpr,
 ):
     ACTIVATION: tl.constexpr = GEMM.activation
-    FFN: tl.constexpr = GEMM.columns
     BLOCK_M: tl.constexpr = GEMM.config.block_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PARTS: tl.constexpr = GEMM.config.parts
@@ -164,25 +157,24 @@ def grouped_gemm_act_kernel(
         ups = column_parts(up, BLOCK_M, BLOCK_N, PARTS)
         for i in tl.static_range(PARTS):
             column = first_column + i * PART
-            gate_i, up_i = add_hidden_bias(gates[i], ups[i], bias, group, column, ACTIVATION, FFN, PART)
+            gate_i, up_i = add_hidden_bias(gates[i], ups[i], bias, group, column, PART, GEMM)
             gate_i = gate_i.to(h.dtype.element_ty)
             up_i = up_i.to(h.dtype.element_ty)
-            store_hidden(h, gate_i, up_i, row, end, column, ACTIVATION, FFN, BLOCK_N)
+            store_hidden(h, gate_i, up_i, row, end, column, BLOCK_N, GEMM)
             gate_i, up_i = gate_i.to(tl.float32), up_i.to(tl.float32)
-            store_activation(gate_i, up_i, scale, a, row, end, column, ACTIVATION, FFN, BLOCK_N)
+            store_activation(gate_i, up_i, scale, a, row, end, column, GEMM)
 
 
 @triton.jit
-def store_column_sums(sums, gate, up, row, end, first_column, ACTIVATION: tl.constexpr, FFN: tl.constexpr):
+def store_column_sums(sums, gate, up, row, end, first_column, GEMM: tl.constexpr):
     """Sums of rounded dh over the rows before `end`, into `sums` [W], a row tile's slot."""
-    COLUMNS: tl.constexpr = gate.shape[1]
     inside = (row < end)[:, None]
-    column = first_column + tl.arange(0, COLUMNS)
-    pointers = sums + gate_column(column, ACTIVATION)
-    tl.store(pointers, tl.sum(tl.where(inside, gate.to(tl.float32), 0.0), axis=0), mask=column < FFN)
-    if ACTIVATION.is_gated:
+    column = first_column + tl.arange(0, gate.shape[1])
+    pointers = sums + gate_column(column, GEMM.activation)
+    tl.store(pointers, tl.sum(tl.where(inside, gate.to(tl.float32), 0.0), axis=0), mask=column < GEMM.columns)
+    if GEMM.activation.is_gated:
         total = tl.sum(tl.where(inside, up.to(tl.float32), 0.0), axis=0)
-        tl.store(pointers + up_distance(ACTIVATION, FFN), total, mask=column < FFN)
+        tl.store(pointers + up_distance(GEMM.activation, GEMM.columns), total, mask=column < GEMM.columns)
 
 
 @fast_jit(["dout_desc", "dout", "weight_desc", "h", "dh", "a"])
@@ -204,7 +196,6 @@ def grouped_gemm_dact_kernel(
 ):
     ACTIVATION: tl.constexpr = GEMM.activation
     FFN: tl.constexpr = GEMM.columns
-    WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
     BLOCK_M: tl.constexpr = GEMM.config.block_m
     BLOCK_N: tl.constexpr = GEMM.config.block_n
     PARTS: tl.constexpr = GEMM.config.parts
@@ -226,7 +217,7 @@ def grouped_gemm_dact_kernel(
         for i in tl.static_range(PARTS + LEAD):
             if i < PARTS:
                 column = first_column + i * PART
-                part = load_hidden(h, row, end, column, ACTIVATION, FFN, PART, BLOCK_N)
+                part = load_hidden(h, row, end, column, PART, BLOCK_N, GEMM)
                 hidden = hidden + (part,)  # noqa: RUF005 (Triton has no starred expressions)
             if i >= LEAD:
                 column = first_column + (i - LEAD) * PART
@@ -234,7 +225,7 @@ def grouped_gemm_dact_kernel(
                 up = hidden[i - LEAD][1].to(tl.float32)
                 # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
-                value = store_activation(gate, up, scale, a, row, end, column, ACTIVATION, FFN, BLOCK_N)
+                value = store_activation(gate, up, scale, a, row, end, column, GEMM)
                 part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
                 if HALVED and (i - LEAD) % 2 == 0:
                     left = part_sum
@@ -247,10 +238,10 @@ def grouped_gemm_dact_kernel(
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
                 dup = (ds * by_up).to(dh.dtype.element_ty)
-                store_hidden(dh, dgate, dup, row, end, column, ACTIVATION, FFN, BLOCK_N)
+                store_hidden(dh, dgate, dup, row, end, column, BLOCK_N, GEMM)
                 if bias_sums is not None:
-                    slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * WIDTH
-                    store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN)
+                    slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * ACTIVATION.hidden_width(FFN)
+                    store_column_sums(slot, dgate, dup, row, end, column, GEMM)
 
 
 @fast_jit([])
@@ -270,7 +261,7 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
     (rows, row_index), a = as_pair(rows), results[1]
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
+    gemm, constants = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
     is_plain = bias is None and row_index is None and not isinstance(weight, TensorTable)
@@ -279,8 +270,8 @@ def grouped_gemm_act(rows, weight, row_range, row_scale, results, activation, *,
     if on_hopper is not None:
         on_hopper(rows, weight, row_range, row_scale, results, activation, num_sms=num_sms)
         return
-    grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(rows, row_index, weight)
-    launch(grouped_gemm_act_kernel, grid, plan.constants, *operands, row_range, row_scale, *results, bias)
+    grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(rows, row_index, weight)
+    launch(grouped_gemm_act_kernel, grid, constants, *operands, row_range, row_scale, *results, bias)
 
 
 def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, activation, *, num_sms=None):
@@ -288,7 +279,8 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
     num_partials = num_scale_sums(ffn)
-    plan = _plan(a.dtype, most_columns(a.device), activation, num_groups, ffn, dout_width, is_gradient=True)
+    kind = a.dtype, most_columns(a.device), activation
+    gemm, constants = _plan(*kind, num_groups, ffn, dout_width, is_gradient=True)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
@@ -296,7 +288,7 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
     bias_sums = None
     if dbias is not None:
         bias_sums = workspace[num_partials * num_rows :]
-        num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
+        num_slots = bias_slots(num_rows, num_groups, gemm.config.block_m)
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
     on_hopper = None
     if dbias is None and not isinstance(weight, TensorTable) and activation.interleave is None:
@@ -305,24 +297,25 @@ def grouped_gemm_dact(dout, weight, row_range, hidden, gradients, workspace, act
         results = dh, a, workspace
         on_hopper((dout, row_index), weight, row_range, hidden, results, activation, num_sms=num_sms)
     else:
-        grid, operands = plan.grid(num_rows, num_groups, num_sms, a.device), operands_of(dout, row_index, weight)
+        grid, operands = gemm.grid(num_rows, num_sms, a.device), operands_of(dout, row_index, weight)
         results = dh, a, workspace, bias_sums, num_rows
-        launch(grouped_gemm_dact_kernel, grid, plan.constants, *operands, row_range, *hidden, *results)
+        launch(grouped_gemm_dact_kernel, grid, constants, *operands, row_range, *hidden, *results)
     if dscale is not None:
         sum_dact_partials(workspace, row_range, dscale, num_partials)
     if dbias is not None and bias_sums is not None:
-        sum_row_tiles(bias_sums, row_range, dbias, plan.config.block_m)
+        sum_row_tiles(bias_sums, row_range, dbias, gemm.config.block_m)
     return num_partials
 
 
 @functools.cache
-def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False) -> Plan:
+def _plan(dtype, most_columns, activation, num_groups, ffn, in_width, is_gradient=False):
     if is_gradient:
         config = dact_config(ffn, dtype, most_columns)
     else:
         config = act_config(ffn, dtype, activation, most_columns)
     sizes = {"num_groups": num_groups, "columns": ffn, "in_width": in_width}
-    return Gemm(config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient).plan()
+    gemm = Gemm(config=config, **sizes, activation=addressable(activation, ffn), weight_k_first=is_gradient)
+    return gemm, gemm.constants()
 
 
 def sum_dact_partials(workspace, row_range, dscale, num_partials):

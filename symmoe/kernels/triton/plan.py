@@ -4,16 +4,14 @@ There are no atomics: sums over blocks read every earlier block's counts.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
-from symmoe.kernels.control import ControlLayout
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -41,52 +39,39 @@ LAID_OUT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The constants of one kernel; it has those that it reads. num_experts: of all ranks.
-
-    block_experts, block_slots, other_slots, block_columns, block_rows: what is read at a time.
-    header: of send_counts, without the words that may change from step to step.
-    """
-
-    num_ranks: int
-    num_experts: int = 0
-    top_k: int = 0
-    rank: int = 0
-    layout: ControlLayout | None = None
-    header: tuple[int, ...] = ()
-    drop: bool = False
-    record_errors: bool = False
-    first_rank: int = 0
-    end_rank: int = 0
-    block_experts: int = 0
-    block_slots: int = 0
-    other_slots: int = 0
-    block_columns: int = 0
-    block_rows: int = 0
-
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.num_ranks
-
-    @property
-    def rank_lanes(self) -> int:
-        return next_power_of_2(self.num_ranks)
-
-    @property
-    def expert_lanes(self) -> int:
-        """Lanes of a vector over a rank's experts."""
-        return next_power_of_2(self.experts_per_rank)
-
-
 @functools.cache
-def _constants(num_warps: int, **sizes: Any) -> Constants:
-    return Constants({"SIZES": Sizes(**sizes), "num_warps": num_warps})
+def _constants(num_warps: int, num_ranks: int, num_experts: int = 0, **sizes: Any) -> Constants:
+    """num_experts: of all ranks. expert_lanes: of a vector over a rank's experts. block_*, other_slots: what is read at
+    a time. header: of send_counts, without the words that may change from step to step."""
+    per_rank = num_experts // num_ranks
+    lanes = {"rank_lanes": next_power_of_2(num_ranks), "expert_lanes": next_power_of_2(per_rank)}
+    numbers = {"num_ranks": num_ranks, "num_experts": num_experts, "experts_per_rank": per_rank}
+    return kept_sizes(**numbers, **lanes, **sizes, num_warps=num_warps)
 
 
 def block_slots(top_k: int) -> int:
     """How many slots of a block of tokens are read at once."""
     return min(BLOCK_SLOTS, next_power_of_2(control.TOKENS_PER_BLOCK * top_k))
+
+
+@fast_jit([])
+def splits_to_row_range_kernel(
+    splits, row_range, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr
+):
+    group = tl.arange(0, GROUP_LANES)
+    size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)
+    # Single splits are limited first, so that sums cannot overflow.
+    size = tl.minimum(tl.maximum(size, 0), num_rows)
+    total = tl.cumsum(size, axis=0)
+    begin, end = tl.minimum(total - size, num_rows), tl.minimum(total, num_rows)
+    tl.store(row_range + group, begin.to(tl.int32), mask=group < NUM_GROUPS)
+    tl.store(row_range + NUM_GROUPS + group, end.to(tl.int32), mask=group < NUM_GROUPS)
+
+
+def splits_to_row_range(splits, row_range, num_rows):
+    num_groups = splits.shape[0]
+    constants = kept_constants(NUM_GROUPS=num_groups, GROUP_LANES=next_power_of_2(num_groups), num_warps=4)
+    launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 
 
 @triton.jit

@@ -6,14 +6,14 @@ blocks of tokens each, and as many scores per thread as others, so that a row's 
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 
 from symmoe.kernels import control
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.routing_rule import TINY, RoutingRule
 from symmoe.kernels.triton import plan
 from symmoe.kernels.triton.plan import NO_SLOT
@@ -26,43 +26,26 @@ NAN_KEY = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(TINY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice(plan.Sizes):
-    """The constants of both kernels: K of E experts are chosen by a rule, for so many tokens at a time. num_ranks: for
-    which tokens are counted."""
-
-    rule: RoutingRule
-    tokens: int
-    best_of_group: int
-
-    @property
-    def expert_lanes(self) -> int:
-        return next_power_of_2(self.num_experts)
-
-    @property
-    def choice_lanes(self) -> int:
-        return next_power_of_2(self.top_k)
-
-    @property
-    def group_lanes(self) -> int:
-        return next_power_of_2(self.rule.num_groups)
-
-
 @functools.cache
 def _choice(num_experts: int, top_k: int, rule: RoutingRule, num_ranks: int = 0) -> tuple[int, Constants]:
     """Tokens of a program, and the constants. num_ranks: 0, or programs count."""
-    rule, lanes = replace(rule, route_scale=1.0), next_power_of_2(num_experts)  # the scale is an argument
-    tokens = control.TOKENS_PER_BLOCK if num_ranks else max(1, SCORES_PER_PROGRAM // lanes)
-    num_warps = max(1, tokens * lanes * NUM_WARPS // SCORES_PER_PROGRAM)
-    choice = Choice(
+    rule, expert_lanes = replace(rule, route_scale=1.0), next_power_of_2(num_experts)  # the scale is an argument
+    tokens = control.TOKENS_PER_BLOCK if num_ranks else max(1, SCORES_PER_PROGRAM // expert_lanes)
+    num_ranks = max(1, num_ranks)
+    return tokens, kept_sizes(
         num_experts=num_experts,
+        expert_lanes=expert_lanes,
+        experts_per_rank=num_experts // num_ranks,
+        num_ranks=num_ranks,
+        rank_lanes=next_power_of_2(num_ranks),
         top_k=top_k,
-        num_ranks=max(1, num_ranks),
+        choice_lanes=next_power_of_2(top_k),
         rule=rule,
-        tokens=tokens,
+        group_lanes=next_power_of_2(rule.num_groups),
         best_of_group=rule.best_of_group(num_experts),
+        tokens=tokens,
+        num_warps=max(1, tokens * expert_lanes * NUM_WARPS // SCORES_PER_PROGRAM),
     )
-    return tokens, Constants({"CHOICE": choice, "num_warps": num_warps})
 
 
 @triton.jit
@@ -81,23 +64,23 @@ def index_of(key, LANES: tl.constexpr):
 
 
 @triton.jit
-def keep_top_groups(value, expert, CHOICE: tl.constexpr):
+def keep_top_groups(value, expert, SIZES: tl.constexpr):
     """[tokens, lanes] values, -inf outside of a token's best groups."""
-    GROUP_LANES: tl.constexpr = CHOICE.group_lanes
-    SIZE: tl.constexpr = CHOICE.num_experts // CHOICE.rule.num_groups
-    key = keys_of(value, expert, CHOICE.expert_lanes)
+    GROUP_LANES: tl.constexpr = SIZES.group_lanes
+    SIZE: tl.constexpr = SIZES.num_experts // SIZES.rule.num_groups
+    key = keys_of(value, expert, SIZES.expert_lanes)
     group = tl.arange(0, GROUP_LANES)
     worth = tl.zeros((value.shape[0], GROUP_LANES), tl.float32)
-    for g in range(CHOICE.rule.num_groups):
+    for g in range(SIZES.rule.num_groups):
         own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
-        for _ in range(CHOICE.best_of_group):
+        for _ in range(SIZES.best_of_group):
             best = tl.max(own, axis=1)
             number = tl.sum(tl.where(own == best[:, None], value, 0.0), axis=1)
             worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
             own = tl.where(own == best[:, None], LEAST, own)
-    group_key = tl.where((group < CHOICE.rule.num_groups)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
+    group_key = tl.where((group < SIZES.rule.num_groups)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
     is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
-    for _ in range(CHOICE.rule.top_groups):
+    for _ in range(SIZES.rule.top_groups):
         best = tl.max(group_key, axis=1)
         is_kept = is_kept | ((expert // SIZE)[None, :] == index_of(best, GROUP_LANES)[:, None])
         group_key = tl.where(group_key == best[:, None], LEAST, group_key)
@@ -115,17 +98,17 @@ def choose_experts_kernel(
     block_counts,
     num_tokens: tl.int32,
     route_scale: tl.float32,
-    CHOICE: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
-    CHOICE_LANES: tl.constexpr = CHOICE.choice_lanes
-    TOKENS: tl.constexpr = CHOICE.tokens
+    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
+    CHOICE_LANES: tl.constexpr = SIZES.choice_lanes
+    TOKENS: tl.constexpr = SIZES.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
-    is_token, is_expert = token < num_tokens, (expert < CHOICE.num_experts)[None, :]
-    at = token[:, None] * CHOICE.num_experts + expert[None, :]
+    is_token, is_expert = token < num_tokens, (expert < SIZES.num_experts)[None, :]
+    at = token[:, None] * SIZES.num_experts + expert[None, :]
     logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
-    if CHOICE.rule.score == "softmax":
+    if SIZES.rule.score == "softmax":
         power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
         score = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
     else:
@@ -136,72 +119,72 @@ def choose_experts_kernel(
     if given_idx is None:
         value = score
         if bias is not None:
-            value += tl.load(bias + expert, mask=expert < CHOICE.num_experts, other=0.0)[None, :]
-        if CHOICE.rule.num_groups > 1:
-            value = keep_top_groups(value, expert, CHOICE)
+            value += tl.load(bias + expert, mask=expert < SIZES.num_experts, other=0.0)[None, :]
+        if SIZES.rule.num_groups > 1:
+            value = keep_top_groups(value, expert, SIZES)
         key = tl.where(is_expert, keys_of(value, expert, EXPERT_LANES), LEAST)
     prob = tl.zeros((TOKENS, CHOICE_LANES), tl.float32)
     ranks = tl.zeros((TOKENS,), tl.int64)  # bit r: the token goes to rank r
-    for k in range(CHOICE.top_k):
+    for k in range(SIZES.top_k):
         if given_idx is None:
             best = tl.max(key, axis=1)
             chosen = index_of(best, EXPERT_LANES)
             key = tl.where(key == best[:, None], LEAST, key)
         else:
-            chosen = tl.load(given_idx + token * CHOICE.top_k + k, mask=is_token, other=-1)
-        tl.store(topk_idx + token * CHOICE.top_k + k, chosen, mask=is_token)
+            chosen = tl.load(given_idx + token * SIZES.top_k + k, mask=is_token, other=-1)
+        tl.store(topk_idx + token * SIZES.top_k + k, chosen, mask=is_token)
         number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
         prob = tl.where((place == k)[None, :], number[:, None], prob)
         if block_counts is not None:
-            ranks |= tl.full((TOKENS,), 1, tl.int64) << (chosen // CHOICE.experts_per_rank).to(tl.int64)
-    if CHOICE.rule.renormalize:
+            ranks |= tl.full((TOKENS,), 1, tl.int64) << (chosen // SIZES.experts_per_rank).to(tl.int64)
+    if SIZES.rule.renormalize:
         prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
-    mask = is_token[:, None] & (place < CHOICE.top_k)[None, :]
-    tl.store(probs + token[:, None] * CHOICE.top_k + place[None, :], prob * route_scale, mask=mask)
+    mask = is_token[:, None] & (place < SIZES.top_k)[None, :]
+    tl.store(probs + token[:, None] * SIZES.top_k + place[None, :], prob * route_scale, mask=mask)
     if block_counts is not None:
-        row = block_counts + tl.program_id(0) * (CHOICE.num_experts + CHOICE.num_ranks + 2)
+        row = block_counts + tl.program_id(0) * (SIZES.num_experts + SIZES.num_ranks + 2)
         is_chosen = (key == LEAST) & is_token[:, None]
-        tl.store(row + expert, tl.sum(is_chosen.to(tl.int32), axis=0), mask=expert < CHOICE.num_experts)
-        rank = tl.arange(0, CHOICE.rank_lanes)
+        tl.store(row + expert, tl.sum(is_chosen.to(tl.int32), axis=0), mask=expert < SIZES.num_experts)
+        rank = tl.arange(0, SIZES.rank_lanes)
         goes = (tl.where(is_token, ranks, 0)[:, None] >> rank[None, :].to(tl.int64)).to(tl.int32) & 1
-        tl.store(row + CHOICE.num_experts + rank, tl.sum(goes, axis=0), mask=rank < CHOICE.num_ranks)
+        tl.store(row + SIZES.num_experts + rank, tl.sum(goes, axis=0), mask=rank < SIZES.num_ranks)
         bad = tl.arange(0, 2)  # their number, and the first one
-        tl.store(row + CHOICE.num_experts + CHOICE.num_ranks + bad, tl.where(bad == 0, 0, NO_SLOT))
+        tl.store(row + SIZES.num_experts + SIZES.num_ranks + bad, tl.where(bad == 0, 0, NO_SLOT))
 
 
 @fast_jit()
 def choose_experts_grad_kernel(
-    d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, CHOICE: tl.constexpr
+    d_probs, d_scores, topk_idx, scores, d_logits, num_tokens: tl.int32, route_scale: tl.float32, SIZES: tl.constexpr
 ):
-    EXPERT_LANES: tl.constexpr = CHOICE.expert_lanes
-    TOKENS: tl.constexpr = CHOICE.tokens
+    EXPERT_LANES: tl.constexpr = SIZES.expert_lanes
+    TOKENS: tl.constexpr = SIZES.tokens
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE.choice_lanes)
+    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, SIZES.choice_lanes)
     is_token = token < num_tokens
-    mask = is_token[:, None] & (expert < CHOICE.num_experts)[None, :]
-    at = token[:, None] * CHOICE.num_experts + expert[None, :]
+    mask = is_token[:, None] & (expert < SIZES.num_experts)[None, :]
+    at = token[:, None] * SIZES.num_experts + expert[None, :]
     score = tl.load(scores + at, mask=mask, other=0.0)
     d_score = tl.zeros((TOKENS, EXPERT_LANES), tl.float32)
     if d_scores is not None:
         d_score = tl.load(d_scores + at, mask=mask, other=0.0)
     if d_probs is not None:
-        choice = token[:, None] * CHOICE.top_k + place[None, :]
-        is_choice = is_token[:, None] & (place < CHOICE.top_k)[None, :]
+        choice = token[:, None] * SIZES.top_k + place[None, :]
+        is_choice = is_token[:, None] & (place < SIZES.top_k)[None, :]
         chosen = tl.load(topk_idx + choice, mask=is_choice, other=-1)
-        is_chosen = (chosen >= 0) & (chosen < CHOICE.num_experts)
+        is_chosen = (chosen >= 0) & (chosen < SIZES.num_experts)
         d_chosen = tl.load(d_probs + choice, mask=is_choice, other=0.0) * route_scale
-        if CHOICE.rule.renormalize:
-            number = tl.load(scores + token[:, None] * CHOICE.num_experts + chosen, mask=is_chosen, other=0.0)
+        if SIZES.rule.renormalize:
+            number = tl.load(scores + token[:, None] * SIZES.num_experts + chosen, mask=is_chosen, other=0.0)
             divisor = tl.sum(number, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(number)
             inner = tl.sum(d_chosen * tl.div_rn(number, divisor), axis=1)
             d_chosen = tl.div_rn(d_chosen - inner[:, None], divisor)
         d_chosen = tl.where(is_chosen, d_chosen, 0.0)
-        for k in range(CHOICE.top_k):
+        for k in range(SIZES.top_k):
             own = (place == k)[None, :]
             number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
             expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
             d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
-    if CHOICE.rule.score == "softmax":
+    if SIZES.rule.score == "softmax":
         d_logit = score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
     else:
         d_logit = d_score * score * (1.0 - score)

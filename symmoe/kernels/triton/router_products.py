@@ -10,14 +10,13 @@ A token's logits depend only on the token: tiles do not depend on T.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_constants, kept_sizes, launch
 
 BLOCK_K = 64
 TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
@@ -26,22 +25,6 @@ SPLIT_PROGRAMS = 132  # programs for weight gradients, if there are enough token
 SPLIT_TOKENS = 512  # least tokens of a part
 PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
 PART_ELEMENTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The constants of a product: of the matrices, and of a tile and a step of the contraction."""
-
-    num_experts: int
-    width: int
-    block_m: int
-    block_n: int
-    block_k: int
-
-
-@functools.cache
-def _sizes(*sizes: int, num_warps: int, num_stages: int) -> Constants:
-    return Constants({"SIZES": Sizes(*sizes), "num_warps": num_warps, "num_stages": num_stages})
 
 
 @triton.jit
@@ -154,7 +137,8 @@ def router_gemm(x, weight, logits):
         return
     block_n = _block(num_experts)
     grid = ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n)
-    constants = _sizes(num_experts, width, TOKENS, block_n, BLOCK_K, num_warps=4, num_stages=3)
+    tile = {"block_m": TOKENS, "block_n": block_n, "block_k": BLOCK_K, "num_warps": 4, "num_stages": 3}
+    constants = kept_sizes(num_experts=num_experts, width=width, **tile)
     launch(router_gemm_kernel, grid, constants, x, *bf16_parts(weight), logits, num_tokens)
 
 
@@ -168,16 +152,17 @@ def router_gemm_grads(d_logits, x, weight, dx, d_weight):
     num_column_tiles, block = ceil_div(width, TILE), _block(num_experts)
     *parts, d_parts = bf16_parts(d_logits) if dx is None else bf16_parts(weight, d_logits)
     if dx is not None:
-        sizes = num_experts, width, TOKENS, TILE, min(BLOCK_K, block)
-        grid, constants = (num_column_tiles, ceil_div(num_tokens, TOKENS)), _sizes(*sizes, num_warps=4, num_stages=2)
+        tile = {"block_m": TOKENS, "block_n": TILE, "block_k": min(BLOCK_K, block), "num_warps": 4, "num_stages": 2}
+        constants = kept_sizes(num_experts=num_experts, width=width, **tile)
+        grid = num_column_tiles, ceil_div(num_tokens, TOKENS)
         launch(router_dgrad_kernel, grid, constants, d_parts, *parts, dx, num_tokens)
     if d_weight is not None:
         block = max(64, block)
         num_expert_tiles = ceil_div(num_experts, block)
         num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
         sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
-        options = {"num_warps": 4 if block == 64 else 8, "num_stages": 3}
-        constants = _sizes(num_experts, width, block, TILE, BLOCK_K, **options)
+        tile = {"block_m": block, "block_n": TILE, "block_k": BLOCK_K, "num_warps": 4 if block == 64 else 8}
+        constants = kept_sizes(num_experts=num_experts, width=width, **tile, num_stages=3)
         grid = num_column_tiles, num_expert_tiles, num_splits
         launch(router_wgrad_kernel, grid, constants, d_parts, x, sums, num_tokens, split_tokens)
         if num_splits > 1:

@@ -1,7 +1,6 @@
 """The barrier over peer pointers, and the status record that kernels leave for the host.
 
-The only inline assembly of the protocol is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
-and `wait_without_bound`.
+The only inline assembly of the protocol is in three helpers: `now_ns`, `system_fence` and `wait_for_words`.
 """
 
 from dataclasses import make_dataclass
@@ -15,7 +14,7 @@ from triton.language.extra import cuda
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
 
 
 class _Numbers(tl.constexpr):
@@ -45,13 +44,15 @@ def system_fence():
 
 
 @triton.jit
-def wait_for_words(address, value, deadline):
-    """Spins until the int64 at each address has reached value or the clock has passed the deadline; the values seen.
+def wait_for_words(address, value, timeout_ns, SIZES: tl.constexpr):
+    """Spins until the int64 at each address has reached value or so many nanoseconds have passed; the values seen.
 
-    Every lane spins on its own address; replicated lanes do the same, which changes nothing.
+    Every lane spins on its own address; replicated lanes do the same, which changes nothing. Without `bounded`, nothing
+    looks at the clock, to measure what the bound costs.
     """
-    return tl.inline_asm_elementwise(
-        """{
+    if SIZES.bounded:
+        seen = tl.inline_asm_elementwise(
+            """{
         .reg .pred again;
         .reg .u64 now;
         SPIN:
@@ -61,31 +62,28 @@ def wait_for_words(address, value, deadline):
         setp.lt.and.u64 again, now, $3, again;
         @again bra SPIN;
         }""",
-        "=&l,l,l,l",
-        [address, value, deadline],
-        dtype=tl.int64,
-        is_pure=False,  # must not be dropped or moved across other accesses
-        pack=1,
-    )
-
-
-@triton.jit
-def wait_without_bound(address, value):
-    """Same as wait_for_words without the clock, to measure what the bound costs."""
-    return tl.inline_asm_elementwise(
-        """{
+            "=&l,l,l,l",
+            [address, value, now_ns() + timeout_ns],
+            dtype=tl.int64,
+            is_pure=False,  # must not be dropped or moved across other accesses
+            pack=1,
+        )
+    else:
+        seen = tl.inline_asm_elementwise(
+            """{
         .reg .pred again;
         SPIN:
         ld.acquire.sys.global.s64 $0, [$1];
         setp.lt.s64 again, $0, $2;
         @again bra SPIN;
         }""",
-        "=&l,l,l",
-        [address, value],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
-    )
+            "=&l,l,l",
+            [address, value],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return seen
 
 
 @triton.jit
@@ -146,13 +144,13 @@ def barrier_kernel(
     timeout_ns: tl.int64,
     spoiled: tl.int64,
     num_spoiled_words: tl.int64,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     # `status` is the address of pinned host memory, the same for the device; `spoiled` anything if there are no words.
+    RANK: tl.constexpr = SIZES.rank
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    LANES: tl.constexpr = SIZES.lanes
+    LAYOUT: tl.constexpr = SIZES.layout
     peer = tl.arange(0, LANES)
     is_peer = peer < NUM_RANKS
     own = tl.load(bases + RANK)
@@ -183,10 +181,7 @@ def barrier_kernel(
         mine = (
             own + half + tl.minimum(peer, NUM_RANKS - 1) * (CONTROL.MAIL_WORDS * 8)
         )  # spare lanes repeat the last peer
-        if BOUNDED:
-            seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
-        else:
-            seen = wait_without_bound(mine, 2 * epoch)
+        seen = wait_for_words(mine, 2 * epoch, timeout_ns, SIZES)
         tl.debug_barrier()  # what any thread has acquired holds for all
         late = is_peer & (seen < 2 * epoch)
         reached = epoch_words(seen)
@@ -229,9 +224,8 @@ def barrier_kernel(
 
 
 def _constants(peers: Peers, bounded: bool = True) -> Constants:
-    rank, num_ranks = peers.rank, peers.num_ranks
-    named = {"RANK": rank, "NUM_RANKS": num_ranks, "LANES": next_power_of_2(num_ranks), "LAYOUT": peers.layout}
-    return kept_constants(**named, BOUNDED=bounded, num_warps=1)
+    named = {"rank": peers.rank, "num_ranks": peers.num_ranks, "lanes": next_power_of_2(peers.num_ranks)}
+    return kept_sizes(**named, layout=peers.layout, bounded=bounded, num_warps=1)
 
 
 def barrier(peers, words, received, status, *, call, fault, timeout_ns, nan_on_failure=None):
@@ -246,21 +240,12 @@ def _words_of(tensor: torch.Tensor | None) -> tuple[int, int]:
 
 
 @fast_jit([])
-def send_signal_kernel(
-    bases,
-    rank: tl.int32,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    counters = (tl.load(bases + RANK) + LAYOUT.counters).to(tl.pointer_type(tl.int64))
+def send_signal_kernel(bases, rank: tl.int32, SIZES: tl.constexpr):
+    counters = (tl.load(bases + SIZES.rank) + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
-        slot = (tl.load(bases + rank) + LAYOUT.signals + RANK * (CONTROL.SIGNAL_WORDS * 8)).to(
-            tl.pointer_type(tl.int64)
-        )
+        slot = tl.load(bases + rank) + SIZES.layout.signals + SIZES.rank * (CONTROL.SIGNAL_WORDS * 8)
         # The release covers the payload, as in the barrier.
+        slot = slot.to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(slot, tl.load(counters + CONTROL.BARRIER_EPOCH), sem="release", scope="sys")
 
 
@@ -278,23 +263,16 @@ def wait_for_signal_kernel(
     timeout_ns: tl.int64,
     spoiled: tl.int64,
     num_spoiled_words: tl.int64,
-    RANK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    own = tl.load(bases + RANK)
-    counters = (own + LAYOUT.counters).to(tl.pointer_type(tl.int64))
+    own = tl.load(bases + SIZES.rank)
+    counters = (own + SIZES.layout.counters).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + CONTROL.BARRIER_EPOCH)
     lane = tl.arange(0, 1)  # wait_for_words takes a tensor
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
-        slot = own + LAYOUT.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
-        if BOUNDED:
-            seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
-        else:
-            seen = tl.max(wait_without_bound(slot + lane, epoch), axis=0)
+        slot = own + SIZES.layout.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
+        seen = tl.max(wait_for_words(slot + lane, epoch, timeout_ns, SIZES), axis=0)
         tl.debug_barrier()  # what any thread has acquired holds for all
         if epoch_words(seen) >= epoch:
             result += 1

@@ -6,6 +6,7 @@ Letters: contract/gemm.py. row_range[g] is where the rows of group g begin, row_
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -46,6 +47,11 @@ class TileConfig:
     parts: int = 1
     lead: int = 0
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_stages": self.num_stages, "num_warps": self.num_warps}
+
 
 def most_columns(device: torch.device) -> int:
     """Columns of an accumulator, 128 rows in 16 bits, at most: half where registers hold the operands, too."""
@@ -58,10 +64,10 @@ def device_num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_grid(num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-    """One program per SM, but no more than there can be tiles."""
+def launch_grid(num_tiles: int, num_sms: int | None, device: torch.device, programs_per_sm: int = 1) -> tuple[int]:
+    """Programs of a kernel that loops over tiles: no more than there can be tiles."""
     num_sms = device_num_sms(device) if num_sms is None else num_sms
-    return (max(1, min(num_tiles, num_sms)),)
+    return (max(1, min(num_tiles, programs_per_sm * num_sms)),)
 
 
 def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
@@ -137,11 +143,7 @@ def matrix_pointer(table, group, DTYPE: tl.constexpr):
 @triton.jit
 def matrix_of(matrices, table, group, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """Pointer to matrix `group`, of SIZE elements, of packed matrices, or of a table if there is one."""
-    if table is None:
-        pointer = matrices + group.to(tl.int64) * SIZE
-    else:
-        pointer = matrix_pointer(table, group, DTYPE)
-    return pointer
+    return matrices + group.to(tl.int64) * SIZE if table is None else matrix_pointer(table, group, DTYPE)
 
 
 @triton.jit
@@ -162,25 +164,16 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
     64-bit ones would cost registers. A mask that is None is true everywhere.
     """
     pointers = first + row[:, None] * WIDTH + column[None, :]
-    if row_mask is None and column_mask is None:
-        tile = tl.load(pointers)
-    elif row_mask is None:
-        tile = tl.load(pointers, mask=column_mask[None, :], other=0.0)
-    elif column_mask is None:
-        tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
-    else:
-        tile = tl.load(pointers, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
-    return tile
+    mask = None if row_mask is None else row_mask[:, None]
+    if column_mask is not None:
+        mask = column_mask[None, :] if mask is None else mask & column_mask[None, :]
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
-    if WIDTH % BLOCK == 0:
-        mask = None
-    else:
-        mask = first + tl.arange(0, BLOCK) < WIDTH
-    return mask
+    return None if WIDTH % BLOCK == 0 else first + tl.arange(0, BLOCK) < WIDTH
 
 
 @triton.jit
@@ -215,17 +208,6 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in rows first..num_rows of out [num_rows, WIDTH], BLOCK elements at a time by every program in turn."""
-    base = out + first.to(tl.int64) * WIDTH
-    size = (num_rows - first).to(tl.int64) * WIDTH
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-        offset = i + tl.arange(0, BLOCK)
-        tl.store(base + offset, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
-
-
-@triton.jit
 def load_k_rows(desc, pointer, source, position, start, end, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
@@ -247,97 +229,68 @@ def load_k_rows(desc, pointer, source, position, start, end, first_column, WIDTH
 def source_rows(index, position, end, BLOCK_K: tl.constexpr):
     """Places of rows position.. (BLOCK_K of them) in their tensor; row 0 for those at and past end if gathered."""
     row = position + tl.arange(0, BLOCK_K)
-    if index is None:
-        source = row
-    else:
-        source = tl.load(index + row, mask=row < end, other=0)
-    return source
-
-
-@triton.jit
-def store_gradient(
-    acc,
-    out,
-    row,
-    column,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Stores columns of a tile of TILE columns into out [ROWS, WIDTH], rounded once; ACCUMULATE: adds them to out."""
-    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    mask = tile_mask(row, ROWS, column, WIDTH, TILE)
-    if ACCUMULATE:
-        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointers, acc.to(DTYPE), mask=mask)
+    return row if index is None else tl.load(index + row, mask=row < end, other=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions.
-
-    Attributes:
-        config: the tiles.
-        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
-        constants: constants of the kernel.
-    """
+class Wgrad:
+    """The constants of a kernel of a weight gradient [num_groups, out_rows, columns], which is stored in, or added to,
+    matrices of a dtype (of Triton)."""
 
     config: TileConfig
-    num_n_tiles: int
-    constants: Constants
+    num_groups: int
+    out_rows: int
+    columns: int
+    dtype: tl.dtype
+    accumulate: bool
 
-    def grid(self, num_rows: int, num_groups: int, num_sms: int | None, device: torch.device) -> tuple[int]:
-        """The grid for num_rows rows."""
-        num_tiles = max_row_tiles(num_rows, num_groups, self.config.block_m) * self.num_n_tiles
-        return launch_grid(num_tiles, num_sms, device)
+    @property
+    def num_m_tiles(self) -> int:
+        """Tiles down a group's result."""
+        return ceil_div(self.out_rows, self.config.block_m)
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles across a group's result."""
+        return ceil_div(self.columns, self.config.block_n)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.num_groups * self.num_m_tiles * self.num_n_tiles
+
+    def constants(self, descriptors: Mapping[int, Describe], **options: Any) -> Constants:
+        """Of all launches with these dimensions."""
+        return Constants({"WGRAD": self, **self.config.options, **options}, descriptors)
+
+
+@triton.jit
+def wgrad_place(tile, WGRAD: tl.constexpr):
+    """Group of a tile, and the tile's row and column in the group's result."""
+    TILES: tl.constexpr = WGRAD.num_m_tiles * WGRAD.num_n_tiles
+    group = tile // TILES
+    m_tile, n_tile = swizzle_tile(tile - group * TILES, WGRAD.num_m_tiles, WGRAD.num_n_tiles, WGRAD.config.group_m)
+    return group, m_tile, n_tile
+
+
+@triton.jit
+def gradient_of(out, out_table, group, WGRAD: tl.constexpr):
+    """Pointer to a group's result."""
+    return matrix_of(out, out_table, group, WGRAD.out_rows * WGRAD.columns, WGRAD.dtype)
+
+
+@triton.jit
+def store_gradient(acc, out, row, column, WGRAD: tl.constexpr):
+    """Stores columns of a tile in a group's result, rounded once, or adds them."""
+    pointers = out + row.to(tl.int64)[:, None] * WGRAD.columns + column[None, :]
+    mask = tile_mask(row, WGRAD.out_rows, column, WGRAD.columns, WGRAD.config.block_n)
+    if WGRAD.accumulate:
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, acc.to(WGRAD.dtype), mask=mask)
 
 
 def row_programs(num_tiles: int, num_column_tiles: int) -> int:
     """Programs that loop over tiles of rows, at most num_tiles; each of the tiles of columns has as many."""
     return min(num_tiles, max(1, ROW_PROGRAMS // num_column_tiles))
-
-
-def output_tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
-    """The constants and options that all GEMM kernels take from their configuration."""
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
-    }
-
-
-def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
-    """Those of GEMM kernels in the working dtype."""
-    return {**output_tile_constants(config), "BLOCK_K": config.block_k, "FLATTEN": config.flatten}
-
-
-def wgrad_plan(
-    config: TileConfig,
-    dtype: torch.dtype,
-    accumulate: bool,
-    shape: tuple[int, ...],
-    constants: Mapping[str, object],
-    descriptors: Mapping[int, Describe],
-) -> Plan:
-    """The plan of a weight gradient that is stored in, or added to, [num_groups, out_rows, out_width] of a dtype.
-
-    constants: those that not every weight gradient has.
-    """
-    num_groups, out_rows, out_width = shape
-    named = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **constants,
-    }
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return Plan(config, num_tiles, Constants(named, descriptors))
 
 
 def describe(block: list[int]) -> Describe:

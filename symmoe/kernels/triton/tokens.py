@@ -5,7 +5,6 @@ so a caller may limit their number and leave SMs to a GEMM.
 """
 
 import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, hopper_choice
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 ACCESS_BYTES = tl.constexpr(16)
@@ -32,67 +31,29 @@ HOME_ACCESSES = 1  # in place of SUM_ACCESSES where both kinds are in flight
 SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The constants of one kernel; it has those that it reads.
-
-    width, row_bytes: of a row. tokens, columns: of a tile. top_k: rows of a token. column, prob_column: of `received`.
-    unroll, peers_unroll: rows of a token, and of peers, that are loaded together.
-    """
-
-    width: int = 0
-    row_bytes: int = 0
-    tokens: int = 0
-    columns: int = 1
-    top_k: int = 0
-    num_ranks: int = 0
-    column: int = 0
-    prob_column: int = 0
-    one_rank: int = False
-    block: int = SLOTS_PER_PROGRAM
-    unroll: int = field(init=False)
-    peers_unroll: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "unroll", min(UNROLL, next_power_of_2(self.top_k)))
-        object.__setattr__(self, "peers_unroll", min(PEERS_UNROLL, next_power_of_2(self.num_ranks)))
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Shape of a tile."""
-        return self.tokens, self.columns
-
-    @property
-    def column_tiles(self) -> int:
-        """Tiles across a row."""
-        return -(-self.width // self.columns)
-
-    @property
-    def rank_lanes(self) -> int:
-        """Lanes of a vector over the ranks."""
-        return next_power_of_2(self.num_ranks)
-
-
 def _move(kernel, args, rows, num_rows, accesses, num_ctas=None, **sizes):
     """Launches a kernel that moves num_rows such rows, if any, `accesses` 16-byte accesses per thread and tile."""
     if num_rows == 0:
         return
-    found, constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
+    constants = _cut(rows.shape[1], rows.dtype, accesses, num_ctas is None, **sizes)
+    found = constants.named["SIZES"]
     num_tiles = ceil_div(num_rows, found.tokens) * found.column_tiles
     launch(kernel, (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),), constants, *args)
 
 
 @functools.cache
-def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **sizes: Any) -> tuple[Sizes, Constants]:
+def _cut(width: int, dtype: torch.dtype, accesses: int, many_programs: bool, **sizes: Any) -> Constants:
+    """Rows of a width in tiles [tokens, columns]."""
     num_warps = ROW_WARPS if many_programs else CAPPED_ROW_WARPS
     row_bytes = width * dtype.itemsize
     tile_bytes = num_warps * 32 * 16 * accesses
     columns_bytes = min(row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES, tile_bytes)  # divides the row: no mask
     if columns_bytes < 512:  # less than a warp's access: a masked tail is cheaper
         columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2, tile_bytes)
-    tile = {"tokens": tile_bytes // columns_bytes, "columns": columns_bytes // dtype.itemsize}
-    found = Sizes(width=width, row_bytes=row_bytes, **tile, **sizes)
-    return found, Constants({"SIZES": found, "num_warps": num_warps})
+    tokens, columns = tile_bytes // columns_bytes, columns_bytes // dtype.itemsize
+    tile = {"tokens": tokens, "columns": columns, "column_tiles": ceil_div(width, columns)}
+    sizes |= {"width": width, "row_bytes": row_bytes, "tile": (tokens, columns), "num_warps": num_warps}
+    return _constants(**tile, **sizes)
 
 
 def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
@@ -103,7 +64,15 @@ def _move_slots(kernel, args, num_slots, more_programs=0, **sizes):
 
 @functools.cache
 def _slots(**sizes: Any) -> Constants:
-    return Constants({"SIZES": Sizes(block=SLOTS_PER_PROGRAM, **sizes), "num_warps": 4})
+    return _constants(block=SLOTS_PER_PROGRAM, **sizes, num_warps=4)
+
+
+def _constants(top_k: int = 0, num_ranks: int = 0, **sizes: Any) -> Constants:
+    """top_k: rows of a token. column, prob_column: of `received`. unroll, peers_unroll: rows of a token, and of peers,
+    that are loaded together. rank_lanes: lanes of a vector over the ranks."""
+    lanes = next_power_of_2(num_ranks)
+    unroll = {"unroll": min(UNROLL, next_power_of_2(top_k)), "peers_unroll": min(PEERS_UNROLL, lanes)}
+    return kept_sizes(top_k=top_k, num_ranks=num_ranks, rank_lanes=lanes, **unroll, **sizes)
 
 
 def _mover(name: str, rows: torch.Tensor, num_ctas: int | None) -> hopper_choice.Launcher | None:

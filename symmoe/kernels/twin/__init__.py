@@ -2,7 +2,6 @@
 
 from symmoe.kernels.contract import kernels_in
 from symmoe.kernels.twin import (
-    act_quantized,
     activation,
     gemm,
     nodes,
@@ -11,14 +10,11 @@ from symmoe.kernels.twin import (
     quantize,
     quantized_gemm,
     route,
-    splits,
     sync,
     tokens,
     wire,
 )
 
-_KERNELS = kernels_in(
-    act_quantized, activation, gemm, nodes, plan, pointers, quantize, quantized_gemm, route, splits, sync, tokens, wire
-)
+_KERNELS = kernels_in(activation, gemm, nodes, plan, pointers, quantize, quantized_gemm, route, sync, tokens, wire)
 globals().update(_KERNELS)
 __all__ = sorted(_KERNELS)

@@ -12,6 +12,13 @@ from symmoe.kernels.gemm_parts import PART_ROWS
 _NO_SLOT = 2**31 - 1
 
 
+def splits_to_row_range(splits, row_range, num_rows):
+    sizes = splits.long().clamp(0, num_rows)
+    ends = sizes.cumsum(0)
+    row_range[0] = (ends - sizes).clamp(max=num_rows)
+    row_range[1] = ends.clamp(max=num_rows)
+
+
 def count_slots(topk_idx, block_counts, *, num_experts, num_ranks):
     ids = topk_idx.long()
     valid = (ids >= 0) & (ids < num_experts)

@@ -13,8 +13,8 @@ from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.quantized_gemm import TILE_BLOCKS, TILE_BYTES, tiles_down
 from symmoe.kernels.tensor_table import ScaleTable
-from symmoe.kernels.twin.activation import block_sums
-from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, packed, take_rows
+from symmoe.kernels.twin.activation import activation_gradients, block_sums, scaled_activation
+from symmoe.kernels.twin.gemm import filled_groups, grouped_bias_grad, groups, matrix, packed, spans_of, take_rows
 from symmoe.kernels.twin.philox import random_words
 
 
@@ -66,6 +66,29 @@ def group_amax(rows, row_range, amax, *, row_index=None, signs=None):
         values = take_rows((rows, row_index), span).float()
         values = values if signs is None else _padded_columns(values, signs)
         amax[g] = _largest_finite(values)
+
+
+# The next two are compositions of what they fuse, which has the same bits: numbers are rounded to the dtype of h first.
+
+
+def act_quantize(h, row_scale, row_range, out, activation, block_format):
+    a = torch.empty((h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device)
+    for span in spans_of(row_range):
+        scaled_activation(h[span], row_scale[span], a[span], activation)
+    quantize_rows(a, row_range, out, block_format)
+
+
+def dact_quantize(da, h, row_scale, row_range, out, workspace, activation, block_format):
+    end = int(row_range[1, -1])
+    dh, a, scale = torch.empty_like(h), torch.empty_like(da), row_scale[:end]
+    value = activation_gradients(da[:end], h[:end], scale, dh[:end], out.dscale[:end], activation)
+    torch.mul(value, scale[:, None], out=a[:end])
+    out.dscale[end:] = 0
+    quantize_rows(dh, row_range, out.rows, block_format)
+    quantize_columns(dh, row_range, out.columns, block_format)
+    quantize_columns(a, row_range, out.a_columns, block_format)
+    if out.dbias is not None:
+        grouped_bias_grad(dh, row_range, out.dbias)
 
 
 def _largest_finite(values: torch.Tensor) -> torch.Tensor | float:
