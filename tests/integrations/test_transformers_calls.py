@@ -150,7 +150,9 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(rank: int, n
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 @run_on(2)
-def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(rank: int, num_ranks: int, family: str) -> None:
+def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str
+) -> None:
     """Records of a swapped model beside what the unmodified one's experts were asked for."""
     reference = random_model(family)
     chosen: dict[str, torch.Tensor] = {}
@@ -159,15 +161,14 @@ def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(rank: in
     batch = batch_of(rank)
     with torch.no_grad():
         reference(batch)
-    with open_heap("cpu") as heap:
-        model = swap_moe(reference, heap).train()
-        # Order "rank": once per token and other rank, of which there is one.
-        rows = {path: int((ids // 4 != rank).any(1).sum()) for path, ids in chosen.items()}
-        expected = {path: (ids, H * 4 * rows[path], H * 4 * rows[path]) for path, ids in chosen.items()}
-        assert expected
-        routing = check_metrics(model, expected, lambda: model(batch, labels=batch).loss)
-        assert all(torch.equal(routing[path], ids.int()) for path, ids in chosen.items())
-        assert {ids.dtype for ids in routing.values()} == {torch.int32}
+    model = swap_moe(reference, heap).train()
+    # Order "rank": once per token and other rank, of which there is one.
+    rows = {path: int((ids // 4 != rank).any(1).sum()) for path, ids in chosen.items()}
+    expected = {path: (ids, H * 4 * rows[path], H * 4 * rows[path]) for path, ids in chosen.items()}
+    assert expected
+    routing = check_metrics(model, expected, lambda: model(batch, labels=batch).loss)
+    assert all(torch.equal(routing[path], ids.int()) for path, ids in chosen.items())
+    assert {ids.dtype for ids in routing.values()} == {torch.int32}
 
 
 def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):

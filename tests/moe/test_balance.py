@@ -170,10 +170,8 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)) + 0.2
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}")
+@run_on(1, 2)
+def test_losses_of_a_layer(rank: int, num_ranks: int, findings: Findings) -> None:
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = make_layer(heap, aux_loss="sequence", z_loss_coef=0.1, capacity_factor=0.5)
         x, mask = batch(rank, 0), make_mask().view(SEQUENCES, LENGTH)
@@ -212,4 +210,3 @@ def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
         findings.check(bool((routed.topk_idx < 0).any()), "the capacity factor drops nothing")
         want = 0.5 * loop_loss(routed.scores, count(routed.chosen_idx))
         findings.close("before drops", metrics.aux_loss, want, rtol=1e-6, atol=0)
-    return findings.texts
