@@ -20,6 +20,7 @@ import torch
 from cluster import run_on
 from doctor_cases import NVLINK, QUERY, TOPOLOGY, TORCH, fake_smi, wrong
 from limits import HANG_S, PROMPT_S
+from programs import printed_by
 
 import symmoe
 from symmoe.cli import main
@@ -579,10 +580,7 @@ def test_this_machine(tmp_path: Path):
     paths = os.pathsep.join(filter(None, [str(missing), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"SYMMOE_FLIGHT_DIR": str(folder / "records"), "TMPDIR": str(folder)}
-    command = [sys.executable, "-m", "symmoe", "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
+    said = json.loads(printed_by("-m", "symmoe", "doctor", "--json", env=environment))
     assert said["level"] in ("ok", "note")
     findings = [Finding(**finding) for finding in said["findings"]]
     [tried] = [finding for finding in findings if finding.subject == "self-test"]
