@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,12 +23,6 @@ from symmoe.errors import HeapClosed, PeerError, SymmoeError
 NUM_BYTES = 8 << 20
 CONFIG = {"hidden": 16, "ffn": 8, "top_k": 2}
 NUM_STEPS = 40
-
-
-@pytest.fixture
-def heap() -> Iterator[SymmetricHeap]:
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-        yield heap
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -30,14 +30,6 @@ STATIC = {"capacity": 256, "max_tokens": 64}
 OPERATOR = torch.ops.symmoe.moe_forward.default
 
 
-@pytest.fixture
-def heap():
-    torch._dynamo.reset()
-    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
-        yield heap
-    torch._dynamo.reset()
-
-
 def tokens(rank: int = 0, num: int = 18) -> torch.Tensor:
     return torch.randn(1, num, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
@@ -65,24 +57,21 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
 
 @pytest.mark.slow
 @run_on(2)
-def test_whole_model_on_two_ranks(rank: int, num_ranks: int) -> None:
+def test_whole_model_on_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """Loss and gradients of a compiled model are those of the unmodified one."""
     without_semaphores()
-    torch._dynamo.reset()
     reference = random_model("deepseek_v3", num_hidden_layers=2)  # the first is dense
     batch = batch_of(rank)
     want = reference(batch, labels=batch)
     want.loss.backward()
-    with open_heap("cpu") as heap:
-        model = swap_moe(copy.deepcopy(reference), heap)
-        model.zero_grad()
-        got = torch.compile(model, fullgraph=True, backend="aot_eager")(batch, labels=batch)
-        got.loss.backward()
-        own = dict(model.named_parameters())
-        for name, parameter in reference.named_parameters():
-            if name in own:  # all but the experts', which have seen other ranks' tokens
-                torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
+    model = swap_moe(copy.deepcopy(reference), heap)
+    model.zero_grad()
+    got = torch.compile(model, fullgraph=True, backend="aot_eager")(batch, labels=batch)
+    got.loss.backward()
+    own = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in own:  # all but the experts', which have seen other ranks' tokens
+            torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
 
 

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -88,9 +89,16 @@ def _answer(
     CPUs; of the former the texts are the answer."""
     names = itertools.takewhile(_GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:])
     with ExitStack() as stack:
+        stack.callback(forget_graphs)
         given = {name: _GIVEN[name](rank, num_ranks, stack) for name in names}
         answer = function(rank, num_ranks, *given.values(), *args, **kwargs)
     return given["findings"].texts if "findings" in given else answer
+
+
+def forget_graphs() -> None:
+    """Those that torch.compile has made: the next test compiles its own."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 class Cluster(AbstractContextManager["Cluster"]):

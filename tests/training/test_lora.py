@@ -249,7 +249,6 @@ def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap
 
 
 def test_inside_torch_compile():
-    torch._dynamo.reset()
     torch.manual_seed(0)
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
@@ -262,4 +261,3 @@ def test_inside_torch_compile():
             found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
             layer.zero_grad(set_to_none=True)
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-    torch._dynamo.reset()

@@ -146,7 +146,6 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
 
 
 def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
-    torch._dynamo.reset()
     model = Model(heap)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(batch(0, 0))
@@ -162,7 +161,6 @@ def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     logger.close()
     compiled(batch(0, 0))
     assert [record.num_calls for record in logger.step(3)] == [0, 0]
-    torch._dynamo.reset()
 
 
 def test_a_model_without_layers():
