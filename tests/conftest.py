@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import Cluster, forget_graphs
 from shared_memory import left_in_shared_memory, shared_memory
 
 if TYPE_CHECKING:
@@ -117,6 +117,12 @@ def heap() -> Iterator[SymmetricHeap]:
 
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         yield heap
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_are_left() -> Iterator[None]:
+    yield
+    forget_graphs()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,7 +42,7 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Saves the state after `step` steps in `directory`/step-NNNNNNNN. Synchronises the host.
+    """Saves the state after `step` steps in `directory`/step-NNNNNNNN, and returns that. Synchronises the host.
 
     Experts are written by the ranks that have them, everything else once. Where several ranks have the same part, they
     compare its sha256 first. If anything fails or a rank dies, at any moment, earlier checkpoints do not change.
@@ -57,9 +57,6 @@ def save_checkpoint(
         rank_extra: fit for JSON, this rank's own, e.g. get_rng_state().
         group: all ranks that train together. None: the default group, or only this process if there is none.
         keep_last: how many checkpoints of steps up to this one stay, this one included; None: all.
-
-    Returns:
-        the checkpoint's directory.
 
     Raises:
         ArgumentError: on every rank: an argument does not fit.

@@ -75,7 +75,7 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
 def copy_data_ptrs_to_device(
     tensors: Sequence[torch.Tensor], device: torch.device | str | int, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
-    """The addresses of any number of tensors, as a new tensor on `device`. Not collective, no host synchronisation.
+    """The addresses of N tensors, as a new tensor int64 [N] on `device`. Not collective, no host synchronisation.
 
     The caller keeps the tensors alive and where they are while the result is used.
 
@@ -84,9 +84,6 @@ def copy_data_ptrs_to_device(
         device: the device of the tensors and of the result.
         alignment: a power of two that every address must be a multiple of.
         contiguous: whether the tensors must be contiguous.
-
-    Returns:
-        int64 [N].
 
     Raises:
         ArgumentError: a tensor is elsewhere, empty, misaligned or not contiguous.

@@ -173,11 +173,8 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
 def balance_after(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, expert_group: dist.ProcessGroup | None = None
 ) -> RemovableHandle:
-    """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step.
-
-    Returns:
-        a handle; its `remove()` ends this.
-    """
+    """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step. `remove()`
+    of what it returns ends this."""
     return optimizer.register_step_post_hook(lambda *_: balance_step(model, expert_group=expert_group))
 
 

@@ -147,12 +147,8 @@ def _kept(state: torch.Tensor) -> _State | None:
     return getattr(state.untyped_storage(), "_symmoe_state", None)
 
 
-def _end_of(y: torch.Tensor) -> GradientEdge | torch.Tensor:
-    """Where backward begins, without y's memory. Before torch 2.13 it cannot begin at the edge of a Python function."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return get_gradient_edge(y) if version >= (2, 13) else y
-
-
+# An edge does not keep y's memory. Before torch 2.13 backward cannot begin at that of a Python function.
+_TAKES_EDGES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # what backward needs does not lie in a CUDA graph's memory
 
 
@@ -174,7 +170,8 @@ def _moe_forward(
         y, expert_load, num_dropped, _ = eager.run(leaves[0], leaves[1], topk_idx, call.experts(leaves))
     arguments.tensors = ()
     if call.trains:
-        kept = _State(arguments, [*compress(leaves, trained)], _end_of(y), expert_load)
+        end = get_gradient_edge(y) if _TAKES_EDGES else y
+        kept = _State(arguments, [*compress(leaves, trained)], end, expert_load)
         state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
     # Clones: the plan is kept for backward, and writes into the results must not change it.
     return y.detach(), expert_load.clone(), num_dropped.clone(), state

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,8 +12,8 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.precision.recipes import PRECISIONS
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import Timeline, table
-from symmoe.timeline.recording import Recording, capture_step, directed, record
+from symmoe.timeline.events import table
+from symmoe.timeline.recording import capture_step, directed, record
 from symmoe.tools.bench.cases import PRESETS, add_shape_arguments, config_of, shape_of
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
@@ -96,26 +94,21 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = 
                 # Gradients do not accumulate, which would take additional time.
                 torch.autograd.grad(outputs, (x, *layer.parameters()), (dy, torch.ones_like(outputs[1])))
 
-            for _ in range(_WARM_UP_STEPS):
+            def step() -> None:
                 backward(forward())
-            if replays:
-                graph = capture_step(forward, backward)
-                try:
-                    timeline = _record(record(path, heap, directed), graph.replay)
-                finally:
-                    del graph
-                    heap.release_graphs()
-            else:
-                timeline = _record(record(path, heap), lambda: backward(forward()))
-            return table(timeline) if heap.rank == 0 else ""
 
-
-def _record(recording_of: AbstractContextManager[Recording], run: Callable[[], object]) -> Timeline:
-    """One run, after some that are not recorded."""
-    with recording_of as recording:
-        for _ in range(_PROFILED_STEPS):
-            run()
-        recording.start()
-        run()
-    assert recording.timeline is not None
-    return recording.timeline
+            for _ in range(_WARM_UP_STEPS):
+                step()
+            graph = capture_step(forward, backward) if replays else None
+            run, finish = (step, ()) if graph is None else (graph.replay, (directed,))
+            try:
+                with record(path, heap, *finish) as recording:
+                    for _ in range(_PROFILED_STEPS):
+                        run()
+                    recording.start()
+                    run()
+            finally:
+                del run, graph
+                heap.release_graphs()
+            assert recording.timeline is not None
+            return table(recording.timeline) if heap.rank == 0 else ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -140,7 +140,10 @@ class _Replay:
             for state, saved in zip(self._states, self._saved, strict=True):
                 saved.copy_(state)
             torch.clear_autocast_cache()  # the graph casts weights itself, in every replay
-            with owner.room_for_capture() as reports:
+            reports: list[torch.Tensor] = []
+            with ExitStack() as stack:  # nobody waits for plans
+                for heap in owner.heaps:
+                    stack.enter_context(fixed_rows(heap, owner.room, reports))
                 self._result = owner.run(static)
             torch.clear_autocast_cache()
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
@@ -188,7 +191,7 @@ class CapturedStep(Generic[R]):
 
     def __init__(self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int) -> None:
         self.step, self.model = step, model
-        self._room, self._num_eager = room, num_eager
+        self.room, self._num_eager = room, num_eager
         self.modules = Modules(model)
         self.heaps = list(dict.fromkeys(layer.heap for layer in self.modules.layers))
         try:
@@ -280,15 +283,6 @@ class CapturedStep(Generic[R]):
         """No parameter has a gradient."""
         for parameter in self.modules.parameters:
             parameter.grad = None
-
-    @contextmanager
-    def room_for_capture(self) -> Iterator[list[torch.Tensor]]:
-        """Calls in this context get a fixed room, and nobody waits for their plans; the reports of these plans."""
-        reports: list[torch.Tensor] = []
-        with ExitStack() as stack:
-            for heap in self.heaps:
-                stack.enter_context(fixed_rows(heap, self._room, reports))
-            yield reports
 
     def run(self, given: Tree) -> Tree:
         """The step on these arguments. Its result, without the autograd graph: that would keep nodes of the stream of

@@ -60,7 +60,10 @@ def reduce_gradients(
         )
     dense, experts = trainable(model)
     num_ranks = group_size(group)
-    if num_ranks > 1 and _are_reduced(dense + experts) and not any(layer.heap.memory.graph_bytes for layer in layers):
+    noted = next((parameter.grad for parameter in dense + experts), None)
+    # Nothing has been written into them since. (Replays of a graph do not show.)
+    are_reduced = noted is not None and getattr(noted, "_symmoe_versions", None) == _versions(dense + experts)
+    if num_ranks > 1 and are_reduced and not any(layer.heap.memory.graph_bytes for layer in layers):
         raise ArgumentError(
             "reduce_gradients has been called for these gradients already, and there was no backward since: again it "
             f"would divide those of experts by the number of ranks ({num_ranks}) once more"
@@ -197,12 +200,6 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
-
-
-def _are_reduced(parameters: list[nn.Parameter]) -> bool:
-    """Whether nothing has been written into the gradients since they were reduced. (Replays of a graph do not show.)"""
-    noted = getattr(parameters[0].grad, "_symmoe_versions", None) if parameters else None
-    return noted is not None and noted == _versions(parameters)
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int | None]:

@@ -119,7 +119,7 @@ class MetricsLogger:
                 self._watching.callback(setattr, listeners.heap, "trip_timer", None)  # if a forward has raised
 
     def step(self, step: int) -> list[LayerRecord]:
-        """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
+        """A record for each layer, of what was counted since the last call. Waits for the device once. Local.
 
         The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
         and "moe/{field}/max" over the layers; for tokens_per_expert and tokens_per_rank "moe/{layer}/{field}/{i}" of
@@ -128,9 +128,6 @@ class MetricsLogger:
 
         Args:
             step: handed on to the sink.
-
-        Returns:
-            a record for each layer.
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()

@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,12 +23,6 @@ from symmoe.errors import HeapClosed, PeerError, SymmoeError
 NUM_BYTES = 8 << 20
 CONFIG = {"hidden": 16, "ffn": 8, "top_k": 2}
 NUM_STEPS = 40
-
-
-@pytest.fixture
-def heap() -> Iterator[SymmetricHeap]:
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-        yield heap
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -138,9 +132,8 @@ def test_threads_may_take_turns(heap: SymmetricHeap):
 
 
 @run_on(2)
-def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int) -> list[str]:
+def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int, findings: Findings) -> None:
     """Two threads on each rank: whatever comes, no result is wrong."""
-    findings = Findings(f"rank {rank}")
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
     [layer] = layers_on(heap)
     want = train(layer, 0)
@@ -160,7 +153,6 @@ def test_two_threads_on_each_of_two_ranks(rank: int, num_ranks: int) -> list[str
     dist.barrier()
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as again:
         findings.check(round_trip(again), "a new heap does not work")
-    return findings.texts
 
 
 def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
@@ -269,11 +261,9 @@ WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@run_on()
-def test_a_forked_process_does_nothing_to_the_heap(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, pytest.param(2, marks=pytest.mark.slow))
+def test_a_forked_process_does_nothing_to_the_heap(rank: int, num_ranks: int, findings: Findings) -> None:
     """One rank forks between forward and backward; the child leaves the heap in every way. Nobody notices."""
-    findings = Findings()
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
         [layer] = layers_on(heap)
         holder = [heap]
@@ -298,7 +288,6 @@ def test_a_forked_process_does_nothing_to_the_heap(rank: int, num_ranks: int) ->
             lease.release()
             del y
         findings.check(all(map(is_same, train(layer, rank), want)), "later steps are wrong")
-    return findings.texts
 
 
 def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):

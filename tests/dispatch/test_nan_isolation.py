@@ -9,6 +9,7 @@ import bad_tokens
 import pytest
 import torch
 from bad_tokens import BAD, check_isolation
+from worker import Findings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -28,4 +29,6 @@ def test_the_check_notices(monkeypatch):
         return found
 
     monkeypatch.setattr(bad_tokens, "run", leaky)
-    assert any("y of other tokens differs" in text for text in check_isolation(0, 1, "NaN", torch.float32))
+    findings = Findings()
+    check_isolation(0, 1, findings, "NaN", torch.float32)
+    assert any("y of other tokens differs" in text for text in findings.texts)

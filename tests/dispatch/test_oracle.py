@@ -6,14 +6,13 @@ import re
 
 import numpy as np
 import oracle
-import pytest
 import routings
 import torch
 from cluster import run_on
 from trip_checks import ORDERS, check_cases, check_combine, check_dispatch
-from worker import Findings, open_heap
+from worker import Findings
 
-from symmoe import combine_tokens, dispatch_tokens, make_plan
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 
 
 @routings.RANKS_AND_CASES
@@ -83,26 +82,24 @@ def test_the_oracle_imports_nothing_of_the_package():
         assert not re.search(r"^\s*(import|from)\s+symmoe", file.read(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_autograd_refuses_rows_that_combine_overwrote(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, 2)
+def test_autograd_refuses_rows_that_combine_overwrote(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Combine writes into no rows that autograd has saved."""
-    findings = Findings(f"rank {rank}")
-    with open_heap("cpu") as heap:
-        ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
-        plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)
-        dispatch_tokens(torch.ones(3, 8), plan)
-        for order in ORDERS:
-            factor = torch.ones((), requires_grad=True)
-            with heap.lease((plan.row_capacity, 8), torch.float32) as lease:
-                lease.tensor.fill_(1.0)
-                product = factor * lease.tensor  # backward wants the lease's contents
-                combine_tokens(lease.tensor, plan, order=order)
-                product.sum().backward()
-                findings.equal(f"gradient after order={order}", float(factor.grad), float(lease.tensor.numel()))
-        # Another lease is another tensor: writing to it leaves this one's version alone.
-        with heap.lease((4,), torch.float32) as one, heap.lease((4,), torch.float32) as other:
-            version = one.tensor._version
-            other.tensor.zero_()
-            findings.equal("version of a lease after a write to its neighbour", one.tensor._version, version)
-    return findings.texts
+    ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)
+    dispatch_tokens(torch.ones(3, 8), plan)
+    for order in ORDERS:
+        factor = torch.ones((), requires_grad=True)
+        with heap.lease((plan.row_capacity, 8), torch.float32) as lease:
+            lease.tensor.fill_(1.0)
+            product = factor * lease.tensor  # backward wants the lease's contents
+            combine_tokens(lease.tensor, plan, order=order)
+            product.sum().backward()
+            findings.equal(f"gradient after order={order}", float(factor.grad), float(lease.tensor.numel()))
+    # Another lease is another tensor: writing to it leaves this one's version alone.
+    with heap.lease((4,), torch.float32) as one, heap.lease((4,), torch.float32) as other:
+        version = one.tensor._version
+        other.tensor.zero_()
+        findings.equal("version of a lease after a write to its neighbour", one.tensor._version, version)

@@ -17,7 +17,7 @@ from heap_calls import outcome
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, free_bytes, open_heap
 
-from symmoe import MoEConfig, MoELayer
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import HeapExhausted
 from symmoe.moe import routed_experts
 from symmoe.symm_mem.row_budget import RowBudget, RowHistory
@@ -161,51 +161,44 @@ def test_same_bits_whether_or_not_a_call_fits(cluster, options, layout, recomput
 
 
 @run_on(2)
-def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
+def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """Backward of each call comes after two more forward calls, one of which may not fit."""
-    findings = Findings()
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
-        layer, waits = make_layers(heap)
-        flying = []
-        for call in make_calls(rank, seed=7):
-            x, ids, probs, _ = call
-            x = x.requires_grad_()
-            flying.append((call, x, layer(x, topk_idx=ids, probs=probs)[0]))
-            if len(flying) == 3:
-                call, x, y = flying.pop(0)
-                got = torch.autograd.grad(y, (x, *layer.parameters()), call[3])
-                _, *wanted = run(waits, (x.detach(), *call[1:]), recomputes=False)
-                want = [wanted[0], *wanted[2:]]  # no gradient of probs here
-                findings.check(all(map(torch.equal, got, want)), f"rank {rank}: other bits")
-    return findings.texts
+    layer, waits = make_layers(heap)
+    flying = []
+    for call in make_calls(rank, seed=7):
+        x, ids, probs, _ = call
+        x = x.requires_grad_()
+        flying.append((call, x, layer(x, topk_idx=ids, probs=probs)[0]))
+        if len(flying) == 3:
+            call, x, y = flying.pop(0)
+            got = torch.autograd.grad(y, (x, *layer.parameters()), call[3])
+            _, *wanted = run(waits, (x.detach(), *call[1:]), recomputes=False)
+            want = [wanted[0], *wanted[2:]]  # no gradient of probs here
+            findings.check(all(map(torch.equal, got, want)), f"rank {rank}: other bits")
 
 
 @run_on(2)
-def test_after_errors(rank: int, num_ranks: int) -> list[str]:
+def test_after_errors(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """Errors that only some rank makes, some of them after its plan: all ranks forget what they knew, and go on."""
-    findings = Findings()
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
-        layer, waits = make_layers(heap)
-        for number, call in enumerate(make_calls(rank, seed=3)):
-            (x, ids, probs, _), findings.where = call, f"rank {rank}, call {number}"
-            if number % 5 == 4:
-                bad = ids.clone()
-                if rank == number % num_ranks:
-                    bad = bad.float() if number % 2 else bad[:, :1]
-                findings.equal("error", outcome(layer, x, topk_idx=bad, probs=probs)[0], "ArgumentError")
-            if number % 7 == 6:
-                fails = patched(side_effect=RuntimeError("an error of the user's, between plan and dispatch"))
-                with pytest.raises(Exception, match="user"), fails if rank == 0 else nullcontext():
-                    layer(x, topk_idx=ids, probs=probs)
-            pairs = zip(run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True)
-            findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
-    return findings.texts
+    layer, waits = make_layers(heap)
+    for number, call in enumerate(make_calls(rank, seed=3)):
+        (x, ids, probs, _), findings.where = call, f"rank {rank}, call {number}"
+        if number % 5 == 4:
+            bad = ids.clone()
+            if rank == number % num_ranks:
+                bad = bad.float() if number % 2 else bad[:, :1]
+            findings.equal("error", outcome(layer, x, topk_idx=bad, probs=probs)[0], "ArgumentError")
+        if number % 7 == 6:
+            fails = patched(side_effect=RuntimeError("an error of the user's, between plan and dispatch"))
+            with pytest.raises(Exception, match="user"), fails if rank == 0 else nullcontext():
+                layer(x, topk_idx=ids, probs=probs)
+        pairs = zip(run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True)
+        findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
 
 
 @run_on(2)
-def test_recomputed_without_room(rank: int, num_ranks: int) -> list[str]:
+def test_recomputed_without_room(rank: int, num_ranks: int, findings: Findings) -> None:
     """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
-    findings = Findings()
     with open_heap("cpu", num_bytes=16 << 20) as heap, patched(wraps=routed_experts.run_experts) as spy:
         layer, waits = make_layers(heap)
         for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):
@@ -223,13 +216,12 @@ def test_recomputed_without_room(rank: int, num_ranks: int) -> list[str]:
             findings.check(all(map(torch.equal, got, want)), f"rank {rank}, call {number}: other bits")
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert count_repeats(spy) >= 4
-        return findings.texts
 
 
 @run_on(2)
-def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_ranks: int) -> list[str]:
+def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_ranks: int, findings: Findings) -> None:
     """The last rank has less and less memory: a call fits with room where it does without, backward too."""
-    findings, found = Findings(), []
+    found = []
     own = torch.Generator().manual_seed(rank)
     ids = torch.rand(100, E, generator=own).argsort(1)[:, :K]
     x, dy = (torch.randn(100, H, generator=own) for _ in range(2))
@@ -255,25 +247,23 @@ def test_a_call_with_room_needs_no_more_memory_than_one_without(rank: int, num_r
             findings.check(outcomes[0] == outcomes[1] != "wrong", f"without and with room: {outcomes}")
     assert found == sorted(found)
     assert {*found} == {"exhausted", "right"}
-    return findings.texts
 
 
 @run_on(2)
-def test_a_small_call_holds_little_after_a_large_one(rank: int, num_ranks: int) -> None:
+def test_a_small_call_holds_little_after_a_large_one(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Bytes that a small call holds for backward at first, and after a large one of another layer of these sizes."""
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
-        (large, small), held = (make_layers(heap)[0] for _ in range(2)), []
+    (large, small), held = (make_layers(heap)[0] for _ in range(2)), []
 
-        def call(layer: MoELayer, num_tokens: int) -> int:
-            x = torch.randn(num_tokens, H)
-            ids = torch.arange(num_tokens * K).view(-1, K) % E
-            y, _ = layer(x, topk_idx=ids, probs=torch.ones(num_tokens, K).requires_grad_())
-            return heap.leased_bytes * bool(y.requires_grad)
+    def call(layer: MoELayer, num_tokens: int) -> int:
+        x = torch.randn(num_tokens, H)
+        ids = torch.arange(num_tokens * K).view(-1, K) % E
+        y, _ = layer(x, topk_idx=ids, probs=torch.ones(num_tokens, K).requires_grad_())
+        return heap.leased_bytes * bool(y.requires_grad)
 
-        for _ in range(4):
-            alone = call(small, 8)
-        for number in range(6):
-            if number % 3 == 0:
-                call(large, 2048 * (rank + 1))  # ranks have different room
-            held.append(call(small, 8))
-        assert max(held) <= alone <= 16 << 10
+    for _ in range(4):
+        alone = call(small, 8)
+    for number in range(6):
+        if number % 3 == 0:
+            call(large, 2048 * (rank + 1))  # ranks have different room
+        held.append(call(small, 8))
+    assert max(held) <= alone <= 16 << 10

@@ -27,10 +27,8 @@ def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_masked_tokens_are_not_there(rank: int, num_ranks: int, options: dict) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}, {options}")
+@run_on(1, 2)
+def test_masked_tokens_are_not_there(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
     generator = torch.Generator().manual_seed(rank)
     x, dy = torch.randn(2, 2, 7, H, generator=generator)
     mask = torch.rand(2, 7, generator=generator) < 0.6
@@ -59,25 +57,21 @@ def test_masked_tokens_are_not_there(rank: int, num_ranks: int, options: dict) -
             findings.equal("load of the step", padded.router.step_load, wanted.expert_load.long())
         unmasked, _ = padded(x.nan_to_num(1.0))
         findings.check(bool((unmasked[~mask] != 0).all()), "the mask has nothing to do")
-    return findings.texts
 
 
-def test_the_shared_expert_sees_all_tokens():
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        shared = nn.Linear(H, H)
-        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap, shared_expert=shared)
-        x, mask = torch.randn(5, H), torch.tensor([True, False, True, False, False])
-        y, _ = layer(x, mask)
-        torch.testing.assert_close(y[~mask], shared(x[~mask]))
-        assert not torch.allclose(y[mask], shared(x[mask]))
+def test_the_shared_expert_sees_all_tokens(heap: SymmetricHeap):
+    shared = nn.Linear(H, H)
+    layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap, shared_expert=shared)
+    x, mask = torch.randn(5, H), torch.tensor([True, False, True, False, False])
+    y, _ = layer(x, mask)
+    torch.testing.assert_close(y[~mask], shared(x[~mask]))
+    assert not torch.allclose(y[mask], shared(x[mask]))
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "aux_loss_coef": 0.1}], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_wrong_masks_and_choices(rank: int, num_ranks: int, options: dict) -> list[str]:
+@run_on(1, 2)
+def test_wrong_masks_and_choices(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
     """A wrong argument of one rank is an error of all, and the next call works."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     wrong = {
         "token_mask has shape [3]; it must be [2, 3]": {"token_mask": torch.ones(3, dtype=torch.bool)},
         "token_mask has dtype torch.float32; it must be torch.bool": {"token_mask": torch.ones(2, 3)},
@@ -92,4 +86,3 @@ def test_wrong_masks_and_choices(rank: int, num_ranks: int, options: dict) -> li
             findings.check(name in ("ArgumentError", "ExpertIdError") and text in found, f"{name}: {found}, not {text}")
         y, _ = layer(torch.ones(2, 3, H))
         findings.check(bool(y.isfinite().all()), "the next call is wrong")
-    return findings.texts

@@ -32,7 +32,7 @@ from grouped_cases import (
 )
 from torch.nn.utils import parametrize
 
-from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap
+from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer
 from symmoe.errors import ArgumentError, StaleRows
 
 OUT = LINEAR_OUT
@@ -613,17 +613,16 @@ def test_discrete_weights_that_do_not_fit_each_other(change, parts):
 
 
 @pytest.mark.parametrize("g", [0, 2])
-def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(g):
+def test_discrete_weights_of_two_dtypes_are_refused_also_where_calls_cast_them(heap, g):
     """The first weight decides nothing: a layer has one dtype."""
     mlp, (x, scale) = GroupedMLP(4, 16, 16, weights="discrete"), (torch.ones(4, 16), torch.ones(4))
     getattr(mlp.fc1, f"weight{g}").data = getattr(mlp.fc1, f"weight{g}").data.bfloat16()
     calls = {"linear": lambda: mlp.fc1(x, [1] * 4), "mlp": lambda: mlp(x, [1] * 4, scale)}
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        layer = MoELayer(MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap, experts=mlp)
-        for cast in (None, torch.bfloat16, torch.float16):
-            for call in (*calls.values(), lambda: layer(x)):
-                with torch.autocast("cpu", cast, enabled=cast is not None), refused("torch.bfloat16"):
-                    call()
+    layer = MoELayer(MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap, experts=mlp)
+    for cast in (None, torch.bfloat16, torch.float16):
+        for call in (*calls.values(), lambda: layer(x)):
+            with torch.autocast("cpu", cast, enabled=cast is not None), refused("torch.bfloat16"):
+                call()
 
 
 @pytest.mark.parametrize("main_grad", [False, True])

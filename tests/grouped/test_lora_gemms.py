@@ -23,7 +23,7 @@ from lora_cases import (
     rows_of_experts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker import Findings, open_heap
+from worker import Findings
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
 from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
@@ -54,13 +54,18 @@ STEPS = (
 
 
 @pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
+@run_on(1, 2)
 def test_the_step_equals_dense_weights(
-    rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict
-) -> list[str]:
+    rank: int,
+    num_ranks: int,
+    findings: Findings,
+    heap: SymmetricHeap,
+    dtype: torch.dtype,
+    lora_rank: int,
+    options: dict,
+) -> None:
     """Every way of running the step against the oracle, and all of them bit for bit against each other."""
-    findings, topk_idx = Findings(), routing(num_ranks)
+    topk_idx = routing(num_ranks)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
     dy = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
@@ -78,34 +83,32 @@ def test_the_step_equals_dense_weights(
     wrong = of_this_rank(*dense_oracle(parameters, *flat, alpha=ALPHA * 1.5)[:2])
     first: Tensors = {}
     capacity = {"capacity": num_ranks * TOKENS * TOP_K + 5, "max_tokens": TOKENS} if options["static"] else {}
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
-        for stash, layout, schedule in WAYS:
-            findings.where = f"rank {rank} of {num_ranks}, {dtype}, r {lora_rank}, {stash} {layout} {schedule}"
-            experts = make_experts(parameters, mine, weights=options["weights"])
-            own_x, own_probs = x[rank].clone().requires_grad_(), probs[rank].clone().requires_grad_()
-            plan = make_plan(topk_idx[rank], num_experts=EXPERTS, heap=heap, hidden=HIDDEN, dtype=dtype, **capacity)
-            y = expert_parallel_mlp(
-                own_x, own_probs, experts, plan, stash=stash, layout=layout, schedule=schedule, order=options["order"]
-            )
-            y.backward(dy[rank])
-            leaves = dict(experts.named_parameters())
-            got = {"y": y.detach(), "x": own_x.grad, "probs": own_probs.grad}
-            got |= {name: leaves[name].grad for name in NAMES[2:]}
-            for name, tensor in got.items():
-                findings.check(is_near(tensor, want[name], dtype), f"{name} is not the oracle's")
-                findings.check(not is_near(tensor, wrong[name], dtype), f"{name} does not depend on the scaling")
-                first.setdefault(name, tensor)
-                findings.check(torch.equal(tensor, first[name]), f"{name} has other bits than {WAYS[0]}")
-            for name in ("fc1.weight", "fc2.weight"):
-                frozen = [p for n, p in leaves.items() if n.startswith(name)]
-                findings.check(bool(frozen) and all(p.grad is None for p in frozen), f"{name} has a gradient")
-            findings.check(not leaves["fc1.lora_b"].grad[0].any(), "an expert without rows has a gradient")
-            merge_lora(experts)
-            with torch.no_grad():
-                merged = expert_parallel_mlp(own_x, own_probs, experts, plan, layout=layout, order=options["order"])
-            findings.check(is_near(merged, want["y"], dtype), "merged is not the oracle's")
-            del y
-    return findings.texts
+    for stash, layout, schedule in WAYS:
+        findings.where = f"rank {rank} of {num_ranks}, {dtype}, r {lora_rank}, {stash} {layout} {schedule}"
+        experts = make_experts(parameters, mine, weights=options["weights"])
+        own_x, own_probs = x[rank].clone().requires_grad_(), probs[rank].clone().requires_grad_()
+        plan = make_plan(topk_idx[rank], num_experts=EXPERTS, heap=heap, hidden=HIDDEN, dtype=dtype, **capacity)
+        y = expert_parallel_mlp(
+            own_x, own_probs, experts, plan, stash=stash, layout=layout, schedule=schedule, order=options["order"]
+        )
+        y.backward(dy[rank])
+        leaves = dict(experts.named_parameters())
+        got = {"y": y.detach(), "x": own_x.grad, "probs": own_probs.grad}
+        got |= {name: leaves[name].grad for name in NAMES[2:]}
+        for name, tensor in got.items():
+            findings.check(is_near(tensor, want[name], dtype), f"{name} is not the oracle's")
+            findings.check(not is_near(tensor, wrong[name], dtype), f"{name} does not depend on the scaling")
+            first.setdefault(name, tensor)
+            findings.check(torch.equal(tensor, first[name]), f"{name} has other bits than {WAYS[0]}")
+        for name in ("fc1.weight", "fc2.weight"):
+            frozen = [p for n, p in leaves.items() if n.startswith(name)]
+            findings.check(bool(frozen) and all(p.grad is None for p in frozen), f"{name} has a gradient")
+        findings.check(not leaves["fc1.lora_b"].grad[0].any(), "an expert without rows has a gradient")
+        merge_lora(experts)
+        with torch.no_grad():
+            merged = expert_parallel_mlp(own_x, own_probs, experts, plan, layout=layout, order=options["order"])
+        findings.check(is_near(merged, want["y"], dtype), "merged is not the oracle's")
+        del y
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------

@@ -61,14 +61,6 @@ def tokens(rank: int = 0, num: int = 34) -> torch.Tensor:
     return torch.randn(2, num // 2, HIDDEN, generator=generator, requires_grad=True)
 
 
-@pytest.fixture
-def heap():
-    torch._dynamo.reset()
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["routed alone", "shared expert"])
 def test_whole_block_is_one_graph(heap, shared: bool):
     explanation = torch._dynamo.explain(block(heap, shared=shared, **STATIC))(tokens())
@@ -113,19 +105,18 @@ def test_layer_alone_gives_the_eager_bits(heap):
 
 
 @run_on(2)
-def test_compiled_block_on_two_ranks_gives_the_eager_results(rank: int, num_ranks: int) -> None:
+def test_compiled_block_on_two_ranks_gives_the_eager_results(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     without_semaphores()
-    torch._dynamo.reset()
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        module = block(heap, shared=True, **STATIC)
-        # Other numbers of tokens on each rank, then none on one; each compiles for its own.
-        for num in (34 - 8 * rank, 0 if rank else 30):
-            expected = step(module, tokens(rank, num))
-            found = step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens(rank, num))
-            assert_same(found, expected)
-        gc.collect()
-        assert heap.leased_bytes == 0
-    torch._dynamo.reset()
+    module = block(heap, shared=True, **STATIC)
+    # Other numbers of tokens on each rank, then none on one; each compiles for its own.
+    for num in (34 - 8 * rank, 0 if rank else 30):
+        expected = step(module, tokens(rank, num))
+        found = step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens(rank, num))
+        assert_same(found, expected)
+    gc.collect()
+    assert heap.leased_bytes == 0
 
 
 def test_layers_that_are_alike_share_one_graph(heap):
@@ -406,50 +397,51 @@ CAPACITIES = {
 
 @pytest.mark.parametrize("fields", CAPACITIES.values(), ids=CAPACITIES)
 @run_on(2)
-def test_checkpoints_recompute_only_what_they_do_not_save(rank: int, num_ranks: int, fields: dict) -> None:
+def test_checkpoints_recompute_only_what_they_do_not_save(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict
+) -> None:
     """What is saved does not communicate again, the rest is recomputed, and gradients have the bits of neither."""
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, z_loss_coef=0.01, **fields)
     x = torch.randn(20 + 7 * rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     expected: list[torch.Tensor] = []
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        torch.manual_seed(0)
-        block, calls = Block(config, heap), []
-        block.dense.register_forward_pre_hook(lambda *_: calls.append(1))
-        for name, (run, num_barriers, num_calls, keeps_rows) in CHECKPOINTS.items():
-            calls.clear()
-            with counted_barriers(heap) as phases:
-                y, aux_loss = run(block, x)
-                leased = heap.leased_bytes
-                (y.square().sum() + aux_loss).backward()
-            assert (len(phases), len(calls), leased > 0) == (num_barriers, num_calls, keeps_rows), name
-            gradients = [x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
-            expected = expected or gradients
-            assert all(map(torch.equal, gradients, expected)), name
-            x.grad = None
-            block.zero_grad()
-            del y, aux_loss
-            assert heap.leased_bytes == 0
+    torch.manual_seed(0)
+    block, calls = Block(config, heap), []
+    block.dense.register_forward_pre_hook(lambda *_: calls.append(1))
+    for name, (run, num_barriers, num_calls, keeps_rows) in CHECKPOINTS.items():
+        calls.clear()
+        with counted_barriers(heap) as phases:
+            y, aux_loss = run(block, x)
+            leased = heap.leased_bytes
+            (y.square().sum() + aux_loss).backward()
+        assert (len(phases), len(calls), leased > 0) == (num_barriers, num_calls, keeps_rows), name
+        gradients = [x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
+        expected = expected or gradients
+        assert all(map(torch.equal, gradients, expected)), name
+        x.grad = None
+        block.zero_grad()
+        del y, aux_loss
+        assert heap.leased_bytes == 0
 
 
 @run_on(2)
-def test_compiled_checkpoints_recompute_only_what_they_do_not_save(rank: int, num_ranks: int) -> None:
+def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
     without_semaphores()
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=256, max_tokens=64)
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        torch.manual_seed(0)
-        block = Block(config, heap)
-        block(x)[0].square().sum().backward()
-        expected = [parameter.grad for parameter in block.parameters()]
-        for name in ("full", "selective, experts saved"):
-            how, num_barriers, *_ = CHECKPOINTS[name]
-            block.zero_grad()
-            torch._dynamo.reset()
-            run = torch.compile(partial(how, block), fullgraph=True, backend="aot_eager")
-            with counted_barriers(heap) as phases:
-                run(x)[0].square().sum().backward()
-            assert len(phases) == num_barriers, name
-            for parameter, gradient in zip(block.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
-    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = Block(config, heap)
+    block(x)[0].square().sum().backward()
+    expected = [parameter.grad for parameter in block.parameters()]
+    for name in ("full", "selective, experts saved"):
+        how, num_barriers, *_ = CHECKPOINTS[name]
+        block.zero_grad()
+        torch._dynamo.reset()
+        run = torch.compile(partial(how, block), fullgraph=True, backend="aot_eager")
+        with counted_barriers(heap) as phases:
+            run(x)[0].square().sum().backward()
+        assert len(phases) == num_barriers, name
+        for parameter, gradient in zip(block.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)

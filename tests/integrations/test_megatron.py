@@ -679,13 +679,11 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: s
 
         expected = results(layer)
         torch.compiler.set_stance("default")
-        torch._dynamo.reset()
         try:
             found = results(torch.compile(layer, backend="aot_eager"))
             torch._dynamo.reset()
             breaks = torch._dynamo.explain(layer)(x).break_reasons
         finally:
-            torch._dynamo.reset()
             torch.compiler.set_stance("force_eager")
         damaged = {name: tensor * 1.01 for name, tensor in expected.items()}
     assert max(differences(found, expected).values(), default=0.0) < ROUNDING

@@ -79,29 +79,29 @@ def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, to
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @run_on(2)
-def test_results_and_gradients_are_those_of_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
+def test_results_and_gradients_are_those_of_a_loop(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, compiled: bool
+) -> None:
     without_semaphores()
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model = own_model(heap)
-        assert model.moe.router is None
-        assert set(dict(model.named_parameters())) == {"keys", "moe.experts.fc1.weight", "moe.experts.fc2.weight"}
-        want, gradients = looped(model, num_ranks)
-        x = tokens(rank).requires_grad_()
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        y, metrics = run(x)
-        y.square().sum().backward()
-        torch._dynamo.reset()
-        dist.all_reduce(model.keys.grad)
-        mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
-        found = {"y": y, "dx": x.grad, "keys": model.keys.grad}
-        found |= {name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")}
-        wanted = {"y": want[rank], "dx": gradients["x"][rank], "keys": gradients["keys"]}
-        wanted |= {"fc1": gradients["w1"][mine], "fc2": gradients["w2"][mine]}
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(found[name].double(), tensor, rtol=1e-4, atol=1e-5, msg=f"{name}")
-        loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(minlength=EXPERTS)
-        assert metrics.expert_load.tolist() == loads.tolist()
-        assert metrics.aux_loss == 0
+    model = own_model(heap)
+    assert model.moe.router is None
+    assert set(dict(model.named_parameters())) == {"keys", "moe.experts.fc1.weight", "moe.experts.fc2.weight"}
+    want, gradients = looped(model, num_ranks)
+    x = tokens(rank).requires_grad_()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    y, metrics = run(x)
+    y.square().sum().backward()
+    dist.all_reduce(model.keys.grad)
+    mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
+    found = {"y": y, "dx": x.grad, "keys": model.keys.grad}
+    found |= {name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")}
+    wanted = {"y": want[rank], "dx": gradients["x"][rank], "keys": gradients["keys"]}
+    wanted |= {"fc1": gradients["w1"][mine], "fc2": gradients["w2"][mine]}
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name].double(), tensor, rtol=1e-4, atol=1e-5, msg=f"{name}")
+    loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(minlength=EXPERTS)
+    assert metrics.expert_load.tolist() == loads.tolist()
+    assert metrics.aux_loss == 0
 
 
 OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"capacity": 64}]
@@ -178,18 +178,17 @@ WRONG = {
 
 
 @run_on(2)
-def test_wrong_arguments_raise_on_every_rank(rank: int, num_ranks: int) -> None:
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
-        good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
-        for culprit in range(num_ranks):
-            for name, (spoil, text) in WRONG.items():
-                topk_idx, probs = spoil(*good) if rank == culprit else good
-                with pytest.raises(ArgumentError) as caught:
-                    layer(x, topk_idx=topk_idx, probs=probs)
-                assert text in str(caught.value), name
-                assert (f"on rank {culprit}: " in str(caught.value)) == (rank != culprit), name
-                layer(x, topk_idx=good[0], probs=good[1])[0].sum().backward()
+def test_wrong_arguments_raise_on_every_rank(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
+    layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
+    good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
+    for culprit in range(num_ranks):
+        for name, (spoil, text) in WRONG.items():
+            topk_idx, probs = spoil(*good) if rank == culprit else good
+            with pytest.raises(ArgumentError) as caught:
+                layer(x, topk_idx=topk_idx, probs=probs)
+            assert text in str(caught.value), name
+            assert (f"on rank {culprit}: " in str(caught.value)) == (rank != culprit), name
+            layer(x, topk_idx=good[0], probs=good[1])[0].sum().backward()
 
 
 @run_on(2)

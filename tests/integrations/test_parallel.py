@@ -376,7 +376,6 @@ def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
             rank_loss(model, 0, rank, equal_shares(2)).backward()
             for key, gradient in whole_gradients(model).items():
                 assert_close(gradient, expected[key.replace("_orig_mod.", "")], f"{name}: {key}")
-        torch._dynamo.reset()
 
 
 # -- constant_weights -------------------------------------------------------------------------------------------------

@@ -125,13 +125,11 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
     arguments = inputs(rank, num_tokens, 2, torch.float32)
     expected = {name: tensor.clone() for name, tensor in run(module, *arguments).items()}
     module.zero_grad()
-    torch._dynamo.reset()
     arguments = inputs(rank, num_tokens, 2, torch.float32)
     found = run(torch.compile(module, backend="aot_eager"), *arguments)
     torch._dynamo.reset()
     x, scores, ids = arguments
     breaks = torch._dynamo.explain(module)(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
-    torch._dynamo.reset()
     module.token_dispatcher.close()
     for name, tensor in expected.items():
         assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6), name

@@ -30,14 +30,6 @@ STATIC = {"capacity": 256, "max_tokens": 64}
 OPERATOR = torch.ops.symmoe.moe_forward.default
 
 
-@pytest.fixture
-def heap():
-    torch._dynamo.reset()
-    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
-        yield heap
-    torch._dynamo.reset()
-
-
 def tokens(rank: int = 0, num: int = 18) -> torch.Tensor:
     return torch.randn(1, num, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
@@ -65,24 +57,21 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
 
 @pytest.mark.slow
 @run_on(2)
-def test_whole_model_on_two_ranks(rank: int, num_ranks: int) -> None:
+def test_whole_model_on_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """Loss and gradients of a compiled model are those of the unmodified one."""
     without_semaphores()
-    torch._dynamo.reset()
     reference = random_model("deepseek_v3", num_hidden_layers=2)  # the first is dense
     batch = batch_of(rank)
     want = reference(batch, labels=batch)
     want.loss.backward()
-    with open_heap("cpu") as heap:
-        model = swap_moe(copy.deepcopy(reference), heap)
-        model.zero_grad()
-        got = torch.compile(model, fullgraph=True, backend="aot_eager")(batch, labels=batch)
-        got.loss.backward()
-        own = dict(model.named_parameters())
-        for name, parameter in reference.named_parameters():
-            if name in own:  # all but the experts', which have seen other ranks' tokens
-                torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
+    model = swap_moe(copy.deepcopy(reference), heap)
+    model.zero_grad()
+    got = torch.compile(model, fullgraph=True, backend="aot_eager")(batch, labels=batch)
+    got.loss.backward()
+    own = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in own:  # all but the experts', which have seen other ranks' tokens
+            torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
 
 
@@ -150,7 +139,9 @@ def test_ranks_that_generate_at_unequal_lengths_hear_of_synced_gpus(rank: int, n
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 @run_on(2)
-def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(rank: int, num_ranks: int, family: str) -> None:
+def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, family: str
+) -> None:
     """Records of a swapped model beside what the unmodified one's experts were asked for."""
     reference = random_model(family)
     chosen: dict[str, torch.Tensor] = {}
@@ -159,15 +150,14 @@ def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(rank: in
     batch = batch_of(rank)
     with torch.no_grad():
         reference(batch)
-    with open_heap("cpu") as heap:
-        model = swap_moe(reference, heap).train()
-        # Order "rank": once per token and other rank, of which there is one.
-        rows = {path: int((ids // 4 != rank).any(1).sum()) for path, ids in chosen.items()}
-        expected = {path: (ids, H * 4 * rows[path], H * 4 * rows[path]) for path, ids in chosen.items()}
-        assert expected
-        routing = check_metrics(model, expected, lambda: model(batch, labels=batch).loss)
-        assert all(torch.equal(routing[path], ids.int()) for path, ids in chosen.items())
-        assert {ids.dtype for ids in routing.values()} == {torch.int32}
+    model = swap_moe(reference, heap).train()
+    # Order "rank": once per token and other rank, of which there is one.
+    rows = {path: int((ids // 4 != rank).any(1).sum()) for path, ids in chosen.items()}
+    expected = {path: (ids, H * 4 * rows[path], H * 4 * rows[path]) for path, ids in chosen.items()}
+    assert expected
+    routing = check_metrics(model, expected, lambda: model(batch, labels=batch).loss)
+    assert all(torch.equal(routing[path], ids.int()) for path, ids in chosen.items())
+    assert {ids.dtype for ids in routing.values()} == {torch.int32}
 
 
 def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):

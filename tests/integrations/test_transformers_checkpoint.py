@@ -162,11 +162,10 @@ def test_transformers_reads_what_ranks_have_trained(cluster, saved, tmp_path: Pa
     assert changed == {name for name in before if re.match(r"model-.*\.safetensors$", name)}  # and it did train
 
 
-def load_into_other_dtypes(rank: int, num_ranks: int, source: str, target: str) -> dict:
-    with open_heap("cpu") as heap:
-        model = from_pretrained(source, heap, dtype=torch.bfloat16)
-        save_checkpoint(model, target, like=source)
-        return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+def load_into_other_dtypes(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, target: str) -> dict:
+    model = from_pretrained(source, heap, dtype=torch.bfloat16)
+    save_checkpoint(model, target, like=source)
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
 def test_dtypes_are_those_of_transformers_from_pretrained(cluster, saved, tmp_path: Path):
@@ -183,12 +182,11 @@ def test_dtypes_are_those_of_transformers_from_pretrained(cluster, saved, tmp_pa
             assert torch.equal(now[key], rounded), key
 
 
-def tied(rank: int, num_ranks: int, source: str, target: str) -> bool:
-    with open_heap("cpu") as heap:
-        model = from_pretrained(source, heap, model_class=transformers.Qwen3MoeForCausalLM)
-        save_checkpoint(model, target, like=source)
-        save_checkpoint(model, target + "-new")
-        return model.lm_head.weight is model.model.embed_tokens.weight
+def tied(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, source: str, target: str) -> bool:
+    model = from_pretrained(source, heap, model_class=transformers.Qwen3MoeForCausalLM)
+    save_checkpoint(model, target, like=source)
+    save_checkpoint(model, target + "-new")
+    return model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_tied_embeddings(cluster, tmp_path: Path):

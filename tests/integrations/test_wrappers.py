@@ -117,7 +117,6 @@ def test_prepared_models_train_as_with_reduce_gradients(
         expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
         wrapped = WRAPS[wrap](build(heap))
         losses = losses_of(wrapped, rank, num_ranks)
-        torch._dynamo.reset()
     assert losses == pytest.approx(expected, rel=BOUND)
     assert build is with_adapters or losses[-1] < 0.7 * losses[0]
 
@@ -159,7 +158,6 @@ def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None
                 dist.all_reduce(total)
                 losses.append(total.item())
             curves.append(losses)
-        torch._dynamo.reset()
     assert curves[0] == pytest.approx(curves[1], rel=BOUND)
     assert losses[-1] < losses[0]
 
@@ -289,48 +287,47 @@ def test_experts_that_change_late_get_the_right_gradients(
                 parts = of_whole.grad.chunk(2) if ".experts." in name else (of_whole.grad,) * 2
                 deviation = (parameter.grad - parts[heap.rank]).abs().max() / parts[heap.rank].abs().max()
                 assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
-        torch._dynamo.reset()
 
 
 @run_on(2)
-def test_a_model_leaves_its_ddp(rank: int, num_ranks: int) -> None:
+def test_a_model_leaves_its_ddp(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model, shares = model_of(heap), equal_shares(num_ranks)
-        rank_loss(model, 0, rank, shares).backward()
-        expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "experts" in name}
-        model.zero_grad()
-        ddp = DistributedDataParallel(prepared(model))
-        rank_loss(ddp, 0, rank, shares).backward()
-        copied = copy.deepcopy(model)
-        del ddp
-        for again in (model, copied):
-            again.zero_grad()
-            rank_loss(again, 0, rank, shares).backward()
-            for name, gradient in expected.items():
-                assert torch.equal(again.get_parameter(name).grad, gradient), name
-            symmoe.reduce_gradients(again)
+    model, shares = model_of(heap), equal_shares(num_ranks)
+    rank_loss(model, 0, rank, shares).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "experts" in name}
+    model.zero_grad()
+    ddp = DistributedDataParallel(prepared(model))
+    rank_loss(ddp, 0, rank, shares).backward()
+    copied = copy.deepcopy(model)
+    del ddp
+    for again in (model, copied):
+        again.zero_grad()
+        rank_loss(again, 0, rank, shares).backward()
+        for name, gradient in expected.items():
+            assert torch.equal(again.get_parameter(name).grad, gradient), name
+        symmoe.reduce_gradients(again)
 
 
 @run_on(2)
-def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(rank: int, num_ranks: int) -> None:
+def test_clipping_by_symmoe_is_right_and_by_torch_is_refused(
+    rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
+) -> None:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
     shares = equal_shares(num_ranks)
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        plain, model = model_of(heap), model_of(heap)
-        wrapped = DistributedDataParallel(prepared(model))
+    plain, model = model_of(heap), model_of(heap)
+    wrapped = DistributedDataParallel(prepared(model))
 
-        def reduce_and_clip() -> None:
-            symmoe.reduce_gradients(plain)
-            symmoe.clip_grad_norm(plain, 0.05)
+    def reduce_and_clip() -> None:
+        symmoe.reduce_gradients(plain)
+        symmoe.clip_grad_norm(plain, 0.05)
 
-        expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
-        found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
-        assert found == pytest.approx(expected, rel=BOUND)
-        wrapped = DistributedDataParallel(prepared(model_of(heap)))
-        with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
-            losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
-        rank_loss(plain, 0, rank, shares).backward()
+    expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
+    found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
+    assert found == pytest.approx(expected, rel=BOUND)
+    wrapped = DistributedDataParallel(prepared(model_of(heap)))
+    with pytest.raises(ArgumentError, match=r"dense parameters differ.*symmoe\.clip_grad_norm"):
+        losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
+    rank_loss(plain, 0, rank, shares).backward()
 
 
 # -- what cannot be made right ----------------------------------------------------------------------------------------
@@ -390,7 +387,6 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
         for _ in range(2):
             with pytest.raises(ArgumentError, match=text):
                 wrapped(*batch)
-        torch._dynamo.reset()
         model_of(heap)(torch.randn(5, FEATURES))[0].sum().backward()
 
 
@@ -406,13 +402,12 @@ def test_replicas_that_nobody_has_named_are_refused(rank: int, num_ranks: int) -
 
 
 @run_on(2)
-def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int) -> None:
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        for option in ("delay_wgrad", "accumulate_into_main_grad"):
-            experts = symmoe.GroupedMLP(CONFIG.num_experts // 2, HIDDEN, CONFIG.ffn, **{option: True})
-            wrapped = DistributedDataParallel(symmoe.MoELayer(CONFIG, heap, experts=experts))
-            with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
-                wrapped(torch.randn(5, HIDDEN))
+def test_gradients_that_ddp_would_not_see(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
+    for option in ("delay_wgrad", "accumulate_into_main_grad"):
+        experts = symmoe.GroupedMLP(CONFIG.num_experts // 2, HIDDEN, CONFIG.ffn, **{option: True})
+        wrapped = DistributedDataParallel(symmoe.MoELayer(CONFIG, heap, experts=experts))
+        with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
+            wrapped(torch.randn(5, HIDDEN))
     with pytest.raises(ArgumentError, match=r"model \(Linear\) has no MoELayer"):
         symmoe.prepare_for_ddp(nn.Linear(2, 2))
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from act_quantize_cases import ACTIVATIONS
 from act_quantize_launches import CASES, FP16, flushing, launch_act, launch_dact
 from ahead_of_time import since
-from compiled_launches import access_bits, atomics, catch_launches
+from compiled_launches import access_bits, atomics
 from quantize_cases import FORMATS
 
 from symmoe.kernels.low_precision import act_quantized
@@ -27,11 +27,7 @@ cases = pytest.mark.parametrize(
     [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])],
     ids=str,
 )
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, act_quantized, gemm_act, bias)
+MODULES = act_quantized, gemm_act, bias
 
 
 def check(code, name, block_format, most_spilled=None):

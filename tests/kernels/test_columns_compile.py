@@ -6,21 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from ahead_of_time import since  # noqa: E402
-from combinations import every_combination  # noqa: E402
-from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, assert_compiled_once, catch_launches, meta  # noqa: E402
-from quantize_cases import FORMATS  # noqa: E402
-from quantize_launches import C, G, N, operand  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental import gluon  # noqa: E402
-from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from ahead_of_time import since
+from combinations import every_combination
+from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, assert_compiled_once, catch_launches, meta
+from quantize_cases import FORMATS
+from quantize_launches import C, G, N, operand
 
-from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
-from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
+from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.low_precision import hopper_columns, hopper_weights
+from symmoe.kernels.tensor_table import TensorTable
 
 OPTIONS = ({}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3})
 NUMBERS = TILE**2 // (32 * hopper_columns.NUM_WARPS)  # of a thread
@@ -116,26 +112,6 @@ def test_powers_of_two_are_not_divided(compile_launch):
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8)
     assert "div.rn" not in ptx
-
-
-@pytest.mark.parametrize("dtype", [gl.int32, gl.int16], ids=str)
-def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch, dtype):
-    """Of bf16, and of the wire. A plain layout has them."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    DTYPE, PLAIN = gl.constexpr(dtype), gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    COPIED = gl.constexpr(hopper_columns.copied_layout(dtype.primitive_bitwidth // 8))
-    HELD, SHARED = hopper_columns.HELD, hopper_columns.SHARED
-
-    @gluon.jit
-    def kernel(out):
-        shared: gl.constexpr = gl.shared_memory_descriptor_type(DTYPE.value, [128, 64], SHARED, [128, 64])
-        plain: gl.constexpr = gl.shared_memory_descriptor_type(DTYPE.value, [128, 64], PLAIN, [128, 64])
-        gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], HELD), shared) == 0)
-        gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], COPIED), shared) == 0)
-        gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], HELD), plain) > 0)
-
-    source = GluonASTSource(kernel, {"out": "*i32"}, {}, {})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": hopper_columns.NUM_WARPS})
 
 
 def test_what_is_taken_of_weights():

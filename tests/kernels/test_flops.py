@@ -131,17 +131,16 @@ def test_a_layer_against_its_kernels(heap, name: str, needs_x: bool):
     "fields", [{}, {"capacity": 20, "max_tokens": 64, "overflow": "drop"}], ids=["exact", "dropped by a capacity"]
 )
 @run_on(2)
-def test_two_ranks(rank: int, num_ranks: int, fields: dict) -> None:
+def test_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, fields: dict) -> None:
     """Each rank counts the rows of its own experts; other numbers of tokens come from each."""
-    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        layer = make(heap, **fields)
-        x = torch.randn(TOKENS + 20 * rank, HIDDEN, requires_grad=True)
-        with multiplied() as found:
-            counts = counted(lambda: train(layer, x))
-        assert counts["symmoe.moe_forward"] + counts["symmoe.moe_backward"] == sum(found) > 0
-        rows = torch.tensor(counts["symmoe.moe_forward"] // EXPERT)
-        torch.distributed.all_reduce(rows)
-        assert rows == (2 * TOKENS + 20) * TOP_K or fields
+    layer = make(heap, **fields)
+    x = torch.randn(TOKENS + 20 * rank, HIDDEN, requires_grad=True)
+    with multiplied() as found:
+        counts = counted(lambda: train(layer, x))
+    assert counts["symmoe.moe_forward"] + counts["symmoe.moe_backward"] == sum(found) > 0
+    rows = torch.tensor(counts["symmoe.moe_forward"] // EXPERT)
+    torch.distributed.all_reduce(rows)
+    assert rows == (2 * TOKENS + 20) * TOP_K or fields
 
 
 def test_a_checkpoint_counts_twice(heap):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from ahead_of_time import since
-from compiled_launches import BLACKWELL, HOPPER, atomics, catch_launches, meta
+from compiled_launches import BLACKWELL, HOPPER, atomics, meta
 from quantized_gemm_launches import BF16, FP16, FP32, gemm_operands, wgrad_operands
 
 from symmoe.kernels import hopper_choice
@@ -39,9 +39,7 @@ def wgrad_arguments(shape, dtype=BF16):
     return wgrad_operands("fp8", shape, dtype)
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, fp8, hopper_fp8, hopper_fp8_wgrad)
+MODULES = fp8, hopper_fp8, hopper_fp8_wgrad
 
 
 def check_products(ptx):

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 
 import kernel_launches as layer  # noqa: E402
 from combinations import every_combination  # noqa: E402
-from compiled_launches import catch_launches, meta  # noqa: E402
+from compiled_launches import meta  # noqa: E402
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, SHAPES  # noqa: E402
 
 from symmoe.kernels import architectures, hopper_choice  # noqa: E402
@@ -31,11 +31,7 @@ NUMBERS = {
 }
 VARIANTS = {"separate": act.SEPARATE, "two": act.TWO_WARPS, "alternate": act.ALTERNATE, "gathered": act.GATHERED}
 MAX_SPILLED = 64  # bytes, of a separate epilogue with limits or with masks of columns
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, act, gemm, wgrad, gpu_gemm, gpu_gemm_act)
+MODULES = act, gemm, wgrad, gpu_gemm, gpu_gemm_act
 
 
 @every_combination(k_first={"forward": False, "dgrad": True}, dtype=DTYPES, shape=WITH_ODD)

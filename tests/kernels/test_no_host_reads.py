@@ -25,20 +25,19 @@ FEATURES = (
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("options", FEATURES, ids=str)
-def test_a_step_reads_nothing(options: dict, given: bool):
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options)
-        layer = MoELayer(config, heap)
-        add_lora(layer, rank=2, alpha=2.0, rank_dropout=0.1)
-        MetricsLogger(layer, times_forward=True)
-        x, mask = torch.randn(2, 5, H, requires_grad=True), torch.ones(2, 5, dtype=torch.bool)
-        with NoReads() as mode:
-            topk_idx = balanced_choice(10, TOP_K, EXPERTS) if given else None
-            y, metrics = layer(x, mask, topk_idx=topk_idx)
-            (y.sum() + metrics.aux_loss).backward()
-            balance_step(layer)
-        assert mode.found == []
-        assert mode.num_operations > 50
+def test_a_step_reads_nothing(heap: SymmetricHeap, options: dict, given: bool):
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options)
+    layer = MoELayer(config, heap)
+    add_lora(layer, rank=2, alpha=2.0, rank_dropout=0.1)
+    MetricsLogger(layer, times_forward=True)
+    x, mask = torch.randn(2, 5, H, requires_grad=True), torch.ones(2, 5, dtype=torch.bool)
+    with NoReads() as mode:
+        topk_idx = balanced_choice(10, TOP_K, EXPERTS) if given else None
+        y, metrics = layer(x, mask, topk_idx=topk_idx)
+        (y.sum() + metrics.aux_loss).backward()
+        balance_step(layer)
+    assert mode.found == []
+    assert mode.num_operations > 50
 
 
 def test_reads_are_found():

@@ -15,7 +15,7 @@ import act_quantize_launches as act_quantize
 import kernel_launches as layer
 import quantize_launches as quantize
 from ahead_of_time import VERSION, since
-from compiled_launches import catch_launches, kernels_of, meta
+from compiled_launches import kernels_of, meta
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS
 from quantized_gemm_launches import ELEMENTS, SHAPES, gemm_operands, wgrad_operands
 
@@ -123,11 +123,6 @@ MAX_SPILLED = {
     "grouped_gemm_wgrad_scaled_kernel": 1088,
 }
 OF_QUANTISERS = 256
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, *MODULES)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import kernel_launches as layer
 import triton.language as tl
 from ahead_of_time import since
 from combinations import every_combination
-from compiled_launches import atomics, catch_launches
+from compiled_launches import atomics
 from kernel_launches import ACTIVATIONS, BF16, FP16, FP32, GEMMS, LAYOUTS, NUM_SMS, ROUTERS, SHAPES
 
 from symmoe.errors import ArgumentError
@@ -30,11 +30,7 @@ COPY_16, NARROW_COPY = "cp.async.cg", "cp.async.ca"  # of 16 bytes, and of fewer
 SPILLED = since(("3.6", 0), ("3.7", 4))
 OTHER_DTYPES = [case for case in GEMMS if "out_dtype" not in case[1]]
 USUAL = ["qwen3-30b", "mixtral-8x7b"]
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, activation, bias, gemm, gemm_act, route, router_products, plan)
+MODULES = activation, bias, gemm, gemm_act, route, router_products, plan
 
 
 def named(cases):

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 import quantize_launches
-from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, atomics, catch_launches, meta
+from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, atomics, meta
 from quantize_cases import FORMATS, weight_format
 from quantize_launches import (
     BF16,
@@ -40,10 +40,7 @@ from symmoe.kernels.low_precision import quantize, scale_tiles, wire
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import bias
 
-
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, quantize, scale_tiles, wire, bias)
+MODULES = quantize, scale_tiles, wire, bias
 
 
 def in_registers(code):

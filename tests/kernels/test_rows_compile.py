@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import kernel_launches as layer
 from ahead_of_time import since
 from combinations import every_combination
-from compiled_launches import atomics, catch_launches, meta
+from compiled_launches import atomics, meta
 from kernel_launches import BF16, FP16, FP32, INT64, TRIPS
 
 from symmoe.kernels.hopper import rows as hopper_rows
@@ -22,11 +22,7 @@ from symmoe.kernels.triton import nodes, plan, sync, tokens
 
 MOST_REGISTERS = {"assign_rows_kernel": 160, "lay_out_kernel": 255}
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return catch_launches(monkeypatch, sync, nodes, plan, tokens, hopper_rows)
+MODULES = sync, nodes, plan, tokens, hopper_rows
 
 
 def check(launches, name, max_registers=128):

@@ -170,46 +170,42 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(SEQUENCES, LENGTH, H, generator=torch.Generator().manual_seed(10 * rank + number)) + 0.2
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_losses_of_a_layer(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}")
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = make_layer(heap, aux_loss="sequence", z_loss_coef=0.1, capacity_factor=0.5)
-        x, mask = batch(rank, 0), make_mask().view(SEQUENCES, LENGTH)
-        _, metrics = layer(x, mask)
-        findings.check(int(metrics.num_over_capacity) > 0, "the capacity factor drops nothing")
-        plain = make_layer(heap)
-        plain.load_state_dict(layer.state_dict())
-        routed = plain.router(x.view(-1, H))
-        sequences = loop_of_sequences(routed.scores, routed.topk_idx, mask.flatten())
-        z = routed.logits[mask.flatten()].double().logsumexp(1).square().mean()
-        findings.close("sequence", metrics.aux_loss, 0.5 * sequences + 0.1 * z, rtol=1e-6, atol=0)
+@run_on(1, 2)
+def test_losses_of_a_layer(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    layer = make_layer(heap, aux_loss="sequence", z_loss_coef=0.1, capacity_factor=0.5)
+    x, mask = batch(rank, 0), make_mask().view(SEQUENCES, LENGTH)
+    _, metrics = layer(x, mask)
+    findings.check(int(metrics.num_over_capacity) > 0, "the capacity factor drops nothing")
+    plain = make_layer(heap)
+    plain.load_state_dict(layer.state_dict())
+    routed = plain.router(x.view(-1, H))
+    sequences = loop_of_sequences(routed.scores, routed.topk_idx, mask.flatten())
+    z = routed.logits[mask.flatten()].double().logsumexp(1).square().mean()
+    findings.close("sequence", metrics.aux_loss, 0.5 * sequences + 0.1 * z, rtol=1e-6, atol=0)
 
-        layer = make_layer(heap, aux_loss="global")
-        seen: list[torch.Tensor] = []  # everybody's choice so far in the step
-        for number in (0, 1, 2, 3):
-            if number == 3:  # the next step
-                balance.balance_step(layer)
-                seen.clear()
-            y, metrics = layer(batch(rank, number))
-            seen += [layer.router(batch(r, number).view(-1, H)).topk_idx for r in range(num_ranks)]
-            routed = layer.router(batch(rank, number).view(-1, H))
-            want = 0.5 * loop_loss(routed.scores, count(torch.cat(seen)))
-            findings.close(f"global, micro-batch {number}", metrics.aux_loss, want, rtol=1e-6, atol=0)
-            of_rank = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
-            is_whole = num_ranks == 1 and number in (0, 3)
-            differs = abs(float(of_rank.detach()) - float(want.detach())) > 1e-3
-            findings.check(differs != is_whole, f"micro-batch {number} would do with its own load")
-            (gradient,) = torch.autograd.grad(metrics.aux_loss, layer.router.weight, retain_graph=True)
-            (wanted,) = torch.autograd.grad(want, layer.router.weight)
-            findings.close("gradient of global", gradient, wanted, rtol=1e-4, atol=1e-7)
-            (y.sum() + metrics.aux_loss).backward()
+    layer = make_layer(heap, aux_loss="global")
+    seen: list[torch.Tensor] = []  # everybody's choice so far in the step
+    for number in (0, 1, 2, 3):
+        if number == 3:  # the next step
+            balance.balance_step(layer)
+            seen.clear()
+        y, metrics = layer(batch(rank, number))
+        seen += [layer.router(batch(r, number).view(-1, H)).topk_idx for r in range(num_ranks)]
+        routed = layer.router(batch(rank, number).view(-1, H))
+        want = 0.5 * loop_loss(routed.scores, count(torch.cat(seen)))
+        findings.close(f"global, micro-batch {number}", metrics.aux_loss, want, rtol=1e-6, atol=0)
+        of_rank = 0.5 * loop_loss(routed.scores, count(routed.topk_idx))
+        is_whole = num_ranks == 1 and number in (0, 3)
+        differs = abs(float(of_rank.detach()) - float(want.detach())) > 1e-3
+        findings.check(differs != is_whole, f"micro-batch {number} would do with its own load")
+        (gradient,) = torch.autograd.grad(metrics.aux_loss, layer.router.weight, retain_graph=True)
+        (wanted,) = torch.autograd.grad(want, layer.router.weight)
+        findings.close("gradient of global", gradient, wanted, rtol=1e-4, atol=1e-7)
+        (y.sum() + metrics.aux_loss).backward()
 
-        layer = make_layer(heap, capacity_factor=0.75)
-        _, metrics = layer(x)
-        routed = layer.router(x.view(-1, H))
-        findings.check(bool((routed.topk_idx < 0).any()), "the capacity factor drops nothing")
-        want = 0.5 * loop_loss(routed.scores, count(routed.chosen_idx))
-        findings.close("before drops", metrics.aux_loss, want, rtol=1e-6, atol=0)
-    return findings.texts
+    layer = make_layer(heap, capacity_factor=0.75)
+    _, metrics = layer(x)
+    routed = layer.router(x.view(-1, H))
+    findings.check(bool((routed.topk_idx < 0).any()), "the capacity factor drops nothing")
+    want = 0.5 * loop_loss(routed.scores, count(routed.chosen_idx))
+    findings.close("before drops", metrics.aux_loss, want, rtol=1e-6, atol=0)

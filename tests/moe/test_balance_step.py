@@ -191,7 +191,6 @@ def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
 def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest.FixtureRequest):
     if backend == "inductor":
         request.getfixturevalue(backend)
-    torch._dynamo.reset()
     options = {"aux_loss_coef": 1.0, "aux_loss": "global"}
     model = Model(heap, **options)
     loads = loads_of(model, range(2))
@@ -207,4 +206,3 @@ def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest
         y.sum().backward()
     for a, b in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()

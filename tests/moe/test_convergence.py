@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import convergence
 import pytest
-from limits import HANG_S
+from programs import printed_by
 
 SCRIPT = Path(convergence.__file__)
 # In the place of the example: metrics that are known.
@@ -98,11 +96,9 @@ def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_sa
 def test_two_runs_of_the_example(tmp_path: Path):
     """The command itself, with torchrun and the example."""
     out, file = tmp_path / "runs", tmp_path / "record.json"
-    command = [sys.executable, str(SCRIPT), "--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8"]
-    command += ["--jobs=2", f"--out={out}", f"--json={file}"]
+    arguments = ["--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8", "--jobs=2"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed_by(SCRIPT, *arguments, f"--out={out}", f"--json={file}", env=environment)
     final = {
         way: result["final_bits_per_byte"]["mean"] for way, result in json.loads(file.read_text())["results"].items()
     }

@@ -43,9 +43,8 @@ class Model(nn.Module):
 
 
 @run_on(WORLD)
-def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int) -> list[str]:
+def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int, findings: Findings) -> None:
     """Reduced, and clipped by a norm that counts every parameter once; dense ones have the same bits on all ranks."""
-    findings = Findings()
     groups, model = [dist.new_group([0, 2]), dist.new_group([1, 3])], Model()
     left = model.left_by_backward()
     for name, gradient in left.items():
@@ -75,7 +74,6 @@ def test_gradients_are_those_of_the_mean_loss(rank: int, num_ranks: int) -> list
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
-    return findings.texts
 
 
 def test_one_process_changes_nothing_but_missing_gradients():

@@ -18,20 +18,20 @@ from mlp_oracle import check_mlp, compare
 from torch.utils.hooks import RemovableHandle
 from worker import Findings, open_heap
 
-from symmoe import MoEConfig, MoELayer
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
 # -- the expert-parallel MLP ------------------------------------------------------------------------------------------
 
 
-def check_step(rank: int, num_ranks: int, numbers: list[int], device: str, dtype: torch.dtype) -> list[str]:
-    findings = Findings()
+def check_step(
+    rank: int, num_ranks: int, findings: Findings, numbers: list[int], device: str, dtype: torch.dtype
+) -> None:
     with open_heap(device) as heap:
         for number in numbers:
             case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}, {dtype}"
             check_mlp(heap, case, shapes(device), dtype, findings)
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
-    return findings.texts
 
 
 def few_cases(per_stratum: int) -> list[int]:
@@ -74,10 +74,8 @@ LAYER_OPTIONS = (
 
 
 @pytest.mark.parametrize("options", LAYER_OPTIONS, ids=str)
-@on_ranks(cpu=(1, 2, 4, 8), cuda=(1, 2, 4, 8))
-@run_on()
-def test_layer_is_the_oracle(rank: int, num_ranks: int, device: str, options: dict) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}, {options}")
+@run_on(1, 2, 4, 8, on_gpus=(1, 2, 4, 8))
+def test_layer_is_the_oracle(rank: int, num_ranks: int, findings: Findings, device: str, options: dict) -> None:
     config = config_for(num_ranks, device, **options)
     num_tokens = 7 + 3 * rank
     with open_heap(device) as heap:
@@ -117,12 +115,10 @@ def test_layer_is_the_oracle(rank: int, num_ranks: int, device: str, options: di
         compare(findings, "dw1", layer.experts.fc1.weight.grad, want.dweights[0][mine], torch.float32)
         compare(findings, "dw2", layer.experts.fc2.weight.grad, want.dweights[1][mine], torch.float32)
         findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
-def check_dtypes(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_dtypes(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """fp32 weights, tokens of another dtype or autocast: computed in that dtype, gradients in the weights' own."""
-    findings = Findings()
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config)
@@ -142,12 +138,10 @@ def check_dtypes(rank: int, num_ranks: int, device: str) -> list[str]:
             for key, tensor in got.items():
                 want.setdefault(key, tensor)
                 compare(findings, key, tensor, want[key], torch.bfloat16)
-    return findings.texts
 
 
-def check_leases(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_leases(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Forward without backward, no-grad, a second backward."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, device)
     with open_heap(device) as heap:
         layer, _ = make_layer(heap, config)
@@ -198,7 +192,6 @@ def check_leases(rank: int, num_ranks: int, device: str) -> list[str]:
         findings.equal("slots", int(metrics.expert_load.sum()), 4 * (num_ranks - 1))
         del y, metrics
         findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
 @pytest.mark.parametrize("check", [check_dtypes, check_leases])
@@ -225,21 +218,20 @@ def hooks_on(module: torch.nn.Module) -> dict[str, Callable[[], RemovableHandle]
 
 
 @pytest.mark.parametrize("where", ["experts", "experts.fc1", "experts.fc2", "experts.activation"])
-def test_hooks_that_never_run_are_warned_of(where: str):
-    with open_heap("cpu") as heap:
-        for kind in hooks_on(torch.nn.Module()):
-            layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap)
-            x = torch.randn(3, H, requires_grad=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                layer(x)
-            hooks_on(layer.get_submodule(where))[kind]()
-            with pytest.warns(UserWarning, match=f"never runs the {kind} on {where}:") as warned:
-                layer(x)[0].sum().backward()
-            assert warned[0].filename == __file__
-            with warnings.catch_warnings():  # once
-                warnings.simplefilter("error")
-                layer(x)
+def test_hooks_that_never_run_are_warned_of(heap: SymmetricHeap, where: str):
+    for kind in hooks_on(torch.nn.Module()):
+        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap)
+        x = torch.randn(3, H, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(x)
+        hooks_on(layer.get_submodule(where))[kind]()
+        with pytest.warns(UserWarning, match=f"never runs the {kind} on {where}:") as warned:
+            layer(x)[0].sum().backward()
+        assert warned[0].filename == __file__
+        with warnings.catch_warnings():  # once
+            warnings.simplefilter("error")
+            layer(x)
 
 
 def test_hooks_elsewhere_run_without_a_warning():

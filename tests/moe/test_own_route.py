@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cluster import on_ranks, run_on
+from cluster import run_on
 from layers import config_for, make_layer, tokens_of
 from torch.utils.checkpoint import checkpoint
 from worker import open_heap
@@ -38,8 +38,7 @@ def results(layer: MoELayer, x: torch.Tensor, around: str, which: str) -> list[t
 
 @pytest.mark.parametrize("around", ["", "checkpoint"])
 @pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(cpu=(2,), cuda=(2,))
-@run_on()
+@run_on(2, on_gpus=(2,))
 def test_bits_are_those_of_a_called_router(rank: int, num_ranks: int, device: str, name: str, around: str) -> list[str]:
     texts = []
     with open_heap(device) as heap:

@@ -217,8 +217,7 @@ def test_right_loops_are_not_warned(cluster, name: str, num_ranks: int, device: 
     assert cluster(num_ranks, device).run(said, device, "right", name) == [[], []]
 
 
-@on_ranks(cpu=(2,), cuda=(2,))
-@run_on()
+@run_on(2, on_gpus=(2,))
 def test_parameters_elsewhere(rank: int, num_ranks: int, device: str) -> None:
     """Experts of one rank are on another device than the heap, for a while."""
     with open_heap(device) as heap:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cluster import on_ranks, run_on
+from cluster import run_on
 from heap_calls import outcome
 from layers import WAYS, H, I, config_for, make_layer, tokens_of
 from stacks import NUM_LAYERS, Stack, batch, check_ways, compare_bits, pipeline, run_schedule, step
@@ -26,10 +26,8 @@ STASHES = CHOICES["stash"]
 # -- what is kept for backward ----------------------------------------------------------------------------------------
 
 
-@on_ranks(cpu=(1, 2, 3), cuda=(1, 2))
-@run_on()
-def test_stashes_give_the_same_bits(rank: int, num_ranks: int, device: str) -> list[str]:
-    findings = Findings()
+@run_on(1, 2, 3, on_gpus=(1, 2))
+def test_stashes_give_the_same_bits(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     for limits in ({}, {"capacity": 64, "max_tokens": 8}):
         for order in ("rank", "slot"):
             found, leased = {}, {}
@@ -46,7 +44,6 @@ def test_stashes_give_the_same_bits(rank: int, num_ranks: int, device: str) -> l
                     compare_bits(findings, found[stash], found["all"])
             findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
             findings.check(leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}")
-    return findings.texts
 
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
@@ -68,11 +65,10 @@ def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: tor
 
 
 @pytest.mark.slow
-@on_ranks(cpu=(2,), cuda=(2, 8))
-@run_on()
-def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> list[str]:
+@run_on(2, on_gpus=(2, 8))
+def test_one_forward_one_backward(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
-    findings, num_batches = Findings(), 5
+    num_batches = 5
     for stash, way in [(stash, WAYS[0]) for stash in STASHES] + [("all", WAYS[1]), ("none", WAYS[2]), ("all", WAYS[3])]:
         config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **way)
         for in_flight in (1, 2, 3) if (stash, way) == ("all", WAYS[0]) else (2,):
@@ -91,14 +87,11 @@ def test_one_forward_one_backward(rank: int, num_ranks: int, device: str) -> lis
                 findings.equal("leased bytes", heap.leased_bytes, 0)
                 peak = heap.high_water_bytes
                 findings.check(0 < peak <= heap.num_bytes, f"high-water mark {peak}")
-    return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, 2)
+def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int, findings: Findings) -> None:
     """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, "cpu", capacity=48, max_tokens=8)
     sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": NUM_LAYERS, "dtype": torch.float32}
     num_bytes = plan_memory(config, num_in_flight=2, **sizes).heap_bytes - ALIGNMENT_BYTES
@@ -111,14 +104,13 @@ def test_a_heap_that_is_a_block_too_small(rank: int, num_ranks: int) -> list[str
         gc.collect()
         findings.equal("leased bytes after the error", heap.leased_bytes, 0)
         compare_bits(findings, step(model, batch(heap, config.hidden, 7)), step(model, batch(heap, config.hidden, 7)))
-    return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_exceptions_between_forward_and_backward(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, 2)
+def test_exceptions_between_forward_and_backward(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """The user's code raises between forward and backward, and in the middle of a backward pass."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     config = config_for(num_ranks, "cpu")
 
     class Failing(torch.autograd.Function):
@@ -130,26 +122,24 @@ def test_exceptions_between_forward_and_backward(rank: int, num_ranks: int) -> l
         def backward(ctx, dy: torch.Tensor) -> torch.Tensor:
             raise ValueError("not today")
 
-    with open_heap("cpu") as heap:
-        model = Stack(heap, config)
-        want = step(model, batch(heap, config.hidden, 3))
+    model = Stack(heap, config)
+    want = step(model, batch(heap, config.hidden, 3))
 
-        def fail_after_forward() -> None:
-            y = model(batch(heap, config.hidden, 3))
-            raise ValueError(f"loss of {tuple(y.shape)}")
+    def fail_after_forward() -> None:
+        y = model(batch(heap, config.hidden, 3))
+        raise ValueError(f"loss of {tuple(y.shape)}")
 
-        def fail_in_backward() -> None:
-            x = batch(heap, config.hidden, 3)
-            y = model(Failing.apply(x))  # after both layers' backward passes, before x has its gradient
-            y.square().sum().backward()
+    def fail_in_backward() -> None:
+        x = batch(heap, config.hidden, 3)
+        y = model(Failing.apply(x))  # after both layers' backward passes, before x has its gradient
+        y.square().sum().backward()
 
-        for fail in (fail_after_forward, fail_in_backward):
-            findings.equal(f"error of {fail.__name__}", outcome(fail)[0], "ValueError")
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            findings.equal(f"leased bytes after {fail.__name__}", heap.leased_bytes, 0)
-            compare_bits(findings, step(model, batch(heap, config.hidden, 3)), want)
-    return findings.texts
+    for fail in (fail_after_forward, fail_in_backward):
+        findings.equal(f"error of {fail.__name__}", outcome(fail)[0], "ValueError")
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        findings.equal(f"leased bytes after {fail.__name__}", heap.leased_bytes, 0)
+        compare_bits(findings, step(model, batch(heap, config.hidden, 3)), want)
 
 
 # -- a shared expert, other experts -----------------------------------------------------------------------------------
@@ -166,60 +156,54 @@ class ReturnsTensors(Router):
         return routed.topk_idx, routed.probs
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, 2)
+def test_parts_that_a_layer_cannot_call_are_named_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """A router or experts that the layer cannot call, on one rank: an error on all that says which it must be."""
-    findings = Findings()
-    with open_heap("cpu") as heap:
-        layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
-        x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
-        want, wrapped = layer(x)[0], torch.nn.Sequential(router)
-        for name, made, text in (
-            ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
-            ("router", TakesTokensOnly(layer.config), "router (TakesTokensOnly) must be a Router, called as router("),
-            ("router", ReturnsTensors(layer.config), "router returns tuple; it must return a RouterOutput"),
-            ("router", wrapped, "router (Sequential) must be a Router"),
-            ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
-        ):
-            findings.where = f"rank {rank} of {num_ranks}, {text}"
-            if rank == 0:
-                setattr(layer, name, made)
-            name_of_error, found = outcome(layer, x)
-            findings.equal("error", name_of_error, "ArgumentError")
-            findings.check(text in found and ("MoELayer" in found or "returns" in text), found)
-            layer.router, layer.experts = router, experts
-            findings.check(torch.equal(layer(x)[0], want), "the next call is wrong")
-    return findings.texts
+    layer, _ = make_layer(heap, config_for(num_ranks, "cpu"))
+    x, router, experts = tokens_of(rank, 6, layer.config.hidden), layer.router, layer.experts
+    want, wrapped = layer(x)[0], torch.nn.Sequential(router)
+    for name, made, text in (
+        ("router", torch.nn.Linear(H, 8), "router (Linear) must be a Router"),
+        ("router", TakesTokensOnly(layer.config), "router (TakesTokensOnly) must be a Router, called as router("),
+        ("router", ReturnsTensors(layer.config), "router returns tuple; it must return a RouterOutput"),
+        ("router", wrapped, "router (Sequential) must be a Router"),
+        ("experts", torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP"),
+    ):
+        findings.where = f"rank {rank} of {num_ranks}, {text}"
+        if rank == 0:
+            setattr(layer, name, made)
+        name_of_error, found = outcome(layer, x)
+        findings.equal("error", name_of_error, "ArgumentError")
+        findings.check(text in found and ("MoELayer" in found or "returns" in text), found)
+        layer.router, layer.experts = router, experts
+        findings.check(torch.equal(layer(x)[0], want), "the next call is wrong")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, 2)
+def test_experts_of_your_own_run_by_parts(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """The program that MoELayer's docstring shows, with one dense matrix for each expert, against a plain loop."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     generator = torch.Generator().manual_seed(3)
     local, every = 2, [torch.randn(H, H, generator=generator) for _ in range(2 * num_ranks)]
-    with open_heap("cpu") as heap:
-        x, topk_idx = tokens_of(rank, 6, H).requires_grad_(), (torch.arange(12) * 3 % len(every)).view(6, 2)
-        probs = torch.rand(6, 2, generator=generator).requires_grad_()
+    x, topk_idx = tokens_of(rank, 6, H).requires_grad_(), (torch.arange(12) * 3 % len(every)).view(6, 2)
+    probs = torch.rand(6, 2, generator=generator).requires_grad_()
 
-        def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-            mine = every[rank * local : (rank + 1) * local]
-            return torch.cat([part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)])
+    def own_experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        mine = every[rank * local : (rank + 1) * local]
+        return torch.cat([part @ w.tanh() for part, w in zip(rows.split(splits.tolist()), mine, strict=True)])
 
-        plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
-        rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
-        y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
-        found = torch.autograd.grad(y.square().sum(), [x, probs])
-        dense = (
-            probs[..., None]
-            * torch.stack([x @ w.tanh() for w in every], 1).gather(1, topk_idx[..., None].expand(-1, -1, H))
-        ).sum(1)
-        wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
-        for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
-            findings.close(name, got, want, rtol=1e-4, atol=1e-4)
-    return findings.texts
+    plan = symmoe.make_plan(topk_idx, num_experts=len(every), heap=heap)
+    rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
+    y = symmoe.combine_tokens(own_experts(rows, plan.splits) * row_probs.unsqueeze(1), plan)
+    found = torch.autograd.grad(y.square().sum(), [x, probs])
+    dense = (
+        probs[..., None]
+        * torch.stack([x @ w.tanh() for w in every], 1).gather(1, topk_idx[..., None].expand(-1, -1, H))
+    ).sum(1)
+    wanted = torch.autograd.grad(dense.square().sum(), [x, probs])
+    for name, got, want in zip(("y", "dx", "dprobs"), (y, *found), (dense, *wanted), strict=True):
+        findings.close(name, got, want, rtol=1e-4, atol=1e-4)
 
 
 class Shared(torch.nn.Module):
@@ -236,10 +220,8 @@ class Shared(torch.nn.Module):
         return torch.sigmoid(self.gate(x)) * self.down(torch.nn.functional.silu(self.up(x)))
 
 
-@on_ranks(cpu=(1, 2), cuda=(1, 2))
-@run_on()
-def test_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}")
+@run_on(1, 2, on_gpus=(1, 2))
+def test_shared_expert(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     config = config_for(num_ranks, device)
     with open_heap(device, num_bytes=32 << 20) as heap:
         shared = Shared(config.hidden, heap.device)
@@ -264,21 +246,19 @@ def test_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
             compare_bits(findings, found[0][:1] + found[0][2:], found[1][:1] + found[1][2:])
             # x has two consumers; the order in which autograd adds their gradients may differ.
             findings.close("dx", found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
-    return findings.texts
 
 
-def test_experts_must_fit_the_config():
+def test_experts_must_fit_the_config(heap: SymmetricHeap):
     config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, schedule="always-overlapped")
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        for wrong, text in (
-            (torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP, whose call the kernels replace"),
-            (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
-            (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
-            (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
-            (GroupedMLP(4, H, I, activation=ScaledSReLU()), "experts.activation (Activation(function='relu2'"),
-        ):
-            with pytest.raises(ArgumentError) as caught:
-                MoELayer(config, heap, experts=wrong)
-            assert text in str(caught.value)
-        config = replace(config, activation=ScaledSReLU().activation)
-        assert MoELayer(config, heap).experts.activation.activation == config.activation
+    for wrong, text in (
+        (torch.nn.Linear(H, H), "experts (Linear) must be a GroupedMLP, whose call the kernels replace"),
+        (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
+        (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
+        (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
+        (GroupedMLP(4, H, I, activation=ScaledSReLU()), "experts.activation (Activation(function='relu2'"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            MoELayer(config, heap, experts=wrong)
+        assert text in str(caught.value)
+    config = replace(config, activation=ScaledSReLU().activation)
+    assert MoELayer(config, heap).experts.activation.activation == config.activation

@@ -16,9 +16,18 @@ from layers import tokens_of
 from low_precision_cases import every_recipe
 from low_precision_checks import config_for, count_calls
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, Watching, open_heap
+from worker import Findings, Watching
 
-from symmoe import GroupedLinear, GroupedMLP, MoELayer, ScaledSwiGLU, Sequential, add_lora, constant_weights
+from symmoe import (
+    GroupedLinear,
+    GroupedMLP,
+    MoELayer,
+    ScaledSwiGLU,
+    Sequential,
+    SymmetricHeap,
+    add_lora,
+    constant_weights,
+)
 from symmoe.errors import ArgumentError
 from symmoe.precision import MXFP8, Float8Block, operands
 
@@ -375,55 +384,48 @@ def run_layer(layer: MoELayer, rank: int, block) -> tuple[list[torch.Tensor], di
 
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_layers(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
+@run_on(1, 2)
+def test_layers(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, recipe, wire: str) -> None:
     """A MoELayer: the same bits with every stash; a weight that one rank writes to raises on all, and all go on."""
-    findings = Findings()
-    with open_heap("cpu") as heap:
-        for stash in ("all", "rows", "hidden", "none"):
-            findings.where = f"rank {rank}, {recipe}, {wire}, {stash}"
-            torch.manual_seed(rank)
-            layer = MoELayer(config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap)
-            want, counts = run_layer(layer, rank, nullcontext())
-            found, counts_in_block = run_layer(layer, rank, constant_weights(layer))
-            for number, tensors in enumerate(zip(found, want, strict=True)):
-                findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
-            recomputes = stash in ("rows", "none")
-            findings.equal("without", sum(counts.values()), MICRO_BATCHES * 2 * (1 + recomputes))
-            # Where forward keeps nothing for backward: once in forward, once in backward for both directions.
-            once = {"quantize_weights": 2 * recomputes, "quantize_weight_pairs": 2}
-            findings.equal("quantisations", counts_in_block, once)
+    for stash in ("all", "rows", "hidden", "none"):
+        findings.where = f"rank {rank}, {recipe}, {wire}, {stash}"
+        torch.manual_seed(rank)
+        layer = MoELayer(config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap)
+        want, counts = run_layer(layer, rank, nullcontext())
+        found, counts_in_block = run_layer(layer, rank, constant_weights(layer))
+        for number, tensors in enumerate(zip(found, want, strict=True)):
+            findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
+        recomputes = stash in ("rows", "none")
+        findings.equal("without", sum(counts.values()), MICRO_BATCHES * 2 * (1 + recomputes))
+        # Where forward keeps nothing for backward: once in forward, once in backward for both directions.
+        once = {"quantize_weights": 2 * recomputes, "quantize_weight_pairs": 2}
+        findings.equal("quantisations", counts_in_block, once)
 
-        x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
-        with constant_weights(layer):
-            want, _ = layer(x)
-            if rank == num_ranks - 1:
-                with torch.no_grad():
-                    layer.experts.fc2.weight.add_(0)
-            try:
-                layer(x)
-                findings.check(False, "a weight that was written to is not found")
-            except ArgumentError as error:
-                findings.check("inside constant_weights" in str(error), str(error))
-        again, _ = layer(x)
-        findings.check(torch.equal(again, want), "other bits afterwards")
-        del want, again
-        gc.collect()
-        findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
+    x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
+    with constant_weights(layer):
+        want, _ = layer(x)
+        if rank == num_ranks - 1:
+            with torch.no_grad():
+                layer.experts.fc2.weight.add_(0)
+        try:
+            layer(x)
+            findings.check(False, "a weight that was written to is not found")
+        except ArgumentError as error:
+            findings.check("inside constant_weights" in str(error), str(error))
+    again, _ = layer(x)
+    findings.check(torch.equal(again, want), "other bits afterwards")
+    del want, again
+    gc.collect()
+    findings.equal("leased bytes", heap.leased_bytes, 0)
 
 
 @run_on(1)
-def test_under_a_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
+def test_under_a_dispatch_mode(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """What looks on sees operators, which quantise for themselves: the same bits."""
-    findings = Findings()
-    with open_heap("cpu") as heap:
-        torch.manual_seed(rank)
-        layer = MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
-        x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
-        want, _ = layer(x)
-        with constant_weights(layer), Watching():
-            found = [layer(x)[0] for _ in range(2)]
-        findings.check(all(torch.equal(y, want) for y in found), "other bits")
-    return findings.texts
+    torch.manual_seed(rank)
+    layer = MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
+    x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
+    want, _ = layer(x)
+    with constant_weights(layer), Watching():
+        found = [layer(x)[0] for _ in range(2)]
+    findings.check(all(torch.equal(y, want) for y in found), "other bits")

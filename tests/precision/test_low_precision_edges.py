@@ -14,9 +14,9 @@ from host_reads import NoReads
 from layers import tokens_of
 from low_precision_cases import RECIPES
 from row_ranges import whole_groups
-from worker import Findings, open_heap, poison
+from worker import Findings, poison
 
-from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, make_plan
+from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.kernels import architectures
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -49,55 +49,54 @@ EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
 
 @pytest.mark.parametrize(("recipe", "wire"), [(recipe, wire) for recipe in RECIPES for wire in wires(recipe)], ids=str)
 @run_on(2)
-def test_padding_duplicates_and_drops(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> list[str]:
+def test_padding_duplicates_and_drops(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, recipe: Recipe, wire: str
+) -> None:
     """Tokens without experts, experts that stand in a token twice, and drops: as the same rows without them."""
-    findings = Findings()
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(-1, EXPERTS, (T, K), generator=generator)
     ids[3], ids[5], ids[7] = -1, torch.tensor([2, 2, 2]), torch.tensor([6, 1, 6])
     probs = torch.rand((T, K), generator=generator) + 0.5
     x, dy = (tokens_of(rank, T, H, salt=salt).bfloat16() for salt in (1, 2))
-    with open_heap("cpu") as heap:
-        torch.manual_seed(rank)
-        experts = GroupedMLP(EXPERTS // num_ranks, H, I, precision=recipe, dtype=torch.bfloat16)
+    torch.manual_seed(rank)
+    experts = GroupedMLP(EXPERTS // num_ranks, H, I, precision=recipe, dtype=torch.bfloat16)
 
-        def run(ids: torch.Tensor, **options) -> dict[str, torch.Tensor]:
-            poison(heap)
-            limits = {"capacity": 30, "overflow": "drop"} if options.pop("drops", False) else {}
-            plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
-            leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
-            y = expert_parallel_mlp(
-                *leaves,
-                experts,
-                plan,
-                order="slot",
-                quantized_wire=wire,
-                **{"schedule": "always-overlapped", **options},
-            )
-            weights = experts.fc1.weight, experts.fc2.weight
-            found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
-            return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | {
-                "kept": plan.slot_to_row >= 0,
-                "dropped": plan.num_dropped.item(),
-            }
+    def run(ids: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+        poison(heap)
+        limits = {"capacity": 30, "overflow": "drop"} if options.pop("drops", False) else {}
+        plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
+        leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
+        y = expert_parallel_mlp(
+            *leaves,
+            experts,
+            plan,
+            order="slot",
+            quantized_wire=wire,
+            **{"schedule": "always-overlapped", **options},
+        )
+        weights = experts.fc1.weight, experts.fc2.weight
+        found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
+        return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | {
+            "kept": plan.slot_to_row >= 0,
+            "dropped": plan.num_dropped.item(),
+        }
 
-        whole = run(ids)
-        findings.check(not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something")
-        findings.check(bool(whole["y"].isfinite().all()), "y is not finite")
-        for options in ({"layout": "expert-major"}, {"stash": "none"}, {"schedule": "serial"}):
-            findings.where = f"rank {rank}, {recipe}, {wire}, {options}"
-            again = run(ids, **options)
-            for name in ("y", "dx", "dprobs", "dw1", "dw2"):
-                findings.check(torch.equal(again[name], whole[name]), f"{name} has other bits")
-        for options in ({}, {"layout": "expert-major", "stash": "none"}):
-            findings.where = f"rank {rank}, {recipe}, {wire}, drops, {options}"
-            dropped = run(ids, drops=True, **options)
-            findings.check(dropped["dropped"] > 0, "nothing was dropped")
-            same = run(torch.where(dropped["kept"], ids, -1))
-            for name in ("y", "dx", "dprobs", "dw1", "dw2"):
-                findings.check(torch.equal(dropped[name], same[name]), f"{name} has other bits than without the slots")
-            findings.check(not torch.equal(dropped["y"], whole["y"]), "the drops change nothing")
-    return findings.texts
+    whole = run(ids)
+    findings.check(not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something")
+    findings.check(bool(whole["y"].isfinite().all()), "y is not finite")
+    for options in ({"layout": "expert-major"}, {"stash": "none"}, {"schedule": "serial"}):
+        findings.where = f"rank {rank}, {recipe}, {wire}, {options}"
+        again = run(ids, **options)
+        for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+            findings.check(torch.equal(again[name], whole[name]), f"{name} has other bits")
+    for options in ({}, {"layout": "expert-major", "stash": "none"}):
+        findings.where = f"rank {rank}, {recipe}, {wire}, drops, {options}"
+        dropped = run(ids, drops=True, **options)
+        findings.check(dropped["dropped"] > 0, "nothing was dropped")
+        same = run(torch.where(dropped["kept"], ids, -1))
+        for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+            findings.check(torch.equal(dropped[name], same[name]), f"{name} has other bits than without the slots")
+        findings.check(not torch.equal(dropped["y"], whole["y"]), "the drops change nothing")
 
 
 # -- what is kept, and for how long -----------------------------------------------------------------------------------
@@ -154,14 +153,13 @@ def test_what_torch_computes_of_operands_is_not_read():
 
 
 @run_on(2)
-def test_a_wire_without_a_recipe_raises_on_every_rank(rank: int, num_ranks: int) -> None:
+def test_a_wire_without_a_recipe_raises_on_every_rank(rank: int, num_ranks: int, heap: SymmetricHeap) -> None:
     """Only rank 1 wants rows quantised, by experts that have no recipe for it."""
-    with open_heap("cpu") as heap:
-        experts = GroupedMLP(2, 64, 32)
-        plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=2 * num_ranks, heap=heap)
-        wire = "both" if rank == 1 else "none"
-        with pytest.raises(ArgumentError, match=r"precision \(None\) must be a recipe of E4M3 numbers"):
-            expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), experts, plan, quantized_wire=wire)
+    experts = GroupedMLP(2, 64, 32)
+    plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=2 * num_ranks, heap=heap)
+    wire = "both" if rank == 1 else "none"
+    with pytest.raises(ArgumentError, match=r"precision \(None\) must be a recipe of E4M3 numbers"):
+        expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), experts, plan, quantized_wire=wire)
 
 
 TOO_OLD = r"precision \(.*\) needs a GPU of compute capability 8.9 or more; cpu has 8.6"
@@ -199,47 +197,44 @@ def test_gpus_that_are_too_old_are_refused_at_construction(monkeypatch, heap, re
 
 
 @run_on(2)
-def test_an_old_gpu_of_one_rank_raises_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+def test_an_old_gpu_of_one_rank_raises_on_every_rank(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap
+) -> None:
     """Only rank 1 has one: each call raises on both ranks, and the next call without it works."""
-    findings, found = Findings(), architectures.capability
+    found = architectures.capability
     config = MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=1, precision=MXFP8())
-    with open_heap("cpu") as heap:
-        layer = MoELayer(config, heap)
+    layer = MoELayer(config, heap)
 
-        def step() -> None:
-            plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=config.num_experts, heap=heap)
-            expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), layer.experts, plan)
+    def step() -> None:
+        plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=config.num_experts, heap=heap)
+        expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), layer.experts, plan)
 
-        for call in (step, lambda: layer(torch.ones(4, 64))):
+    for call in (step, lambda: layer(torch.ones(4, 64))):
+        call()
+        if rank == 1:
+            architectures.capability = lambda device: (8, 6)
+        try:
             call()
-            if rank == 1:
-                architectures.capability = lambda device: (8, 6)
-            try:
-                call()
-                findings.check(False, "nothing is raised")
-            except ArgumentError as error:
-                findings.check(re.search(TOO_OLD, str(error)) is not None, str(error))
-            finally:
-                architectures.capability = found
-            call()
-    return findings.texts
+            findings.check(False, "nothing is raised")
+        except ArgumentError as error:
+            findings.check(re.search(TOO_OLD, str(error)) is not None, str(error))
+        finally:
+            architectures.capability = found
+        call()
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 
-def count_bytes(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> tuple[int, int]:
-    with open_heap("cpu") as heap:
-        config = MoEConfig(
-            hidden=256, ffn=32, num_experts=2 * num_ranks, top_k=2, precision=recipe, quantized_wire=wire
-        )
-        torch.manual_seed(1)
-        layer = MoELayer(config, heap, dtype=torch.bfloat16)
-        logger = MetricsLogger(layer)
-        layer(tokens_of(rank, 20, 256).bfloat16())
-        (record,) = logger.step(0)
-        logger.close()
-        return record.dispatch_bytes, record.combine_bytes
+def count_bytes(rank: int, num_ranks: int, heap: SymmetricHeap, recipe: Recipe, wire: str) -> tuple[int, int]:
+    config = MoEConfig(hidden=256, ffn=32, num_experts=2 * num_ranks, top_k=2, precision=recipe, quantized_wire=wire)
+    torch.manual_seed(1)
+    layer = MoELayer(config, heap, dtype=torch.bfloat16)
+    logger = MetricsLogger(layer)
+    layer(tokens_of(rank, 20, 256).bfloat16())
+    (record,) = logger.step(0)
+    logger.close()
+    return record.dispatch_bytes, record.combine_bytes
 
 
 @pytest.mark.parametrize("recipe", [Float8Block(), NVFP4()], ids=str)

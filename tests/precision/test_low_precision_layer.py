@@ -223,9 +223,8 @@ def test_bytes_of_a_call(recipe, stash: str):
     ],
 )
 @run_on(2)
-def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
+def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, findings: Findings, recipe, wire: str) -> None:
     """1F1B runs on a heap of as many bytes as planned, with the bits of one after the other, and not on less."""
-    findings = Findings(f"rank {rank} of {num_ranks}, {recipe}, wire {wire}")
     options = {"precision": recipe, "quantized_wire": wire, "capacity": 48, "max_tokens": 8}
     for stash, layout in (("all", "packed"), ("none", "expert-major")):
         config = config_for(num_ranks, stash=stash, layout=layout, **options)
@@ -243,7 +242,6 @@ def test_the_heap_is_as_large_as_planned(rank: int, num_ranks: int, recipe, wire
                 raised = True
             findings.check(raised, f"{stash}, {layout}: one block less is enough")
             gc.collect()
-    return findings.texts
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -278,16 +276,15 @@ def test_a_configuration_is_a_value():
     assert replace(config, layout="expert-major").received_layout == "expert-major"
 
 
-def test_experts_must_have_the_precision_of_the_layer():
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        for mine, theirs in ((None, MXFP8()), (MXFP8(), None), (MXFP8(), Float8Block())):
-            with pytest.raises(ArgumentError, match=r"experts.precision \(.*\) must be "):
-                MoELayer(config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs))
-        layer = MoELayer(config_for(1), heap)
-        x = torch.randn(4, 64)
-        plan = make_plan(torch.zeros(4, 2, dtype=torch.int64), num_experts=2, heap=heap)
-        with pytest.raises(ArgumentError, match=r"precision \(None\) must be a recipe of E4M3 numbers"):
-            expert_parallel_mlp(x, torch.ones(4, 2), layer.experts, plan, quantized_wire="both")
+def test_experts_must_have_the_precision_of_the_layer(heap: SymmetricHeap):
+    for mine, theirs in ((None, MXFP8()), (MXFP8(), None), (MXFP8(), Float8Block())):
+        with pytest.raises(ArgumentError, match=r"experts.precision \(.*\) must be "):
+            MoELayer(config_for(1, precision=mine), heap, experts=GroupedMLP(2, 64, 32, precision=theirs))
+    layer = MoELayer(config_for(1), heap)
+    x = torch.randn(4, 64)
+    plan = make_plan(torch.zeros(4, 2, dtype=torch.int64), num_experts=2, heap=heap)
+    with pytest.raises(ArgumentError, match=r"precision \(None\) must be a recipe of E4M3 numbers"):
+        expert_parallel_mlp(x, torch.ones(4, 2), layer.experts, plan, quantized_wire="both")
 
 
 def test_adapters_are_for_products_in_full():
@@ -322,5 +319,4 @@ def test_compiled_layers_share_a_graph():
                 found.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.experts.parameters()))])
                 del y
             assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-        torch._dynamo.reset()
     assert backend.frame_count == 1

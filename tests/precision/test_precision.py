@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 
 pytest.importorskip("ml_dtypes")
 
-from limits import HANG_S
 from low_precision_oracle import relative_error
+from programs import printed_by
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 from quantize_reference import swizzled_offset
 
@@ -185,8 +183,7 @@ def test_ranks_can_compare_recipes():
     assert all(0 <= word < 1 << 31 for word in words)
     assert precision_word(Coarse()) == words[-1]
     program = "from symmoe.precision.recipes import *; print(precision_word(NVFP4(hadamard_signs=None)))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert int(found) == precision_word(NVFP4(hadamard_signs=None))  # of another process
+    assert int(printed_by("-c", program)) == precision_word(NVFP4(hadamard_signs=None))  # of another process
 
 
 def recipe_buffers(recipe, rows):
@@ -330,8 +327,7 @@ def test_import():
         "symmoe.precision.NVFP4().quantize(torch.ones(2, 32))\n"
         "assert not [name for name in ('triton', 'ml_dtypes', 'symmoe.moe') if name in sys.modules]\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stderr
+    printed_by("-c", code)
 
 
 @pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)

@@ -178,9 +178,8 @@ def test_wrong_numbers():
 
 
 @run_on(2)
-def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int) -> list[str]:
+def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int, findings: Findings) -> None:
     """Ranks on different GPUs choose differently, and both say so in their first call; the layer shows what it took."""
-    findings = Findings()
     config = MoEConfig(hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), quantized_wire="both")
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision_choice, "MEASURED", (MeasuredLayer("small", 64, 32, 1, 2.0, 1.0, 1.0, 1.0),))
@@ -198,7 +197,6 @@ def test_ranks_that_choose_differently_find_out(rank: int, num_ranks: int) -> li
                 findings.check(measured[0] == measured[1], "ranks that differ went on")
             except ConfigMismatch:
                 findings.check(measured[0] != measured[1], "ranks that agree do not")
-    return findings.texts
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 from cluster import Cluster, RankFailure, run_on
+from worker import Findings
+
+from symmoe import SymmetricHeap
 
 
 @run_on(2)
-def found_on_rank_1(rank: int, num_ranks: int, text: str) -> list[str]:
-    return [text] * rank
+def found_on_rank_1(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, text: str) -> None:
+    findings.check(heap.rank != 1, text)
 
 
 @run_on()
@@ -19,7 +22,7 @@ def raised_on_the_last(rank: int, num_ranks: int) -> None:
 
 
 def test_a_finding_of_one_rank_fails_the_test(cluster: Callable[..., Cluster]):
-    with pytest.raises(AssertionError, match="one is wrong"):
+    with pytest.raises(AssertionError, match=r"^rank 1 of 2: one is wrong$"):
         found_on_rank_1(cluster=cluster, text="one is wrong")
 
 

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from programs import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "requirements-train.txt", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
@@ -204,18 +205,14 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
     build = f"from setuptools.build_meta import build_editable as build; build({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, timeout=300, check=True)
+    printed_by("-c", build, cwd=checkout)
     (wheel,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     (tmp_path / "program.py").write_text("import symmoe\nprint(symmoe.SymmetricHeap.__name__)\n", encoding="utf-8")
     run = f"import runpy, site; site.addsitedir({str(tmp_path / 'site')!r}); runpy.run_path('program.py')"
     ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
-    command = [sys.executable, "-c", run]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout == "SymmetricHeap\n", done.stderr
+    assert printed_by("-c", run, cwd=tmp_path, env=environment) == "SymmetricHeap\n"
 
 
 def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from limits import HANG_S
+from programs import printed_by
 
 pytest.importorskip("mypy", reason="checks types: pip install '.[dev]'")
 
@@ -53,8 +54,7 @@ def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> No
 
 
 def test_the_program_runs() -> None:
-    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert (done.returncode, done.stdout) == (0, "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"), done.stderr
+    assert printed_by(PROGRAM) == "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"
 
 
 def test_only_kernels_and_subclasses_are_excused() -> None:
@@ -82,7 +82,7 @@ def test_only_kernels_and_subclasses_are_excused() -> None:
 def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:
     """Python of an environment that has symmoe installed, and all else from where these tests have it; and symmoe."""
     environment = folder / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=HANG_S)
+    printed_by("-m", "venv", "--without-pip", environment)
     packages = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)}))
     installed = packages / "symmoe"
     shutil.copytree(ROOT / "symmoe", installed, ignore=shutil.ignore_patterns("__pycache__"))

@@ -99,24 +99,12 @@ class Searchable:
 
 
 # A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
-_LOCAL = ("store", "begin")
 _RUNS, _FINISHED, _GAVE_UP, _DEAD = range(4)
 _TELLS = 4  # and how many ranks know already
 _ABORT = 1 << 20  # times (who gives up + 1), added to what is kept of a flag or signal
 
 
-class _Places:
-    """Numbers of the memory cells. Each has one writer."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._ranks = num_ranks
-        self.count = 8 * num_ranks * num_ranks
-
-    def at(self, kind: int, owner: int, writer: int) -> int:
-        return (kind * self._ranks + owner) * self._ranks + writer
-
-
-# kinds of cells, each [owner][writer]; halves are neighbours
+# kinds of memory cells, each [owner][writer]; halves are neighbours
 _FLAG, _WORDS, _TABLE, _SIGNAL, _PAYLOAD = 0, 2, 4, 6, 7
 
 
@@ -126,7 +114,6 @@ class Model(Searchable):
     def __init__(self, scenario: Scenario, protocol: Protocol) -> None:
         self._scenario, self._protocol = scenario, protocol
         self._num_ranks = scenario.num_ranks
-        self._places = _Places(self._num_ranks)
         self._programs: list[list[tuple]] = []
         self._call_starts: list[list[int]] = []
         for rank in range(self._num_ranks):
@@ -183,6 +170,10 @@ class Model(Searchable):
         waits = [("wait", peer, number) for peer in (peers if self._protocol.waits_for_all else peers[:-1])]
         return [("begin", None, number), *sends, *waits, *[("read words", peer, number) for peer in peers]]
 
+    def _at(self, kind: int, owner: int, writer: int) -> int:
+        """The number of a memory cell, which has one writer."""
+        return (kind * self._num_ranks + owner) * self._num_ranks + writer
+
     # -- states -------------------------------------------------------------------------------------------------------
     # A state: (per rank (position, epoch, has seen a fault, store buffer, status, whom it names), memory)
 
@@ -190,7 +181,7 @@ class Model(Searchable):
         ranks = []
         for rank in range(self._num_ranks):
             ranks.append(self._settled(rank, (0, 0, False, frozenset(), _RUNS, -1)))
-        return tuple(ranks), (0,) * self._places.count
+        return tuple(ranks), (0,) * (8 * self._num_ranks**2)
 
     def _settled(self, rank: int, state: tuple) -> tuple:
         """After the steps that nobody sees."""
@@ -209,7 +200,7 @@ class Model(Searchable):
                 epoch += self._protocol.counts_epochs
             elif kind == "store words":
                 half = epoch & 1 if self._protocol.mailbox_halves else 0
-                cell = self._places.at(_WORDS + half, peer, rank)
+                cell = self._at(_WORDS + half, peer, rank)
                 buffer = buffer | {(cell, self._words(epoch, number))}
             elif kind == "store":
                 what, owner, writer = peer
@@ -219,7 +210,7 @@ class Model(Searchable):
                 half = 0
                 if what == _TABLE and self._protocol.table_halves:
                     half = (epoch + 1) & 1
-                buffer = buffer | {(self._places.at(what + half, owner, writer), number)}
+                buffer = buffer | {(self._at(what + half, owner, writer), number)}
             else:
                 break
             position += 1
@@ -252,7 +243,7 @@ class Model(Searchable):
     def _step(self, ranks: tuple, memory: tuple, rank: int) -> Iterator[tuple | str]:
         position, epoch, failed, buffer, status, named = ranks[rank]
         kind, peer, number = self._programs[rank][position]
-        rules, at = self._protocol, self._places.at
+        rules, at = self._protocol, self._at
         done = (position + 1, epoch, failed, buffer, status, named)
         half = epoch & 1 if rules.mailbox_halves else 0
 
@@ -344,7 +335,7 @@ class Model(Searchable):
         if target != rank:
             for kind in (_FLAG, _FLAG + 1, _SIGNAL):
                 for writer in range(self._num_ranks):
-                    cell = self._places.at(kind, target, writer)
+                    cell = self._at(kind, target, writer)
                     kept = memory[cell] % _ABORT if keeps else 0
                     memory = self._stored(memory, cell, (rank + 1) * _ABORT + kept)
         status = _GAVE_UP if target == self._num_ranks - 1 else own[4] + 1
@@ -365,7 +356,7 @@ class Model(Searchable):
         if self._scenario.fails == (rank, number):
             return True
         peers = (peer for peer in range(self._num_ranks) if peer != rank)
-        return any(memory[self._places.at(_FLAG + half, rank, peer)] % _ABORT == 2 * epoch + 1 for peer in peers)
+        return any(memory[self._at(_FLAG + half, rank, peer)] % _ABORT == 2 * epoch + 1 for peer in peers)
 
     def _checked(self, moved, value: int, want: int, what: str) -> tuple | str:
         return moved() if value == want else self._wrong_read(what, value, want)

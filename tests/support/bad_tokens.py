@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from worker import Findings, open_heap
 
-from symmoe import GroupedMLP, combine_tokens, dispatch_tokens, make_plan
+from symmoe import GroupedMLP, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision.recipes import Recipe
 
@@ -70,15 +70,13 @@ def run(
     return found | {"dW1": experts.fc1.weight.grad, "dW2": experts.fc2.weight.grad}
 
 
-def check_isolation(rank: int, num_ranks: int, what: str, dtype: torch.dtype) -> list[str]:
-    findings = Findings()
+def check_isolation(rank: int, num_ranks: int, findings: Findings, what: str, dtype: torch.dtype) -> None:
     with open_heap("cpu") as heap:
         for layout, schedule, order in [*WAYS, (None, "in parts", "rank"), (None, "in parts", "slot")]:
             findings.where = f"{what} {dtype}, {layout}, {schedule}, {order}, rank {rank} of {num_ranks}"
             clean = run(heap, 0.0, layout, schedule, order, dtype)
             dirty = run(heap, BAD[what], layout, schedule, order, dtype)
             compare(findings, rank, what, clean, dirty, same=("y", "dx", "dprobs"))
-    return findings.texts
 
 
 def compare(
@@ -111,14 +109,13 @@ def compare(
                 findings.check(not got.isfinite().all(), f"{name} of expert {first + expert} is finite")
 
 
-def check_recipe(rank: int, num_ranks: int, what: str, recipe: Recipe, wire: str) -> list[str]:
+def check_recipe(
+    rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap, what: str, recipe: Recipe, wire: str
+) -> None:
     """Stochastic rounding draws its seeds from all gradients of an expert: there, dx has other bits."""
-    findings = Findings()
     same = ("y", "dprobs") if recipe.stochastic_gradients else ("y", "dx", "dprobs")
-    with open_heap("cpu") as heap:
-        for layout in ("packed", "expert-major"):
-            findings.where = f"{what}, {recipe}, {wire}, {layout}, rank {rank} of {num_ranks}"
-            options = layout, "always-overlapped", "slot", torch.bfloat16, recipe, wire
-            clean, dirty = run(heap, 0.0, *options), run(heap, BAD[what], *options)
-            compare(findings, rank, what, clean, dirty, same=same)
-    return findings.texts
+    for layout in ("packed", "expert-major"):
+        findings.where = f"{what}, {recipe}, {wire}, {layout}, rank {rank} of {num_ranks}"
+        options = layout, "always-overlapped", "slot", torch.bfloat16, recipe, wire
+        clean, dirty = run(heap, 0.0, *options), run(heap, BAD[what], *options)
+        compare(findings, rank, what, clean, dirty, same=same)

@@ -239,9 +239,8 @@ AROUND: dict[str, Callable[[str], Any]] = {
 }
 
 
-def check_changes(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_changes(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """After each change the step is captured once more, and has the bits of an eager one."""
-    findings = Findings()
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         model, plain = Model(heap), Model(heap)
@@ -270,4 +269,3 @@ def check_changes(rank: int, num_ranks: int, device: str) -> list[str]:
             findings.equal("captures", captured.num_captures, num_captures)
         findings.equal("repeated", captured.num_repeated, 0)
         captured.close()
-    return findings.texts

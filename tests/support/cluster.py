@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_S
+from worker import Findings, open_heap
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "symmoe.symm_mem.heap", "symmoe.kernels.twin"])
@@ -37,31 +40,65 @@ def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator
 
 
 def run_on(
-    num_ranks: int | None = None, *, fixture: str = "cluster", device: str | None = None, timeout_s: float = HANG_S
-) -> Callable[[Callable[..., list[str] | None]], Callable[..., list[str] | None]]:
+    *num_ranks: Any,
+    on_gpus: Sequence[int] = (),
+    fixture: str = "cluster",
+    device: str | None = None,
+    timeout_s: float = HANG_S,
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Makes `test_x(rank, num_ranks, ...)` a test that runs on the ranks of a cluster, its other parameters being those
-    of the test; it fails if a rank raises or returns findings. None: on as many as the test's parameter `num_ranks`
-    says; `fixture`: what gives clusters by size, and by `device`, given here or a parameter of the test, if any."""
+    of the test; it fails if a rank raises or has findings. On so many ranks; several numbers make a case each; none: on
+    as many as the test's parameter `num_ranks` says. `on_gpus`: cases on so many GPUs, see :func:`on_ranks`; `fixture`:
+    what gives clusters by size, and by `device`, given here or a parameter of the test, if any. What :func:`_answer`
+    gives is no parameter of the test."""
 
-    def decorate(body: Callable[..., list[str] | None]) -> Callable[..., list[str] | None]:
+    def decorate(body: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(body)
-        def test(*on_a_rank: Any, **given: Any) -> list[str] | None:
+        def test(*on_a_rank: Any, **given: Any) -> object:
             if on_a_rank:
                 return body(*on_a_rank, **given)
-            size = given.pop("num_ranks", num_ranks), *filter(None, [given.get("device", device)])
+            size = given.pop("num_ranks", *num_ranks[:1]), *filter(None, [given.get("device", device)])
             results = given.pop(fixture)(*size).run(test, timeout_s=timeout_s, **given)
             found = [text for texts in results for text in texts or ()]
             assert not found, "\n".join(found)
             return None
 
-        inner = {"rank"} | ({"num_ranks"} if num_ranks else set())
+        is_fixed = len(num_ranks) == 1 and not on_gpus
+        inner = {"rank", *_GIVEN} | ({"num_ranks"} if is_fixed else set())
         others = [parameter for name, parameter in inspect.signature(body).parameters.items() if name not in inner]
         test.__signature__ = inspect.Signature(
             [inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
         )
-        return test
+        if on_gpus:
+            return on_ranks(cpu=num_ranks, cuda=on_gpus)(test)
+        return pytest.mark.parametrize("num_ranks", num_ranks)(test) if len(num_ranks) > 1 else test
 
     return decorate
+
+
+_GIVEN: dict[str, Callable[[int, int, ExitStack], Any]] = {
+    "findings": lambda rank, num_ranks, _: Findings(f"rank {rank} of {num_ranks}"),
+    "heap": lambda _rank, _num_ranks, stack: stack.enter_context(open_heap("cpu", num_bytes=16 << 20)),
+}
+
+
+def _answer(
+    function: Callable[..., Any], rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """What a function returns. If it takes `findings` or `heap` after the number of ranks, it gets some, or a heap on
+    CPUs; of the former the texts are the answer."""
+    names = itertools.takewhile(_GIVEN.__contains__, list(inspect.signature(inspect.unwrap(function)).parameters)[2:])
+    with ExitStack() as stack:
+        stack.callback(forget_graphs)
+        given = {name: _GIVEN[name](rank, num_ranks, stack) for name in names}
+        answer = function(rank, num_ranks, *given.values(), *args, **kwargs)
+    return given["findings"].texts if "findings" in given else answer
+
+
+def forget_graphs() -> None:
+    """Those that torch.compile has made: the next test compiles its own."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -126,7 +163,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 self._processes[rank].kill()
             self.close()
 
-    def findings(self, check: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+    def findings(self, check: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
         """What `check` has found wrong on any rank; see `worker.Findings`. Raises as `run`."""
         return [text for texts in self.run(check, *args, **kwargs) for text in texts]
 
@@ -166,6 +203,6 @@ def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -
         except (EOFError, OSError):
             os._exit(0)  # the test process has gone or is done with us
         try:
-            pipe.send((True, fn(rank, num_ranks, *args, **kwargs)))
+            pipe.send((True, _answer(fn, rank, num_ranks, args, kwargs)))
         except BaseException:  # noqa: BLE001 - whatever it was, the test has to see it
             pipe.send((False, traceback.format_exc()))

@@ -108,53 +108,25 @@ def check_weights(weight, name, options, num_sms):
 
 def check_that_mistakes_are_noticed(rows):
     """Rows past a group's end; scales of the neighbouring block; the same tile again; a tile that has not come."""
-    locate, scales, further = hopper_columns.locate, hopper_columns.block_scales_or_nan, hopper_columns.further
-
-    def is_right():
-        try:
-            check(rows, SPLITS, "float8_block", None, {})
-        except AssertionError:
-            return False
-        return True
-
-    assert is_right()
-    hopper_columns.locate = lambda *args: (locate(*args)[0], locate(*args)[1] + 1)
-    assert not is_right()
-    hopper_columns.locate = locate
-    hopper_columns.block_scales_or_nan = lambda *args: tuple(x.roll(1) for x in scales(*args))
-    assert not is_right()
-    hopper_columns.block_scales_or_nan, hopper_columns.further = scales, lambda at, *_: at
-    assert not is_right()
-    hopper_columns.further = further
-    wait_group, hopper_columns.async_copy.wait_group = hopper_columns.async_copy.wait_group, lambda number: None
-    assert not is_right()
-    hopper_columns.async_copy.wait_group = wait_group
-    assert is_right()
+    gluon_emulator.check_mistakes(
+        lambda: check(rows, SPLITS, "float8_block", None, {}),
+        (hopper_columns, "locate", lambda right: lambda *args: (right(*args)[0], right(*args)[1] + 1)),
+        (hopper_columns, "block_scales_or_nan", lambda right: lambda *args: tuple(x.roll(1) for x in right(*args))),
+        (hopper_columns, "further", lambda right: lambda at, *_: at),
+        (hopper_columns.async_copy, "wait_group", lambda right: lambda number: None),
+    )
 
 
 def check_that_mistakes_with_weights_are_noticed():
     """Codes of neighbours changed places; another matrix; another scale; a tile that has not come."""
     weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
-
-    def is_right():
-        try:
-            check_weights(weight, NAMES[0], {}, 1)
-        except AssertionError:
-            return False
-        return True
-
-    for module, name, mistake in (
+    gluon_emulator.check_mistakes(
+        lambda: check_weights(weight, NAMES[0], {}, 1),
         (hopper_weights, "code_pairs", lambda right: lambda a, b: right(b, a)),
         (hopper_weights, "store_turned", lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:])),
         (hopper_weights, "scales_of", lambda right: lambda x, plan: right(2 * x, plan)),
         (hopper_weights.async_copy, "wait_group", lambda right: lambda number: None),
-    ):
-        right = getattr(module, name)
-        assert is_right()
-        setattr(module, name, mistake(right))
-        assert not is_right(), name
-        setattr(module, name, right)
-    assert is_right()
+    )
 
 
 def main():

@@ -3,6 +3,8 @@
 For test_interpreted.py. Whole numbers with power-of-two scales: the sums are exact.
 """
 
+from functools import partial
+
 import gluon_emulator
 import torch
 
@@ -15,7 +17,7 @@ from row_ranges import random_ranges, rows_of  # noqa: E402
 
 from symmoe.kernels.hopper import gemm  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
-from symmoe.kernels.operands import Operand, ScatteredWeight  # noqa: E402
+from symmoe.kernels.operands import ScatteredWeight  # noqa: E402
 
 hopper_fp8.matrix_pointer = gluon_emulator.pointer_in_table
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,48 +36,40 @@ def check_that_the_emulator_runs_kernels_that_hardware_has_run():
     assert torch.equal(out, expected)
 
 
+def run(p, out, row_range=None, *, scattered=False, num_sms=3, **options):
+    rows, weight, groups = p.operands
+    if scattered:
+        weight, scale = p.scattered
+        gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
+        weight = ScatteredWeight(weight.table, scale.table)
+    groups = groups if row_range is None else row_range
+    hopper_fp8.launch_fp8_gemm(rows, weight, groups, out, num_sms=num_sms, **options)
+
+
 def check_products(splits, widths):
     p = Problem(splits, widths, Numbers(exact=True))
     expected = p.expected().to(BF16)
     for num_sms, options in ((3, {}), (1, {}), (2, {"stages": 2, "group_m": 1})):
-        out = p.blank(BF16)
-        hopper_fp8.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
-        assert torch.equal(out, expected), (splits, widths, num_sms, options)
-        weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
-        gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
-        out, tables = p.blank(BF16), ScatteredWeight(weight.table, scale.table)
-        hopper_fp8.launch_fp8_gemm(p.operands[0], tables, p.row_range, out, num_sms=num_sms, **options)
-        assert torch.equal(out, expected), (splits, widths, num_sms, options, "tables")
+        for scattered in (False, True):
+            out = p.blank(BF16)
+            run(p, out, scattered=scattered, num_sms=num_sms, **options)
+            assert torch.equal(out, expected), (splits, widths, num_sms, options, scattered)
 
 
 def check_parts_of_products():
     p = Problem(SPLITS, ODD, Numbers(exact=True))
-    whole, union = p.expected().to(FP16), p.blank(FP16)
+    whole, union, row_scale = p.expected().to(FP16), p.blank(FP16), p.row_scale
     for ranges in random_ranges(SPLITS, 2, step=1):
         out, come = p.blank(FP16), rows_of(ranges, p.capacity)
-        scale = torch.where(come[:, None], p.row_scale, torch.nan)
-        operands = Operand(p.rows, scale), p.operands[1], ranges
-        hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=3)
+        p.row_scale = torch.where(come[:, None], row_scale, torch.nan)
+        run(p, out, ranges)
         assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=FP16)))
-        hopper_fp8.launch_fp8_gemm(*operands, union, num_sms=2)
+        run(p, union, ranges, num_sms=2)
     assert torch.equal(union, whole)
-    out, right = p.blank(FP16), whole.clone()
+    p.row_scale, out, right = row_scale, p.blank(FP16), whole.clone()
     right[p.num_rows :] = 0
-    hopper_fp8.launch_fp8_gemm(*p.operands, out, zero_tail=True, num_sms=3)
+    run(p, out, zero_tail=True)
     assert torch.equal(out, right)
-
-
-def run(p, out, row_range=None, **options):
-    *operands, groups = p.operands
-    hopper_fp8.launch_fp8_gemm(*operands, groups if row_range is None else row_range, out, num_sms=3, **options)
-
-
-def run_with_tables(p, out, row_range=None, **options):
-    weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
-    gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
-    operands = p.operands[0], ScatteredWeight(weight.table, scale.table)
-    ranges = p.row_range if row_range is None else row_range
-    hopper_fp8.launch_fp8_gemm(*operands, ranges, out, num_sms=2, **options)
 
 
 def check_gradients(splits, widths):
@@ -111,36 +105,33 @@ def check_gradients(splits, widths):
 
 def check_that_mistakes_are_noticed():
     """A ring that is said to be free too early; scales of another block, or feature."""
-    p = Problem((130,), (256, 1024), Numbers(exact=True))
-    expected = p.expected().to(BF16)
+    p, q = Problem((130,), (256, 1024), Numbers(exact=True)), WgradProblem((130,), (256, 256), Numbers(exact=True))
+    product, gradient = p.expected().to(BF16), q.expected()
 
-    def is_right():
+    def check_product():
         out = p.blank(BF16)
-        hopper_fp8.launch_fp8_gemm(*p.operands, out, num_sms=1)
-        return torch.equal(out, expected)
+        run(p, out, num_sms=1)
+        assert torch.equal(out, product)
 
-    assert is_right()
-    p.row_scale = p.row_scale.roll(1, 1)
-    assert not is_right()
-    p.row_scale = p.row_scale.roll(-1, 1)
-    product, hopper_fp8.product = hopper_fp8.product, frees_early(hopper_fp8.product)
-    try:
-        was_right = is_right()
-    except (AssertionError, RuntimeError):
-        was_right = False
-    finally:
-        hopper_fp8.product = product
-    assert not was_right
-    q = WgradProblem((130,), (256, 256), Numbers(exact=True))
-    expected = q.expected()
-    for name in ("dout_scale", "rows_scale"):
-        right = getattr(q, name)
-        for scale, is_right in ((right, True), (right.t().roll(1, 1).t(), False), (right.t().roll(1, 0).t(), False)):
-            setattr(q, name, scale)
-            out = torch.empty(q.shape)
-            hopper_fp8_wgrad.launch_fp8_wgrad(*q.operands, out, num_sms=1)
-            assert torch.equal(out.double(), expected) == is_right, name
-        setattr(q, name, right)
+    def check_gradient():
+        out = torch.empty(q.shape)
+        hopper_fp8_wgrad.launch_fp8_wgrad(*q.operands, out, num_sms=1)
+        assert torch.equal(out.double(), gradient)
+
+    def other_block(scale):
+        return scale.t().roll(1, 0).t()
+
+    def other_feature(scale):
+        return scale.t().roll(1, 1).t()
+
+    gluon_emulator.check_mistakes(check_product, (p, "row_scale", lambda scale: scale.roll(1, 1)))
+    gluon_emulator.check_mistakes(
+        check_product, (hopper_fp8, "product", frees_early), errors=(AssertionError, RuntimeError)
+    )
+    names = ("dout_scale", "rows_scale")
+    gluon_emulator.check_mistakes(
+        check_gradient, *((q, name, other) for name in names for other in (other_block, other_feature))
+    )
 
 
 def frees_early(product):
@@ -161,5 +152,5 @@ def main():
         check_gradients(splits, widths)
     check_parts_of_products()
     check_biases(run, Problem((140, 0, 1, 9), ODD, Numbers(exact=True)), (BF16, FP16))
-    check_biases(run_with_tables, Problem((0, 3, 129), (264, 144), Numbers(exact=True)), (BF16,))
+    check_biases(partial(run, scattered=True), Problem((0, 3, 129), (264, 144), Numbers(exact=True)), (BF16,))
     check_that_mistakes_are_noticed()

@@ -17,7 +17,9 @@ import sys
 import threading
 import types
 from dataclasses import dataclass
+from unittest import mock
 
+import pytest
 import torch
 
 ADDRESSES = 2**64
@@ -529,3 +531,12 @@ def install() -> None:
         "nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
     }.items():
         sys.modules[f"triton.experimental.gluon.{name}"] = module(name, names)
+
+
+def check_mistakes(check, *mistakes, errors=AssertionError) -> None:
+    """check() notices each of them: (where, name, what makes the wrong one of the right one); without it is content."""
+    for where, name, mistake in mistakes:
+        check()
+        with mock.patch.object(where, name, mistake(getattr(where, name))), pytest.raises(errors):
+            check()
+    check()

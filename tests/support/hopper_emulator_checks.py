@@ -107,16 +107,12 @@ def check_activations(name, splits, widths, dtype, activation):
 
 def check_that_mistakes_are_noticed():
     """A ring's stage that one of two warpgroups frees; products that one of two readers overwrites."""
-    p, init = ActProblem((140,), (512, 256), torch.bfloat16, Activation()), pipeline.mbarrier.init
-    check_gemm(public, p, False, False, "none", False, num_sms=1)
-    pipeline.mbarrier.init = lambda barrier, count: init(barrier, max(1, int(count) - 1))
-    try:
-        check_gemm(public, p, False, False, "none", False, num_sms=1)
-    except (AssertionError, RuntimeError):
-        return
-    finally:
-        pipeline.mbarrier.init = init
-    raise AssertionError("nothing was noticed")
+    p = ActProblem((140,), (512, 256), torch.bfloat16, Activation())
+    gluon_emulator.check_mistakes(
+        lambda: check_gemm(public, p, False, False, "none", False, num_sms=1),
+        (pipeline.mbarrier, "init", lambda right: lambda barrier, count: right(barrier, max(1, int(count) - 1))),
+        errors=(AssertionError, RuntimeError),
+    )
 
 
 def main():

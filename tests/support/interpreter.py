@@ -5,13 +5,12 @@ import functools
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
 import pytest
-from limits import HANG_S
+from programs import printed_by
 
 
 def _missing() -> str:
@@ -41,11 +40,7 @@ def emulated(checks: str) -> str:
 
 
 def _printed(checks: str, **variables: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-W", "ignore", __file__, checks]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return printed_by("-W", "ignore", __file__, checks, env={**os.environ, "OMP_NUM_THREADS": "1", **variables})
 
 
 def spare_the_interpreter() -> None:

@@ -46,9 +46,9 @@ def experts_of(weights: list[torch.Tensor], recipe, **options) -> GroupedMLP:
     return experts
 
 
-def check_ways(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtype) -> list[str]:
+def check_ways(rank: int, num_ranks: int, findings: Findings, device: str, recipe, dtype: torch.dtype) -> None:
     """The same bits in all of them, near the oracle; what travels quantised changes weight gradients alone."""
-    findings, element = Findings(), recipe.row_format.element
+    element = recipe.row_format.element
     num_experts, num_tokens = 2 * num_ranks, RANK_TO_TOKENS[rank]
     generator = torch.Generator().manual_seed(rank)
     ids = torch.rand((num_tokens, num_experts), generator=generator).topk(K).indices
@@ -108,7 +108,6 @@ def check_ways(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtyp
                         findings.check(not torch.equal(got, one), f"{name} knows nothing of the wire")
                     findings.check(error < 1.25 * (TWO_LAYERS[element] + ONE_PRODUCT[element] / 2), f"{name}: {error}")
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
-    return findings.texts
 
 
 EXPERTS, TOKENS = 8, 44
@@ -143,9 +142,8 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
     )
 
 
-def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
+def check_layer(rank: int, num_ranks: int, findings: Findings, device: str, recipe, wire: str) -> None:
     """Two layers in a row, as they are, watched (so as operators), and recomputed: the same bits."""
-    findings = Findings(f"rank {rank} of {num_ranks}, {recipe}, wire {wire}")
     config = config_for(num_ranks, precision=recipe, quantized_wire=wire)
     with open_heap(device) as heap:
 
@@ -173,12 +171,11 @@ def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> li
             findings.check(1e-4 < relative_error(other, one) < 0.5, f"{name} is not near the layer in full")
         gc.collect()
         findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
-def check_second_bias(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
+def check_second_bias(rank: int, num_ranks: int, findings: Findings, device: str, recipe, wire: str) -> None:
     """The gradient of FC2's bias: the bits of a kernel that only sums, in every way to run a step, in parts too."""
-    findings, right = Findings(), quantized_experts.QuantizedBackward
+    right = quantized_experts.QuantizedBackward
 
     class Summed(right):
         def __init__(self, x, weights, hidden, d_out, **options) -> None:
@@ -203,7 +200,6 @@ def check_second_bias(rank: int, num_ranks: int, device: str, recipe, wire: str)
     finally:
         quantized_experts.QuantizedBackward = right
     findings.equal("backward passes", len(steps), 2 * len(WAYS))
-    return findings.texts
 
 
 def count_calls(monkeypatch, *names: str) -> dict[str, int]:

@@ -96,10 +96,9 @@ def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
     ]
 
 
-def check_parts(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtype) -> list[str]:
+def check_parts(rank: int, num_ranks: int, findings: Findings, device: str, recipe, dtype: torch.dtype) -> None:
     """The bits of one thing after the other. On CPUs also: every product that reads arriving rows, or makes rows that
     are sent, has as many parts as there are ranks."""
-    findings = Findings()
     with open_heap(device, num_bytes=64 << 20) as heap:
         for config in configs(num_ranks, recipe, *((H, I) if device == "cpu" else (512, 256))):
             findings.where = f"rank {rank} of {num_ranks}, {config}, {dtype}"
@@ -111,4 +110,3 @@ def check_parts(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dty
             if device == "cpu":
                 with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
                 findings.equal("calls with ranges", with_ranges, expected_calls(config, num_ranks, dtype))
-    return findings.texts

@@ -95,8 +95,9 @@ OPTIONS = [
 ]
 
 
-def check_mlp(rank: int, num_ranks: int, device: str, dtype: torch.dtype, options: list[dict]) -> list[str]:
-    findings = Findings()
+def check_mlp(
+    rank: int, num_ranks: int, findings: Findings, device: str, dtype: torch.dtype, options: list[dict]
+) -> None:
     with open_heap(device, num_bytes=64 << 20) as heap:
         for given in options:
             option = dict(given)
@@ -135,14 +136,12 @@ def check_mlp(rank: int, num_ranks: int, device: str, dtype: torch.dtype, option
                 products, of_full = (sum(passes[n].launches[name] for name in PRODUCTS) for n in (needs, FULL))
                 dgrads = 1 + (adapters is not None)  # through the weight, and through the adapters
                 findings.equal("products", products, of_full - (0 if needs[0] else dgrads))
-    return findings.texts
 
 
 # -- dispatch_tokens --------------------------------------------------------------------------------------------------
 
 
-def check_dispatch(rank: int, num_ranks: int, device: str) -> list[str]:
-    findings = Findings()
+def check_dispatch(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     with open_heap(device, num_bytes=16 << 20) as heap:
         for order in ("rank", "slot"):
             full = None
@@ -160,15 +159,13 @@ def check_dispatch(rank: int, num_ranks: int, device: str) -> list[str]:
                 full = got if full is None else full
                 compare(findings, got, full, needs, order)
                 findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
 
 
-def check_layer(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_layer(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """LoRA on a first layer: tokens without gradient, a router that learns or not; as kernels and as an operator."""
-    findings = Findings()
     with open_heap(device, num_bytes=64 << 20) as heap:
         config = MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=K)
         torch.manual_seed(3)
@@ -198,15 +195,13 @@ def check_layer(rank: int, num_ranks: int, device: str) -> list[str]:
                     findings.check(one is None or torch.equal(one, other), f"gradient {number} has other bits")
                 del y
                 findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
 # -- ranks that do not ask for the same -------------------------------------------------------------------------------
 
 
-def check_mismatches(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_mismatches(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """The same error on every rank, and the next correct step is right."""
-    findings = Findings()
     with open_heap(device, num_bytes=64 << 20) as heap:
         torch.manual_seed(7)
         mlp = GroupedMLP(2, H, I, device=heap.device)
@@ -244,4 +239,3 @@ def check_mismatches(rank: int, num_ranks: int, device: str) -> list[str]:
                     mlp.zero_grad(set_to_none=True)
                     step(usual, parts)
                     findings.check(bool(mlp.fc1.weight.grad.isfinite().all()), "the next step is wrong")
-    return findings.texts

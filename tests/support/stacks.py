@@ -90,13 +90,14 @@ STATIC: Kind = ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_token
 def check_ways(
     rank: int,
     num_ranks: int,
+    findings: Findings,
     device: str,
     dtype: torch.dtype,
     kinds: Sequence[Kind] = (EXACT, STATIC),
     ranks_per_node: int | None = None,
-) -> list[str]:
+) -> None:
     """The same bits in every way, when rows come, and sums go, in many parts; ranks lag."""
-    findings, generator = Findings(), random.Random(rank)
+    generator = random.Random(rank)
     num_tokens = RANK_TO_TOKENS[rank % len(RANK_TO_TOKENS)]
     with open_heap(device, num_bytes=64 << 20, ranks_per_node=ranks_per_node) as heap:
         x, dy = (tokens_of(rank, num_tokens, BIG_H, salt=salt).to(heap.device, dtype) for salt in (1, 2))
@@ -134,4 +135,3 @@ def check_ways(
                 if want is None:
                     want = found
                 compare_bits(findings, found, want)
-    return findings.texts

@@ -23,13 +23,13 @@ ORDERS = ("rank", "slot")
 def check_cases(
     rank: int,
     num_ranks: int,
+    findings: Findings,
     numbers: list[int],
     device: str,
     check: Callable[[SymmetricHeap, routings.Case, Findings], None],
     ranks_per_node: int | None = None,
-) -> list[str]:
+) -> None:
     """Of the cases with these numbers."""
-    findings = Findings()
     with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         for number in numbers:
             case = routings.case_on(number, device)
@@ -39,7 +39,6 @@ def check_cases(
             except Exception as error:
                 raise AssertionError(findings.where) from error
             findings.equal("leased bytes after the case", heap.leased_bytes, 0)
-    return findings.texts
 
 
 def check_combine(heap: SymmetricHeap, case: routings.Case, findings: Findings) -> None:

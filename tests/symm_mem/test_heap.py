@@ -183,9 +183,8 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
 
 
 @run_on(2)
-def test_ranks_and_peers_of_a_lease(rank: int, num_ranks: int) -> list[str]:
+def test_ranks_and_peers_of_a_lease(rank: int, num_ranks: int, findings: Findings) -> None:
     """In a collective call all ranks raise it; outside, and for ranks that there are none of, only this one."""
-    findings = Findings(f"rank {rank}")
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         if rank == 1:
             found = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)
@@ -199,7 +198,6 @@ def test_ranks_and_peers_of_a_lease(rank: int, num_ranks: int) -> list[str]:
             findings.equal("error of a peer", outcome(lease.peer, peer), wanted)
         findings.check(all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease")
         findings.check(round_trip(heap), "the next correct call is wrong")
-    return findings.texts
 
 
 def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch):

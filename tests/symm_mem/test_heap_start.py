@@ -159,11 +159,9 @@ BAD: tuple[tuple[str, object, str, tuple[str, ...]], ...] = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@run_on()
-def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+@run_on(1, 2, 3)
+def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int, findings: Findings) -> None:
     """Every wrong argument on every rank and on all: the same error everywhere; then a heap must work."""
-    findings = Findings()
     for culprits in [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1):
         for name, value, error, parts in BAD:
             if (error == "ConfigMismatch" and len(culprits) == num_ranks) or (
@@ -181,7 +179,6 @@ def test_bad_construction_fails_on_every_rank(rank: int, num_ranks: int) -> list
                 findings.check(all(part in text for part in parts), text)
             with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
                 findings.check(round_trip(heap), "a heap does not work afterwards")
-    return findings.texts
 
 
 def fails(number: int, *places: str) -> Callable[..., object]:
@@ -210,9 +207,8 @@ LACKS: tuple[tuple[str, Callable[..., object], int, tuple[str, ...]], ...] = (
 
 
 @run_on(3)
-def test_what_a_rank_lacks_fails_on_every_rank(rank: int, num_ranks: int) -> list[str]:
+def test_what_a_rank_lacks_fails_on_every_rank(rank: int, num_ranks: int, findings: Findings) -> None:
     """A rank on a machine that lacks something, or that is none of its peers' machine."""
-    findings = Findings()
     for name, stand_in, culprit, parts in LACKS:
         findings.where = f"{name}: {parts[0]}, rank {rank}"
         with pytest.MonkeyPatch.context() as patch:
@@ -233,13 +229,11 @@ def test_what_a_rank_lacks_fails_on_every_rank(rank: int, num_ranks: int) -> lis
         findings.equal("error", found, "BackendUnavailable")
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         findings.check(round_trip(heap), "a heap does not work afterwards")
-    return findings.texts
 
 
 @run_on(2)
-def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int) -> list[str]:
+def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int, findings: Findings) -> None:
     """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
-    findings = Findings()
     group, over = dist.new_group([0]), dist.new_group([rank])
     dist.destroy_process_group(over)
     start = time.monotonic()
@@ -247,7 +241,7 @@ def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int) -> list[str
         with SymmetricHeap(group, num_bytes=NUM_BYTES, backend="host", start_timeout_s=math.inf) as heap:
             findings.check(round_trip(heap), "the heap of a group of one does not work")
         dist.destroy_process_group(group)
-        return findings.texts
+        return
     for other, part in (
         (group, "this rank is not in: it has no heap there"),
         (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in: it has no heap there"),
@@ -257,7 +251,6 @@ def test_a_group_that_this_rank_is_not_in(rank: int, num_ranks: int) -> list[str
         name, text = outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host")
         findings.check(name == "ArgumentError" and part in text, f"{name}: {text}")
     findings.check(time.monotonic() - start < PROMPT_S, "it has waited")
-    return findings.texts
 
 
 def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, RankFailure, on_ranks, run_on
+from cluster import Cluster, RankFailure, run_on
 from heap_calls import outcome, round_trip
 from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
@@ -29,10 +29,8 @@ from symmoe.kernels.gemm_parts import Division
 NUM_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@run_on()
-def test_peers_see_each_other(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}")
+@run_on(1, 2, 4)
+def test_peers_see_each_other(rank: int, num_ranks: int, findings: Findings) -> None:
     with (
         open_heap("cpu", num_bytes=NUM_BYTES) as heap,
         poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a,
@@ -56,11 +54,9 @@ def test_peers_see_each_other(rank: int, num_ranks: int) -> list[str]:
             second = [1000 * r + turn if turn % 2 else 0 for r in range(num_ranks)]
             findings.equal("published", got.tolist(), [[u, v, 0] for u, v in zip(first, second, strict=True)])
         heap.barrier(control.PHASE_START)
-    return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@run_on()
+@run_on(2, 4, 8)
 def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int) -> None:
     """Leases at other offsets on every rank: peers are told, nothing is assumed."""
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
@@ -73,11 +69,9 @@ def test_ranks_may_lease_in_different_ways(rank: int, num_ranks: int) -> None:
         assert heap.leased_bytes == 0
 
 
-@on_ranks(cpu=(4, 8), cuda=(4, 8))
-@run_on()
-def test_disjoint_groups_at_once(rank: int, num_ranks: int, device: str) -> list[str]:
+@run_on(4, 8, on_gpus=(4, 8))
+def test_disjoint_groups_at_once(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Two interleaved groups at once, even ranks and odd ones; on CPUs also the world and groups of one rank."""
-    findings = Findings(f"rank {rank}")
     evens, odds = (list(range(first, num_ranks, 2)) for first in (0, 1))
     groups = [dist.new_group(ranks) for ranks in (evens, odds, *([r] for r in range(num_ranks)))]
     with contextlib.ExitStack() as stack:
@@ -104,18 +98,16 @@ def test_disjoint_groups_at_once(rank: int, num_ranks: int, device: str) -> list
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
-    return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     ("call", "phase"),
     [("make_plan", "plan: counts"), ("dispatch_tokens", "dispatch: ready"), ("combine_tokens", "combine: ready")],
 )
-@run_on()
-def test_a_peer_that_does_not_come(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
+@run_on(2, 4)
+def test_a_peer_that_does_not_come(rank: int, num_ranks: int, findings: Findings, call: str, phase: str) -> None:
     """The last rank stays away from `call` and comes late; what the others see, and that a new heap works at once."""
-    findings, missing, timeout_s = Findings(), num_ranks - 1, 0.5
+    missing, timeout_s = num_ranks - 1, 0.5
     findings.where = f"rank {rank} of {num_ranks}"
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
     ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
@@ -158,15 +150,12 @@ def test_a_peer_that_does_not_come(rank: int, num_ranks: int, call: str, phase: 
     dist.barrier()
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         findings.check(round_trip(heap), "a new heap does not work")
-    return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@run_on()
-def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int) -> list[str]:
+@run_on(2, 4, 8)
+def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int, findings: Findings) -> None:
     """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at
     the status, as the hosts of GPUs do: the fault is raised once, and all go on from the same epoch."""
-    findings = Findings()
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=PROMPT_S) as heap:
         for turn in range(4 * num_ranks):
             findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
@@ -183,7 +172,6 @@ def test_a_fault_stops_what_is_on_its_way(rank: int, num_ranks: int) -> list[str
             findings.equal("error afterwards", outcome(heap.check), ("", ""))
             if turn % 2:
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
-    return findings.texts
 
 
 def _aborts_when_all_have_sent(heap: SymmetricHeap, peer: int) -> None:
@@ -207,11 +195,10 @@ def _gives_up(heap: SymmetricHeap, at: int):
     return gives_up
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@run_on()
-def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int) -> list[str]:
+@run_on(2, 3)
+def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int, findings: Findings) -> None:
     """The last rank gives up between its rows and their arrival; what the others have of the call then."""
-    findings, last = Findings(), rank == num_ranks - 1
+    last = rank == num_ranks - 1
     for way in ("dispatch_tokens", "gradient", "during GEMMs"):
         findings.where = f"{way}, rank {rank} of {num_ranks}"
         heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
@@ -246,13 +233,11 @@ def test_rows_of_a_failed_dispatch_are_nan(rank: int, num_ranks: int) -> list[st
             findings.check(last, "nothing was raised")
         dist.barrier()
         heap.close()
-    return findings.texts
 
 
 @run_on(3)
-def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int) -> list[str]:
+def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int, findings: Findings) -> None:
     """An exception while the last rank copies a peer's rows: it has sent all its own, and none of them twice."""
-    findings = Findings(f"rank {rank} of {num_ranks}")
     ids = (torch.arange(5)[:, None] + torch.tensor([0, num_ranks])) % (2 * num_ranks)
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0) as heap:
         plan, sent = make_plan(ids, num_experts=2 * num_ranks, heap=heap), []
@@ -282,14 +267,12 @@ def test_rows_are_sent_once_when_the_trip_fails(rank: int, num_ranks: int) -> li
         findings.equal("peers that were sent to", sent, [(rank + step) % num_ranks for step in range(1, num_ranks)])
         findings.check(rank == num_ranks - 1 or bool((out[: plan.num_rows] == 1).all()), f"rows: {out.tolist()}")
         findings.check(round_trip(heap), "the next correct call is wrong")
-    return findings.texts
 
 
 @pytest.mark.parametrize("how", ["close", "exception"])
 @run_on(2)
-def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, how: str) -> list[str]:
+def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, findings: Findings, how: str) -> None:
     """What is left of the tokens in an arena that somebody has kept mapped when its rank has closed it."""
-    findings = Findings(f"{how}, rank {rank} of {num_ranks}")
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=60.0)
     assert round_trip(heap)
     lease = heap.lease((1000, 8), torch.float32)
@@ -308,7 +291,6 @@ def test_nothing_of_the_tokens_is_left(rank: int, num_ranks: int, how: str) -> l
         # The peers write into the control block that they give up.
         findings.check(not arena[heap.peers.layout.num_bytes :].any(), f"rank {peer}'s arena holds something")
     dist.barrier()
-    return findings.texts
 
 
 def stay_away_from_construction(rank: int, num_ranks: int, folder: str, how: str) -> None:

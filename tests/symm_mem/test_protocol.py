@@ -39,9 +39,8 @@ def new_plan(heap: SymmetricHeap, **kwargs):
     return make_plan(ids.to(heap.device), num_experts=2 * heap.num_ranks, heap=heap, **kwargs)
 
 
-def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_disagreement(rank: int, num_ranks: int, findings: Findings, device: str) -> None:
     """Ranks whose calls do not fit together: all raise it, and nobody writes beyond a peer's buffer."""
-    findings = Findings()
     ready, back = "dispatch: ready", "combine: ready"
     with open_heap(device) as heap:
 
@@ -97,12 +96,11 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
                 findings.check(bool((lease.tensor == 7).all()), "a neighbour was overwritten")
             findings.check(round_trip(heap, turn), "the next correct call is wrong")
             findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
-def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[str]:
+def check_faults(rank: int, num_ranks: int, findings: Findings, device: str, schedule: str) -> None:
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
-    findings, last = Findings(), rank == num_ranks - 1
+    last = rank == num_ranks - 1
     with open_heap(device) as heap:
         sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K, "schedule": schedule}
         exact = MoELayer(MoEConfig(**sizes), heap)
@@ -148,7 +146,6 @@ def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[
                 findings.check(raised[0] == error and text in raised[1], f"raised {raised}, want {error} with {text!r}")
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
                 findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
 ALL_CHECKS = [(check_disagreement,), (check_faults, "serial"), (check_faults, "always-overlapped")]
@@ -220,8 +217,7 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(rank: int, num_ranks:
 
 
 @run_on(3)
-def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings(f"rank {rank}")
+def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int, findings: Findings) -> None:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
     plan, reason = new_plan(heap), "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
     dist.barrier()
@@ -237,7 +233,6 @@ def test_an_aborted_heap_is_of_no_use(rank: int, num_ranks: int) -> list[str]:
     heap.close()
     heap.abort("after close: nothing happens")
     findings.equal("after close", attempt(heap, heap.check)[0], "HeapClosed")
-    return findings.texts
 
 
 def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]:
@@ -257,21 +252,18 @@ def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]
 
 
 @run_on(2)
-def test_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
-    findings = Findings()
-    with open_heap("cpu") as heap:
-        both = gradients(heap, 2, 1)
-        findings.check(torch.equal(both[0], gradients(heap, 1, 1)[0]), "a second call changed the first's gradients")
-        twice = gradients(heap, 1, 2)[0]
-        findings.check(torch.equal(twice, 2 * both[0]), "a second backward pass does not add the same once more")
-        results = []
-        for order in ("slot", "rank"):
-            torch.manual_seed(1)
-            x, shared = tokens(heap).requires_grad_(), torch.zeros(H, requires_grad=True)
-            plan = new_plan(heap)
-            rows, _ = dispatch_tokens(x, plan, order=order)
-            combine_tokens(rows + shared, plan, order="slot").sum().backward()
-            results.append(shared.grad)
-        findings.check(torch.equal(*results), "the order of sums in backward changed another gradient")
-        findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
+def test_one_plan_for_several_calls(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
+    both = gradients(heap, 2, 1)
+    findings.check(torch.equal(both[0], gradients(heap, 1, 1)[0]), "a second call changed the first's gradients")
+    twice = gradients(heap, 1, 2)[0]
+    findings.check(torch.equal(twice, 2 * both[0]), "a second backward pass does not add the same once more")
+    results = []
+    for order in ("slot", "rank"):
+        torch.manual_seed(1)
+        x, shared = tokens(heap).requires_grad_(), torch.zeros(H, requires_grad=True)
+        plan = new_plan(heap)
+        rows, _ = dispatch_tokens(x, plan, order=order)
+        combine_tokens(rows + shared, plan, order="slot").sum().backward()
+        results.append(shared.grad)
+    findings.check(torch.equal(*results), "the order of sums in backward changed another gradient")
+    findings.equal("leased bytes", heap.leased_bytes, 0)

@@ -63,9 +63,8 @@ def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tu
 )
 @run_on()
 def test_the_next_correct_call_works(
-    rank: int, num_ranks: int, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None
-) -> list[str]:
-    findings = Findings()
+    rank: int, num_ranks: int, findings: Findings, ranks_per_node: int, leavers: tuple[int, ...], capacity: int | None
+) -> None:
     with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
         for turn in range(4):
             findings.where = f"turn {turn}, rank {rank} of {num_ranks}"
@@ -81,42 +80,35 @@ def test_the_next_correct_call_works(
                 name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
                 findings.equal(f"error of correct call {again}", (name, text), ("", ""))
         findings.equal("leased bytes", heap.leased_bytes, 0)
-    return findings.texts
 
 
 @run_on(2)
-def test_the_next_call_of_a_rank_that_left(rank: int, num_ranks: int) -> list[str]:
+def test_the_next_call_of_a_rank_that_left(rank: int, num_ranks: int, findings: Findings, heap: SymmetricHeap) -> None:
     """What rank 0 does in its next call, when it has left one that failed, or a plan; all ranks raise the same."""
-    findings = Findings()
 
     def raised(how: str, found: tuple[str, str], name: str, part: str) -> None:
         findings.where = f"{how}, rank {rank} of {num_ranks}"
         findings.check(found[0] == name and part in found[1], f"raised {found}, want {name} with {part!r}")
         findings.check(round_trip(heap), "the next correct call is wrong")
 
-    with open_heap("cpu") as heap:
+    def next_call() -> None:
+        """With static capacity the host of the leaver may have launched the next plan before it looks."""
+        with looking_away(heap) if rank == 0 else nullcontext():
+            plan = plan_of(heap, capacity=4 * T * K)
+        dispatch_tokens(torch.ones(T, H), plan)
 
-        def next_call() -> None:
-            """With static capacity the host of the leaver may have launched the next plan before it looks."""
-            with looking_away(heap) if rank == 0 else nullcontext():
-                plan = plan_of(heap, capacity=4 * T * K)
-            dispatch_tokens(torch.ones(T, H), plan)
-
-        for _ in range(3):
-            fail_together(heap, 4 * T * K, rank == 0)
-            raised(
-                "a plan that was launched", outcome(next_call), "ConfigMismatch", "hidden differs at 'dispatch: ready'"
-            )
-        for _ in range(3):  # an overflow, found by a plan, and not by its barrier
-            with looking_away(heap) if rank == 1 else nullcontext():
-                found = outcome(plan_of, heap, capacity=1)
-            raised("an overflow", found, "" if rank == 1 else "CapacityError", "")
-        for culprit in range(num_ranks):  # the leaver has something wrong in its next call as well, or its peer has
-            fail_together(heap, None, rank == 0)
-            ids = torch.zeros(T, K, dtype=torch.float32 if rank == culprit else torch.int64)
-            found = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
-            raised(f"wrong on rank {culprit}", found, "ArgumentError", "topk_idx has dtype torch.float32")
-    return findings.texts
+    for _ in range(3):
+        fail_together(heap, 4 * T * K, rank == 0)
+        raised("a plan that was launched", outcome(next_call), "ConfigMismatch", "hidden differs at 'dispatch: ready'")
+    for _ in range(3):  # an overflow, found by a plan, and not by its barrier
+        with looking_away(heap) if rank == 1 else nullcontext():
+            found = outcome(plan_of, heap, capacity=1)
+        raised("an overflow", found, "" if rank == 1 else "CapacityError", "")
+    for culprit in range(num_ranks):  # the leaver has something wrong in its next call as well, or its peer has
+        fail_together(heap, None, rank == 0)
+        ids = torch.zeros(T, K, dtype=torch.float32 if rank == culprit else torch.int64)
+        found = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
+        raised(f"wrong on rank {culprit}", found, "ArgumentError", "topk_idx has dtype torch.float32")
 
 
 PLAN, READY, DONE = control.PHASE_PLAN, control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE

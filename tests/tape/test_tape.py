@@ -85,9 +85,9 @@ def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, aroun
 
 
 @run_on(2)
-def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
+def test_calls_in_flight(rank: int, num_ranks: int, findings: Findings) -> None:
     """Backward of a call comes after two more forward calls, and results stay as they are."""
-    findings, flying = Findings(), []
+    flying = []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
         layer, plain = make_layer(heap), make_layer(heap)
         for x, dy in make_calls(rank, 22, torch.float32):
@@ -102,13 +102,11 @@ def test_calls_in_flight(rank: int, num_ranks: int) -> list[str]:
                 findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients")
                 findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
         findings.check(heap.tapes.num_played > 8, "nothing was played")
-    return findings.texts
 
 
 @run_on(2)
-def test_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
+def test_main_grads_that_change(rank: int, num_ranks: int, findings: Findings) -> None:
     """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
-    findings = Findings()
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
         layer = make_layer(heap, overwrites=(False, False))
         weights = [fc.weight for fc in (layer.experts.fc1, layer.experts.fc2)]
@@ -139,7 +137,6 @@ def test_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
             if number >= 10 and number != 15:  # the first call after an error measures again
                 findings.check(heap.tapes.num_played > played, "it was not played")
         findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
-    return findings.texts
 
 
 BETWEEN = ("frozen", "delay_wgrad", "main_grad")
@@ -147,10 +144,11 @@ BETWEEN = ("frozen", "delay_wgrad", "main_grad")
 
 @pytest.mark.parametrize("what", BETWEEN)
 @run_on(2)
-def test_options_that_change_between_forward_and_backward(rank: int, num_ranks: int, what: str) -> list[str]:
+def test_options_that_change_between_forward_and_backward(
+    rank: int, num_ranks: int, findings: Findings, what: str
+) -> None:
     """What decides where gradients go changes between forward and backward of some calls, before, while and after calls
     of their kind are recorded."""
-    findings = Findings()
     with open_heap("cpu", tapes="on", num_bytes=16 << 20) as heap:
         layer = make_layer(heap)
         linears = layer.experts.fc1, layer.experts.fc2
@@ -188,7 +186,6 @@ def test_options_that_change_between_forward_and_backward(rank: int, num_ranks: 
                 findings.check(all(same), f"other gradients: {same}")
         findings.check(heap.tapes.num_played > 30, "nothing was played")
         findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
-    return findings.texts
 
 
 @pytest.fixture
@@ -205,10 +202,10 @@ def alone() -> Iterator[tuple[SymmetricHeap, MoELayer, Callable[..., None]]]:
 
 @pytest.mark.parametrize("tapes", ["on", "audit"])
 @run_on(2)
-def test_an_audit_finds_a_difference(rank: int, num_ranks: int, tapes: str) -> list[str]:
+def test_an_audit_finds_a_difference(rank: int, num_ranks: int, findings: Findings, tapes: str) -> None:
     """From some step on rank 1 does more in one part of a call than its tape does: both ranks raise when that call is
     compared, and not before; steps after it are right."""
-    findings, added = Findings(), []
+    added = []
     real = _Forward.second_half
 
     def more(self: _Forward, a: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -237,7 +234,6 @@ def test_an_audit_finds_a_difference(rank: int, num_ranks: int, tapes: str) -> l
         findings.check(number == (10 if tapes == "on" else 6), f"rank {rank}: found in step {number}")
         assert (heap.tapes.num_played > 0) == (tapes == "on")
         assert heap.tapes.num_audited >= (2 if tapes == "on" else 40)
-        return findings.texts
 
 
 def test_calls_are_compared_at_last():
@@ -277,9 +273,8 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
 @run_on(2)
-def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, options: dict) -> list[str]:
+def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, findings: Findings, options: dict) -> None:
     """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
-    findings = Findings()
     names: list[str] = []
     with open_heap("cpu", tapes="on", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30) as heap:
         layer = make_layer(heap, **options)
@@ -313,7 +308,6 @@ def test_an_error_in_a_played_call_is_every_ranks(rank: int, num_ranks: int, opt
                 findings.check(all(map(torch.equal, found, wanted)), "other bits afterwards")
         findings.check(heap.leased_bytes == 0, "leases are left")
         assert heap.tapes.num_played > 20
-        return findings.texts
 
 
 # -- what is played, and what is not ----------------------------------------------------------------------------------

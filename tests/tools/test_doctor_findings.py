@@ -20,7 +20,9 @@ import torch
 from cluster import run_on
 from doctor_cases import NVLINK, QUERY, TOPOLOGY, TORCH, fake_smi, wrong
 from limits import HANG_S, PROMPT_S
+from programs import printed_by
 
+import symmoe
 from symmoe.cli import main
 from symmoe.errors import PeerError, WrongResult
 from symmoe.tools.bench.ranks import Ranks
@@ -516,8 +518,7 @@ def test_a_rank_ends_by_itself_if_nobody_waits_for_it(tmp_path: Path):
     assert done.returncode == -14  # SIGALRM
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@run_on()
+@run_on(2, 3)
 def test_the_heap_of_the_self_test_has_room_for_what_it_moves(rank: int, num_ranks: int) -> None:
     """With little to spare: on GPUs, rows are far larger than what is spare."""
     with pytest.MonkeyPatch.context() as patch:
@@ -527,9 +528,7 @@ def test_the_heap_of_the_self_test_has_room_for_what_it_moves(rank: int, num_ran
 
 
 @pytest.mark.parametrize("wrong_part", ["none", "rows", "sums"])
-def test_the_self_test_sees_wrong_rows(monkeypatch: pytest.MonkeyPatch, wrong_part: str):
-    import symmoe
-
+def test_the_self_test_sees_wrong_rows(heap: symmoe.SymmetricHeap, monkeypatch: pytest.MonkeyPatch, wrong_part: str):
     def dispatch(*args: Any, **kwargs: Any):
         rows, probs = symmoe.dispatch_tokens(*args, **kwargs)
         if wrong_part == "rows":
@@ -543,10 +542,9 @@ def test_the_self_test_sees_wrong_rows(monkeypatch: pytest.MonkeyPatch, wrong_pa
 
     monkeypatch.setattr(self_test, "dispatch_tokens", dispatch)
     monkeypatch.setattr(self_test, "combine_tokens", combine)
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        right = nullcontext() if wrong_part == "none" else pytest.raises(WrongResult, match="moved wrong rows")
-        with right:
-            self_test.check(heap, Ranks(torch.device("cpu")), torch.bfloat16)
+    right = nullcontext() if wrong_part == "none" else pytest.raises(WrongResult, match="moved wrong rows")
+    with right:
+        self_test.check(heap, Ranks(torch.device("cpu")), torch.bfloat16)
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -582,10 +580,7 @@ def test_this_machine(tmp_path: Path):
     paths = os.pathsep.join(filter(None, [str(missing), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"SYMMOE_FLIGHT_DIR": str(folder / "records"), "TMPDIR": str(folder)}
-    command = [sys.executable, "-m", "symmoe", "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
+    said = json.loads(printed_by("-m", "symmoe", "doctor", "--json", env=environment))
     assert said["level"] in ("ok", "note")
     findings = [Finding(**finding) for finding in said["findings"]]
     [tried] = [finding for finding in findings if finding.subject == "self-test"]

@@ -278,23 +278,22 @@ def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     assert (tmp_path / "replays.txt").read_text(encoding="utf-8").startswith("cpu, 1 ranks")
 
 
-def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
-        x = torch.randn(8, 16, requires_grad=True)
+def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on(heap: SymmetricHeap):
+    layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
+    x = torch.randn(8, 16, requires_grad=True)
 
-        def seen() -> list[str]:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-                layer(x)[0].sum().backward()
-            return [e.name for e in profiler.events() if e.name.startswith("symmoe/")]
+    def seen() -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            layer(x)[0].sum().backward()
+        return [e.name for e in profiler.events() if e.name.startswith("symmoe/")]
 
-        with timeline.annotate(heap):
-            on = seen()
-            with pytest.raises(ArgumentError, match="ranges are on, already"), timeline.annotate(heap):
-                pass
-        assert on.count("symmoe/forward/grouped_gemm_act") == on.count("symmoe/backward/grouped_gemm_dgrad") == 1
-        assert on.count("symmoe/backward/grouped_gemm_wgrad") == 2
-        assert seen() == []
+    with timeline.annotate(heap):
+        on = seen()
+        with pytest.raises(ArgumentError, match="ranges are on, already"), timeline.annotate(heap):
+            pass
+    assert on.count("symmoe/forward/grouped_gemm_act") == on.count("symmoe/backward/grouped_gemm_dgrad") == 1
+    assert on.count("symmoe/backward/grouped_gemm_wgrad") == 2
+    assert seen() == []
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
@@ -314,8 +313,7 @@ ORDERS = {
 NUM_LAYERS = 2
 
 
-def recorded(rank: int, num_ranks: int, way: str, folder: str) -> list[str]:
-    findings = Findings(f"rank {rank}, {way}")
+def recorded(rank: int, num_ranks: int, findings: Findings, way: str, folder: str) -> None:
     layout, schedule = ("packed", "always-overlapped") if way == "overlapped" else (way, "serial")
     with open_heap("cpu") as heap:
         config = MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, layout=layout, schedule=schedule)
@@ -349,7 +347,6 @@ def recorded(rank: int, num_ranks: int, way: str, folder: str) -> list[str]:
         findings.equal("one after the other", all(a.end_us <= b.begin_us for a, b in pairwise(events)), True)
         findings.equal("lanes", {e.lane for e in events}, {"host"})
     findings.equal("an error is stated", 0 < max(made.clock_error_us) < 1e6, True)
-    return findings.texts
 
 
 @pytest.mark.parametrize("way", ORDERS)

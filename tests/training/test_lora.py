@@ -173,53 +173,52 @@ def dense(experts: GroupedMLP, x: torch.Tensor, ids: torch.Tensor, probs: torch.
 
 
 @pytest.mark.parametrize("around", ["nothing", "reentrant checkpoint", "checkpoint"])
-def test_what_a_call_draws_it_draws_once(around: str):
+def test_what_a_call_draws_it_draws_once(heap: SymmetricHeap, around: str):
     """Whether calls measure, have room, or have to be repeated."""
     generator = torch.Generator().manual_seed(3)
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router="none")
-        layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
-        add_lora(layer, rank=RANK, alpha=ALPHA, rank_dropout=0.5)
-        fill_b(layer)
-        counts = []
-        for fc in (layer.experts.fc1, layer.experts.fc2):
-            for name in ("weight", "bias"):
-                counts.append(Counted())
-                parametrize.register_parametrization(fc, name, counts[-1])
-        asked = [count.num_calls for count in counts]
-        layer.set_experts(layer.experts)
-        assert "bias=True" in str(layer)
-        assert [count.num_calls for count in counts] == asked
-        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        rooms = {"measured": None, "room": RowBudget(100, 100, 24), "too little room": RowBudget(1, 1, 24)}
-        for number, (name, room) in enumerate([*rooms.items()] * 3):
-            x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))
-            ids = torch.rand(12, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
-            probs = torch.rand(12, TOP_K, generator=generator)
-            torch.manual_seed(number)
-            leaf = x.clone().requires_grad_()
-            want = dense(layer.experts, leaf, ids, probs)
-            state = torch.get_rng_state()
-            wanted = torch.autograd.grad((want * dy).sum(), [leaf, *trained])
+    config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router="none")
+    layer = MoELayer(config, heap, experts=GroupedMLP(EXPERTS, H, I, bias=True))
+    add_lora(layer, rank=RANK, alpha=ALPHA, rank_dropout=0.5)
+    fill_b(layer)
+    counts = []
+    for fc in (layer.experts.fc1, layer.experts.fc2):
+        for name in ("weight", "bias"):
+            counts.append(Counted())
+            parametrize.register_parametrization(fc, name, counts[-1])
+    asked = [count.num_calls for count in counts]
+    layer.set_experts(layer.experts)
+    assert "bias=True" in str(layer)
+    assert [count.num_calls for count in counts] == asked
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    rooms = {"measured": None, "room": RowBudget(100, 100, 24), "too little room": RowBudget(1, 1, 24)}
+    for number, (name, room) in enumerate([*rooms.items()] * 3):
+        x, dy = (torch.randn(12, H, generator=generator) for _ in range(2))
+        ids = torch.rand(12, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+        probs = torch.rand(12, TOP_K, generator=generator)
+        torch.manual_seed(number)
+        leaf = x.clone().requires_grad_()
+        want = dense(layer.experts, leaf, ids, probs)
+        state = torch.get_rng_state()
+        wanted = torch.autograd.grad((want * dy).sum(), [leaf, *trained])
 
-            def forward(x: torch.Tensor, ids=ids, probs=probs) -> torch.Tensor:
-                return layer(x, topk_idx=ids, probs=probs)[0]
+        def forward(x: torch.Tensor, ids=ids, probs=probs) -> torch.Tensor:
+            return layer(x, topk_idx=ids, probs=probs)[0]
 
-            torch.manual_seed(number)
-            before, leaf = [count.num_calls for count in counts], x.clone().requires_grad_()
-            with mock.patch.object(RowHistory, "room", lambda *_, room=room: room):
-                if around == "nothing":
-                    y = forward(leaf)
-                else:
-                    y = checkpoint(forward, leaf, use_reentrant=around == "reentrant checkpoint")
-                assert torch.equal(torch.get_rng_state(), state), name
-                for parameter in trained:
-                    parameter.grad = None
-                y.backward(dy)
-            assert [count.num_calls for count in counts] == [n + 1 + (around != "nothing") for n in before], name
-            torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6)
-            for parameter, gradient in zip([leaf, *trained], wanted, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+        torch.manual_seed(number)
+        before, leaf = [count.num_calls for count in counts], x.clone().requires_grad_()
+        with mock.patch.object(RowHistory, "room", lambda *_, room=room: room):
+            if around == "nothing":
+                y = forward(leaf)
+            else:
+                y = checkpoint(forward, leaf, use_reentrant=around == "reentrant checkpoint")
+            assert torch.equal(torch.get_rng_state(), state), name
+            for parameter in trained:
+                parameter.grad = None
+            y.backward(dy)
+        assert [count.num_calls for count in counts] == [n + 1 + (around != "nothing") for n in before], name
+        torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6)
+        for parameter, gradient in zip([leaf, *trained], wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 class Backward(TorchDispatchMode):
@@ -236,22 +235,20 @@ class Backward(TorchDispatchMode):
         return result
 
 
-def test_the_operator_returns_no_gradients_of_frozen_weights():
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        ffn = 3 * I  # no shape of a weight is that of an adapter
-        layer = MoELayer(MoEConfig(hidden=H, ffn=ffn, num_experts=EXPERTS, top_k=TOP_K), heap)
-        add_lora(layer, rank=RANK, alpha=ALPHA)
-        frozen = {(EXPERTS, 2 * ffn, H), (EXPERTS, H, ffn)}
-        for thaws in (False, True):
-            layer.experts.fc1.weight.requires_grad_(thaws)
-            with Backward() as mode:
-                layer(torch.randn(7, H))[0].sum().backward()
-            assert len(mode.shapes) == 1 + 2 * thaws + 4  # probs, weights, A and B of both layers
-            assert (frozen & set(mode.shapes) != set()) == thaws
+def test_the_operator_returns_no_gradients_of_frozen_weights(heap: SymmetricHeap):
+    ffn = 3 * I  # no shape of a weight is that of an adapter
+    layer = MoELayer(MoEConfig(hidden=H, ffn=ffn, num_experts=EXPERTS, top_k=TOP_K), heap)
+    add_lora(layer, rank=RANK, alpha=ALPHA)
+    frozen = {(EXPERTS, 2 * ffn, H), (EXPERTS, H, ffn)}
+    for thaws in (False, True):
+        layer.experts.fc1.weight.requires_grad_(thaws)
+        with Backward() as mode:
+            layer(torch.randn(7, H))[0].sum().backward()
+        assert len(mode.shapes) == 1 + 2 * thaws + 4  # probs, weights, A and B of both layers
+        assert (frozen & set(mode.shapes) != set()) == thaws
 
 
 def test_inside_torch_compile():
-    torch._dynamo.reset()
     torch.manual_seed(0)
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
@@ -264,4 +261,3 @@ def test_inside_torch_compile():
             found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
             layer.zero_grad(set_to_none=True)
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-    torch._dynamo.reset()

@@ -31,10 +31,9 @@ def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
     assert plan.activation_bytes_per_call == ordinary
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@run_on()
-def test_the_peak_of_a_step(rank: int, num_ranks: int) -> list[str]:
-    findings, sizes = Findings(), {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
+@run_on(1, 2)
+def test_the_peak_of_a_step(rank: int, num_ranks: int, findings: Findings) -> None:
+    sizes = {"hidden": 256, "ffn": 96, "num_experts": 8, "top_k": 2}
     x, dy = torch.randn(2, 256, 256).bfloat16()
     for options in ({}, {"layout": "expert-major"}, {"stash": "rows"}, {"stash": "none"}, {"capacity": 640}):
         config = MoEConfig(**sizes, **options)
@@ -42,7 +41,6 @@ def test_the_peak_of_a_step(rank: int, num_ranks: int) -> list[str]:
             found = bytes_at_peak(MoELayer(config, heap, dtype=x.dtype), x.detach().requires_grad_(), dy)
         planned = plan_memory(config, num_ranks=num_ranks, num_tokens=len(x)).peak_bytes
         findings.check(abs(planned / found - 1) < 0.05, f"{options}: planned {planned}, found {found}")
-    return findings.texts
 
 
 def test_rows_and_totals():

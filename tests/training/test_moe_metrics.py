@@ -44,8 +44,9 @@ GROUPS += [(2, "slot", 1), pytest.param(4, "slot", 2, marks=pytest.mark.slow)]  
 
 @pytest.mark.parametrize(("num_ranks", "order", "ranks_per_node"), GROUPS)
 @run_on()
-def test_records_are_what_happened(rank: int, num_ranks: int, order: str, ranks_per_node: int | None) -> list[str]:
-    findings = Findings(f"rank {rank} of {num_ranks}, {order}")
+def test_records_are_what_happened(
+    rank: int, num_ranks: int, findings: Findings, order: str, ranks_per_node: int | None
+) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     with SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node) as heap:
         model = Model(heap, order=order, capacity_factor=1.1)
@@ -112,7 +113,6 @@ def test_records_are_what_happened(rank: int, num_ranks: int, order: str, ranks_
         findings.check(heap.trip_timer is None, "the heap still has the timer")
         model.train()(batch(rank, 0))
         findings.equal("after close", sum(r.num_calls for r in logger.step(19)), 0)
-    return findings.texts
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -146,7 +146,6 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
 
 
 def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
-    torch._dynamo.reset()
     model = Model(heap)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(batch(0, 0))
@@ -162,7 +161,6 @@ def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
     logger.close()
     compiled(batch(0, 0))
     assert [record.num_calls for record in logger.step(3)] == [0, 0]
-    torch._dynamo.reset()
 
 
 def test_a_model_without_layers():

@@ -35,9 +35,6 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
             recomputed.
         load_factor: the most rows that a rank receives, over num_tokens * moe_router_topk (with padded capacity:
             num_moe_experts). None: all that any routing can send to one rank; trained routers stay below 2.
-
-    Returns:
-        bytes per rank.
     """
     num_ranks: int = config.expert_model_parallel_size
     top_k = slots_per_token(config)

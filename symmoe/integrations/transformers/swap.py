@@ -25,7 +25,7 @@ _REFUSED_OF_PEFT = (
 
 @torch.no_grad()
 def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = None) -> Model:
-    """Replaces the experts of every MoE block by this rank's share of them, in place.
+    """Replaces the experts of every MoE block by this rank's share of them, in place. Returns the model.
 
     Everything else stays transformers' own, so router logits, auxiliary losses and gradient checkpointing work as
     before; `save_pretrained` raises. From here on forward and backward are collective over the heap's group: each rank
@@ -37,9 +37,6 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
             grouped layers (symmoe.training.lora), and are saved and loaded by symmoe.integrations.peft.
         heap: the EP group's symmetric heap.
         step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
-
-    Returns:
-        the model.
 
     Raises:
         ArgumentError: an unknown model type or activation, a number of experts that the ranks do not divide, no
