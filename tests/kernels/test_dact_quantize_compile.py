@@ -11,21 +11,12 @@ from act_quantize_launches import dact_inputs, flushing
 from ahead_of_time import since
 from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches
 
-<<<<<<< HEAD
-from symmoe.kernels import hopper_choice  # noqa: E402
-from symmoe.kernels.activation import GELU, Activation  # noqa: E402
-from symmoe.kernels.formats import BlockFormat  # noqa: E402
-from symmoe.kernels.hopper import launchers  # noqa: E402
-from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
-from symmoe.kernels.triton import bias, gemm_act, tiles  # noqa: E402
-=======
 from symmoe.kernels import hopper_choice
 from symmoe.kernels.activation import GELU, Activation
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize
-from symmoe.kernels.triton import bias, gemm_act
->>>>>>> d
+from symmoe.kernels.triton import bias, gemm_act, tiles
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
