@@ -411,7 +411,9 @@ class SymmetricHeap(HeapParts):
         if getattr(self, "_closed", True):  # or construction has not ended
             return "SymmetricHeap(closed)"
         state = "open" if self.faults.poison is None else f"poisoned: {self.faults.poison}"
-        nodes = f" on {self.topology.num_nodes} nodes" if self.nodes is not None else ""
+        nodes = "" if self.nodes is None else f" on {self.topology.num_nodes} nodes"
+        if self.nodes is not None and self.nodes.payload.bytes_per_s != math.inf:  # measured on GPUs
+            nodes += f" ({self.nodes.payload.bytes_per_s / 1e9:.3g} GB/s between them)"
         return (
             f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{nodes}, {self.backend} backend on "
             f"{self.device}, {self.leased_bytes} of {self.memory.arena.capacity_bytes} bytes leased, {state})"
