@@ -99,8 +99,9 @@ def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, SIZES: 
 @triton.jit
 def act_part(h, row_scale, row, end, first, COLUMNS: tl.constexpr, SIZES: tl.constexpr):
     """a [rows, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
+    ACTIVATION: tl.constexpr = SIZES.activation
     gate, up = load_hidden(h, row, end, first, COLUMNS, COLUMNS, SIZES)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), SIZES.activation)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
     return (value * factor).to(h.dtype.element_ty)
 

@@ -226,10 +226,11 @@ def scaled_activation_kernel(
     SIZES: tl.constexpr,
 ):
     """Grid (blocks of rows, blocks of columns)."""
+    ACTIVATION: tl.constexpr = SIZES.activation  # Triton 3.6 takes no attribute for an argument but a number or a dtype
     row = tl.program_id(0) * SIZES.rows + tl.arange(0, SIZES.rows)
     first_column = tl.program_id(1) * SIZES.block
     gate, up = load_hidden(h, row, num_rows, first_column, SIZES.block, SIZES.block, SIZES)
-    value = act_value(gate.to(tl.float32), up.to(tl.float32), SIZES.activation)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     value = value * tl.load(scale + row, mask=row < num_rows, other=0.0)[:, None]
     column = first_column + tl.arange(0, SIZES.block)
     pointers = out + row.to(tl.int64)[:, None] * SIZES.columns + column[None, :]

@@ -22,7 +22,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.bias_sums import bias_slots
 from symmoe.kernels.contract.operands import as_pair
 from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import fast_jit, kept_constants, launch
+from symmoe.kernels.launch.launch import fast_jit, kept_sizes, launch
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
@@ -110,7 +110,8 @@ def add_hidden_bias(gate, up, bias, group, first_column, COLUMNS: tl.constexpr, 
 @triton.jit
 def store_activation(gate, up, scale, a, row, end, first_column, GEMM: tl.constexpr):
     """Stores a for columns of a tile; returns act(h), both from rounded features in fp32."""
-    value = act_value(gate, up, GEMM.activation)
+    ACTIVATION: tl.constexpr = GEMM.activation
+    value = act_value(gate, up, ACTIVATION)
     column = first_column + tl.arange(0, gate.shape[1])
     pointers = a + row.to(tl.int64)[:, None] * GEMM.columns + column[None, :]
     mask = tile_mask(row, end, column, GEMM.columns, GEMM.config.block_n)
@@ -168,13 +169,14 @@ def grouped_gemm_act_kernel(
 @triton.jit
 def store_column_sums(sums, gate, up, row, end, first_column, GEMM: tl.constexpr):
     """Sums of rounded dh over the rows before `end`, into `sums` [W], a row tile's slot."""
+    ACTIVATION: tl.constexpr = GEMM.activation
     inside = (row < end)[:, None]
     column = first_column + tl.arange(0, gate.shape[1])
-    pointers = sums + gate_column(column, GEMM.activation)
+    pointers = sums + gate_column(column, ACTIVATION)
     tl.store(pointers, tl.sum(tl.where(inside, gate.to(tl.float32), 0.0), axis=0), mask=column < GEMM.columns)
-    if GEMM.activation.is_gated:
+    if ACTIVATION.is_gated:
         total = tl.sum(tl.where(inside, up.to(tl.float32), 0.0), axis=0)
-        tl.store(pointers + up_distance(GEMM.activation, GEMM.columns), total, mask=column < GEMM.columns)
+        tl.store(pointers + up_distance(ACTIVATION, GEMM.columns), total, mask=column < GEMM.columns)
 
 
 @fast_jit(["dout_desc", "dout", "weight_desc", "h", "dh", "a"])
@@ -245,14 +247,12 @@ def grouped_gemm_dact_kernel(
 
 
 @fast_jit([])
-def sum_dscale_kernel(
-    sums, row_range, dscale, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr
-):
+def sum_dscale_kernel(sums, row_range, dscale, num_rows: tl.int32, SIZES: tl.constexpr):
     """dscale from the sums per block of columns, in order; 0 in the tail."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < first_tail_row(row_range, NUM_GROUPS)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in tl.range(0, NUM_SUMS, loop_unroll_factor=SCALE_LOADS):
+    row = tl.program_id(0) * SIZES.block + tl.arange(0, SIZES.block)
+    mask = row < first_tail_row(row_range, SIZES.num_groups)
+    total = tl.zeros(row.shape, dtype=tl.float32)
+    for i in tl.range(0, SIZES.num_sums, loop_unroll_factor=SCALE_LOADS):
         total += tl.load(sums + i * num_rows.to(tl.int64) + row, mask=mask, other=0.0)
     tl.store(dscale + row, total, mask=row < num_rows)
 
@@ -322,6 +322,6 @@ def sum_dact_partials(workspace, row_range, dscale, num_partials):
     num_rows = dscale.shape[0]
     if num_rows == 0:
         return
-    sizes = {"NUM_GROUPS": row_range.shape[1], "NUM_SUMS": num_partials}
-    constants = kept_constants(**sizes, BLOCK=SCALE_ROWS, num_warps=4)
+    sizes = {"num_groups": row_range.shape[1], "num_sums": num_partials}
+    constants = kept_sizes(**sizes, block=SCALE_ROWS, num_warps=4)
     launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_range, dscale, num_rows)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
-from symmoe.kernels.launch.launch import Constants, fast_jit, kept_constants, kept_sizes, launch
+from symmoe.kernels.launch.launch import Constants, fast_jit, kept_sizes, launch
 from symmoe.kernels.triton.sync import CONTROL, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -55,22 +55,20 @@ def block_slots(top_k: int) -> int:
 
 
 @fast_jit([])
-def splits_to_row_range_kernel(
-    splits, row_range, num_rows: tl.int32, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr
-):
-    group = tl.arange(0, GROUP_LANES)
-    size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)
+def splits_to_row_range_kernel(splits, row_range, num_rows: tl.int32, SIZES: tl.constexpr):
+    group = tl.arange(0, SIZES.group_lanes)
+    size = tl.load(splits + group, mask=group < SIZES.num_groups, other=0).to(tl.int64)
     # Single splits are limited first, so that sums cannot overflow.
     size = tl.minimum(tl.maximum(size, 0), num_rows)
     total = tl.cumsum(size, axis=0)
     begin, end = tl.minimum(total - size, num_rows), tl.minimum(total, num_rows)
-    tl.store(row_range + group, begin.to(tl.int32), mask=group < NUM_GROUPS)
-    tl.store(row_range + NUM_GROUPS + group, end.to(tl.int32), mask=group < NUM_GROUPS)
+    tl.store(row_range + group, begin.to(tl.int32), mask=group < SIZES.num_groups)
+    tl.store(row_range + SIZES.num_groups + group, end.to(tl.int32), mask=group < SIZES.num_groups)
 
 
 def splits_to_row_range(splits, row_range, num_rows):
     num_groups = splits.shape[0]
-    constants = kept_constants(NUM_GROUPS=num_groups, GROUP_LANES=next_power_of_2(num_groups), num_warps=4)
+    constants = kept_sizes(num_groups=num_groups, group_lanes=next_power_of_2(num_groups), num_warps=4)
     launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 
 

@@ -1,6 +1,7 @@
 """The barrier over peer pointers, and the status record that kernels leave for the host.
 
-The only inline assembly of the protocol is in three helpers: `now_ns`, `system_fence` and `wait_for_words`.
+The only inline assembly of the protocol is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
+and `wait_without_bound`.
 """
 
 from dataclasses import make_dataclass
@@ -44,15 +45,13 @@ def system_fence():
 
 
 @triton.jit
-def wait_for_words(address, value, timeout_ns, SIZES: tl.constexpr):
-    """Spins until the int64 at each address has reached value or so many nanoseconds have passed; the values seen.
+def wait_for_words(address, value, deadline):
+    """Spins until the int64 at each address has reached value or the clock has passed the deadline; the values seen.
 
-    Every lane spins on its own address; replicated lanes do the same, which changes nothing. Without `bounded`, nothing
-    looks at the clock, to measure what the bound costs.
+    Every lane spins on its own address; replicated lanes do the same, which changes nothing.
     """
-    if SIZES.bounded:
-        seen = tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
         .reg .pred again;
         .reg .u64 now;
         SPIN:
@@ -62,28 +61,31 @@ def wait_for_words(address, value, timeout_ns, SIZES: tl.constexpr):
         setp.lt.and.u64 again, now, $3, again;
         @again bra SPIN;
         }""",
-            "=&l,l,l,l",
-            [address, value, now_ns() + timeout_ns],
-            dtype=tl.int64,
-            is_pure=False,  # must not be dropped or moved across other accesses
-            pack=1,
-        )
-    else:
-        seen = tl.inline_asm_elementwise(
-            """{
+        "=&l,l,l,l",
+        [address, value, deadline],
+        dtype=tl.int64,
+        is_pure=False,  # must not be dropped or moved across other accesses
+        pack=1,
+    )
+
+
+@triton.jit
+def wait_without_bound(address, value):
+    """Same as wait_for_words without the clock, to measure what the bound costs."""
+    return tl.inline_asm_elementwise(
+        """{
         .reg .pred again;
         SPIN:
         ld.acquire.sys.global.s64 $0, [$1];
         setp.lt.s64 again, $0, $2;
         @again bra SPIN;
         }""",
-            "=&l,l,l",
-            [address, value],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
-    return seen
+        "=&l,l,l",
+        [address, value],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -181,7 +183,10 @@ def barrier_kernel(
         mine = (
             own + half + tl.minimum(peer, NUM_RANKS - 1) * (CONTROL.MAIL_WORDS * 8)
         )  # spare lanes repeat the last peer
-        seen = wait_for_words(mine, 2 * epoch, timeout_ns, SIZES)
+        if SIZES.bounded:
+            seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
+        else:
+            seen = wait_without_bound(mine, 2 * epoch)
         tl.debug_barrier()  # what any thread has acquired holds for all
         late = is_peer & (seen < 2 * epoch)
         reached = epoch_words(seen)
@@ -272,7 +277,10 @@ def wait_for_signal_kernel(
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + CONTROL.ABORTED) | tl.load(counters + CONTROL.FAULTED)) == 0:
         slot = own + SIZES.layout.signals + rank * (CONTROL.SIGNAL_WORDS * 8)
-        seen = tl.max(wait_for_words(slot + lane, epoch, timeout_ns, SIZES), axis=0)
+        if SIZES.bounded:
+            seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
+        else:
+            seen = tl.max(wait_without_bound(slot + lane, epoch), axis=0)
         tl.debug_barrier()  # what any thread has acquired holds for all
         if epoch_words(seen) >= epoch:
             result += 1
