@@ -173,7 +173,11 @@ def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
 @triton.jit
 def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
-    return None if WIDTH % BLOCK == 0 else first + tl.arange(0, BLOCK) < WIDTH
+    if WIDTH % BLOCK == 0:
+        mask = None
+    else:
+        mask = first + tl.arange(0, BLOCK) < WIDTH
+    return mask
 
 
 @triton.jit
