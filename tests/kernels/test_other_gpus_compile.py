@@ -166,8 +166,8 @@ def test_tiles_are_as_wide_as_registers_allow(launches, on, arch, columns):
     layer.launch_gemm("wgrad", "mixtral-8x7b", BF16)
     layer.launch_activations("mixtral-8x7b", Activation())
     layer.launch_activations("mixtral-8x7b", ACTIVATIONS["srelu"])
-    wgrad = launches.of("grouped_gemm_wgrad_kernel").kwargs
-    assert (wgrad["BLOCK_M"], wgrad["BLOCK_N"]) == (128, columns)
+    wgrad = launches.of("grouped_gemm_wgrad_kernel").kwargs["WGRAD"].config
+    assert (wgrad.block_m, wgrad.block_n) == (128, columns)
     chosen = [launch.kwargs["GEMM"].config for launch in launches if "GEMM" in launch.kwargs]
     chosen = [(c.block_m, c.block_n, c.block_k, c.num_stages, c.num_warps, c.flatten, c.parts) for c in chosen]
     wide = columns == 256

@@ -215,7 +215,7 @@ def test_the_command_of_the_package_measures_steps_and_the_layer(tmp_path: Path)
         ("grouped_gemm", "out", "gemm"),
         ("grouped_gemm_dact", "gradients.2", "gemm"),
         ("push_rows", "x", "dispatch"),
-        ("fan_out", "rows", "dispatch"),
+        ("place_rows", "rows", "dispatch"),
         ("pull_rows", "out", "combine"),
         ("sum_home", "out", "combine"),
         ("pull_values", "out", "combine"),
