@@ -18,6 +18,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.combine.nodes import Collected, FromNodes
+from symmoe.dispatch.nodes import NodesPlan
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
@@ -93,8 +94,8 @@ def collecting(collection: Collection, compute: ComputePart, division: Division 
     """Context of a collection, complete after it, of rows that `compute` fills, see :func:`combine`. The caller may
     compute other things in it, at the same time if there is a division of the SMs. Collective; does not synchronise the
     host."""
-    if division is not None and collection.plan.nodes is not None:
-        with _between_nodes(collection, compute, division):
+    if division is not None and (nodes := collection.plan.nodes) is not None:
+        with _on_rails(collection, nodes, compute, division):
             yield collection
         return
     compute(None)
@@ -115,17 +116,18 @@ def collecting(collection: Collection, compute: ComputePart, division: Division 
 
 
 @contextmanager
-def _between_nodes(collection: Collection, compute: ComputePart, division: Division) -> Iterator[None]:
+def _on_rails(
+    collection: Collection, nodes: NodesPlan[Plan], compute: ComputePart, division: Division
+) -> Iterator[None]:
     """A collection whose rows of foreign tokens are computed first: their sums are on the rails while those of this
     node's tokens, and what the caller does in the context, are computed."""
-    heap, in_node, nodes = collection.plan.heap, collection.plan.in_node, collection.plan.nodes
-    branch, own_rows = heap.streams.branch(), given("own_rows", None if nodes is None else nodes.own_rows)
+    heap, branch = collection.plan.heap, collection.plan.heap.streams.branch()
     with collection:
-        for source in in_node.arrivals[len(heap.topology.ranks) :]:
-            compute(Part(in_node.source_to_rows[source]))
-        collection.open()  # not beside a GEMM, for whose SMs these sums would wait
+        for source in nodes.own.arrivals[len(heap.topology.ranks) :]:
+            compute(Part(nodes.own.source_to_rows[source]))
+        collection.open()  # before the next GEMM, for whose SMs these sums would wait
         point = branch.point()
-        compute(Part(own_rows, division.num_sms))
+        compute(Part(nodes.rails.found.own_rows, division.num_sms))
         try:
             with branch.after(point):
                 collection.leave()

@@ -182,7 +182,8 @@ class RailPlan:
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         sends, receives = of_ways([self.sent_rows(tensor) for tensor in tensors], there), of_ways(foreign, back)
         if self.brings_maps:
-            sends, receives = sends + self._maps[0], receives + self._maps[1]
+            for messages, maps in zip((sends, receives), self._maps, strict=True):
+                messages += maps
         self.meet(phase, agreed)
         self.brings_maps = False
         with ExitStack() as travels:
@@ -278,12 +279,6 @@ class NodesPlan(Generic[P]):
         vars(foreign)["regions"] = tuple(its)
         return foreign
 
-    @property
-    def own_rows(self) -> torch.Tensor:
-        """int32 [2, e], rows that can be computed when the tokens of this node's ranks have come, if these ranks follow
-        each other in the group."""
-        return self.rails.found.own_rows
-
     def _made(self, lines: slice) -> P:
         """A plan with these lines of the maps."""
         found, made = self.rails.found, copy.copy(self._plan)
@@ -303,12 +298,13 @@ def plan_in_node(
     are foreign, the ranks of the rail send each other the maps, with the first rows: lines of the plan's, with the
     slots of a token on the node it goes to, and where it is on the ranks of that. Collective over the group; does not
     synchronise the host. integers: of RailRows; sizes: as in RailPlan."""
-    nodes, topology, (num_tokens, top_k) = nodes_of(heap), heap.topology, plan.slot_to_row.shape
+    nodes, topology, num_local = nodes_of(heap), heap.topology, plan.layout["splits"][1]
+    num_tokens, top_k = plan.layout["slot_to_row"][2]  # not of a view, which a call that is played does not need
     sent, received = (
         [0 if node == topology.node else rows for node, rows in enumerate(each)] for each in (sent, received)
     )
     of_nodes = (topology.num_nodes, len(topology.ranks)), max(sent) * (topology.num_nodes - 1), sum(received)
-    numel, layout = in_node_layout(num_tokens, top_k, len(plan.splits), *of_nodes)
+    numel, layout = in_node_layout(num_tokens, top_k, num_local, *of_nodes)
 
     def launch() -> list[torch.Tensor]:
         found = in_storage(InNodeIntegers, plan.storage.new_empty(numel), layout)
@@ -318,7 +314,7 @@ def plan_in_node(
         heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
         return [found.storage]
 
-    key = "plan in node", num_tokens, top_k, len(plan.expert_load), *of_nodes
+    key = "plan in node", num_tokens, top_k, num_local, *of_nodes
     found = InNodeIntegers(heap.run(key, launch, (plan.storage, integers))[0], layout)
     return NodesPlan(plan, RailPlan(heap, found, tuple(sent), tuple(received), sizes, nodes.lane.number))
 

@@ -325,6 +325,6 @@ class _Trip:
         start = self._plan.in_node.source_to_packed_start
         first, end = (0, len(start) - 1) if source is None else (source, source + 1)
         self._index.read(start[first : first + 1], start[end : end + 1], self._ready, arrived)
-        if self._layout == "expert-major" and self._num_ranks > 1:  # a rank alone has placed all rows itself
+        if self._layout == "expert-major" and self._num_ranks > 1:  # the only rank of a node has placed all rows
             index = self._index.packed_to_row, start
             self._ops.fan_out(self._buffer, *index, rank=self._heap.rank, source=source, num_ctas=num_ctas)

@@ -191,7 +191,7 @@ class _EPStep:
     def _overlap(self, x: torch.Tensor) -> Overlap:
         """Which trips are overlapped. It depends only on what all ranks agree on."""
         plan, heap, nodes, form = self.plan, self.plan.heap, self.plan.nodes, self.form
-        # Without own_rows there are no parts in the order of ranks.
+        # Where ranks of a node do not follow each other, the rows of its tokens are no part.
         if heap.num_ranks == 1 or self.schedule == "serial" or (nodes is not None and not heap.topology.is_in_order):
             return SERIAL
         sizes = Sizes(

@@ -309,7 +309,7 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
     * a dispatch takes the longest of the rails, the own node's rows, and the GEMMs of these, a 1/N of all; then the
       rows of other nodes by themselves, and their GEMMs on all SMs. Other nodes are one part more, or two;
     * FC2 of other nodes' rows comes first; then the longer of the rails and FC2 of the rest;
-    * a combine of gradients likewise, with FC1's dgrad; dW1 follows it while rows are on the rails.
+    * a combine of gradients is the same with FC1's dgrad; dW1 follows it while rows are on the rails.
 
     What a combine reads in the node takes as long either way, and is left out.
     """
@@ -329,18 +329,18 @@ def _between_nodes(sizes: Sizes, gpu: _Gpu) -> Overlap:
 
         return gpu.best(rail_s + push.exclusive_s(rates) + gpu.gemm_s(flops), overlapped_s, rail_sms)
 
-    def combine(flops: float, dw1: bool) -> Division | None:
+    def combine(flops: float, wgrad_s: Callable[[int], float]) -> Division | None:
         def overlapped_s(n: int) -> float:
-            meanwhile_s = gpu.gemm_s(own * flops, n + rail_sms) + dw1 * gpu.dw1_s(sizes, n + rail_sms)
+            meanwhile_s = gpu.gemm_s(own * flops, n + rail_sms) + wgrad_s(n + rail_sms)
             return gpu.gemm_s((1 - own) * flops) + max(home_s, meanwhile_s) + num_ends * rates.launch_s
 
-        return gpu.best(home_s + gpu.gemm_s(flops) + dw1 * gpu.dw1_s(sizes), overlapped_s, rail_sms)
+        return gpu.best(home_s + gpu.gemm_s(flops) + wgrad_s(0), overlapped_s, rail_sms)
 
     return Overlap(
         dispatch=dispatch(sizes.fc1_flops, sizes.sent_row_bytes),
         gradient_dispatch=dispatch(sizes.product_flops, sizes.sent_gradient_row_bytes),
-        combine=combine(sizes.product_flops, dw1=False),
-        gradient_combine=combine(sizes.fc1_flops, dw1=True),
+        combine=combine(sizes.product_flops, lambda _: 0.0),
+        gradient_combine=combine(sizes.fc1_flops, functools.partial(gpu.dw1_s, sizes)),
     )
 
 

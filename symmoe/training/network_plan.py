@@ -21,7 +21,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of, received_layout
 
 # Measured on H100s (notes/2026-11-26-rails-under-gemms.md).
-_RAIL_BESIDE_GEMM = 1.2  # times as long rows are on rails
+_RAIL_DURING_GEMM = 1.2  # times as long rows are on rails
 _FIXED_S, _TOKEN_S = 375e-6, 20e-9  # of launches, the router and the plan
 _WEIGHTS_SEEN = 0.5  # of the time of their bytes; fitted to eight steps
 
@@ -186,7 +186,7 @@ def plan_network(
 
 def _step(sizes: Sizes, rates: Rates) -> Step:
     """Trip after trip as moe/overlap.py puts them in order. Besides what that knows: rows that are sent, placed and
-    summed are read and written once more; rails are slower beside GEMMs; half a tile of each expert is computed for
+    summed are read and written once more; rails are slower while GEMMs run; half a tile of each expert is computed for
     nothing; a part of what weights and their gradients take to be read and written; router, plan and launches."""
     chosen, own = overlap(sizes, H200_SMS, rates), 1 / sizes.num_nodes
     rail_rate = min(sizes.rail_bytes_per_s, rates.link_bytes)
@@ -206,7 +206,7 @@ def _step(sizes: Sizes, rates: Rates) -> Step:
         taken_s, link_s = 2 * sizes.rail_bytes / rates.memory_bytes, sizes.push(row_bytes).push_bytes / rates.link_bytes
         if division is None:
             return on_rails_s + own_s + others_s + taken_s + link_s + gemm_s(flops)
-        first_s = own_s + max(_RAIL_BESIDE_GEMM * on_rails_s - own_s, gemm_s(own * flops, division))
+        first_s = own_s + max(_RAIL_DURING_GEMM * on_rails_s - own_s, gemm_s(own * flops, division))
         return first_s + taken_s + others_s + link_s + gemm_s((1 - own) * flops) + 2 * rates.launch_s
 
     def combine_s(flops: float, division: Division | None, wgrad_flops: float) -> float:
@@ -217,7 +217,7 @@ def _step(sizes: Sizes, rates: Rates) -> Step:
             return gemm_s(flops) + dw1_s + read_s + rail_s + home_s
         meanwhile_s = gemm_s(own * flops, division) + dw1_s * H200_SMS / division.num_sms + own * read_s
         first_s = gemm_s((1 - own) * flops) + (1 - own) * read_s
-        return first_s + max(_RAIL_BESIDE_GEMM * rail_s, meanwhile_s) + home_s + 2 * rates.launch_s
+        return first_s + max(_RAIL_DURING_GEMM * rail_s, meanwhile_s) + home_s + 2 * rates.launch_s
 
     product, fc1 = sizes.product_flops, sizes.fc1_flops
     weight_bytes = sizes.num_experts / sizes.num_ranks * (product + fc1) / 2 / sizes.num_rows * sizes.item_bytes

@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_347),
+    "symmoe": (36_000, 39_345),
     "tests": (42_000, 52_504),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
     "symm_mem + nodes": (3_900, 4_715),
     "checks + precision": (1_200, 1_242),
-    "dispatch + combine": (1_500, 1_571),
+    "dispatch + combine": (1_500, 1_569),
     "grouped + moe + training": (6_900, 8_095),
     "checkpoint + integrations": (3_500, 4_140),
     "tools + timeline": (2_700, 3_617),
