@@ -141,7 +141,7 @@ class NcclRail(Payload):
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._turn = threading.Lock()  # of those who use the communicator
-        self._communicator, self._num_launched, self.bound_s = 0, 0, math.inf
+        self._communicator = 0
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -157,12 +157,10 @@ class NcclRail(Payload):
             self.end()  # first messages that wait for ever
             raise
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
-                # A longer bound of earlier exchanges holds until they have ended.
-                self.bound_s = max(self.bound_s, timeout_s) if self._num_launched and self._is_moving else timeout_s
-                self._num_launched += int(not torch.cuda.is_current_stream_capturing())
+                self.num_launched += int(not torch.cuda.is_current_stream_capturing())
                 self._exchange(sends, receives, stream)
         return []
 
@@ -185,7 +183,7 @@ class NcclRail(Payload):
 
     def end(self) -> None:
         deadline = time.monotonic() + _MOMENT_S
-        while self._is_moving and time.monotonic() < deadline:
+        while self._communicator and self.is_moving and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         # A host that waits inside NCCL for a rank that is lost does not give the turn back before this has happened.
         has_turn = self._turn.acquire(timeout=_MOMENT_S)
@@ -197,11 +195,6 @@ class NcclRail(Payload):
             thread = threading.Thread(target=self._library.abort, args=(communicator,), daemon=True)
             thread.start()
             thread.join(_MOMENT_S)
-
-    @property
-    def _is_moving(self) -> bool:
-        begun, ended = self.progress.tolist()
-        return bool(self._communicator) and (begun > ended or ended < self._num_launched)
 
     def _connect(self, unique_id: bytes, is_given_up: threading.Event) -> None:
         torch.cuda.set_device(self._device)

@@ -40,7 +40,8 @@ class Payload:
         progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
             they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
         counts: the same on the device; None: :meth:`wait` has something to wait for.
-        bound_s: how long an exchange may take by now, for who watches.
+        bound_s: how long an exchange may take by now, for who watches; see :meth:`bound`.
+        num_launched: how many exchanges the host has begun.
         bytes_per_s: what a rank sends while all do, measured at the start; infinite where that decides nothing (CPUs).
     """
 
@@ -48,6 +49,19 @@ class Payload:
     counts: torch.Tensor | None = None
     bound_s = math.inf
     bytes_per_s = math.inf
+    num_launched = 0
+
+    def bound(self, timeout_s: float) -> None:
+        """What begins from now on may take so long, for who watches. A longer bound holds until what moves has ended.
+        Before BEGUN is counted, after which what is about to begin moves."""
+        is_longer = bool(self.num_launched) and self.is_moving
+        self.bound_s = max(self.bound_s, timeout_s) if is_longer else timeout_s
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether an exchange has begun, or is about to, that has not ended on the device."""
+        begun, ended = (0, 0) if self.progress is None else self.progress.tolist()
+        return begun > ended or ended < self.num_launched
 
     def count(self, which: int) -> None:
         """On a device, its stream is about to begin an exchange, or has ended it: BEGUN, ENDED. Before and after
@@ -57,7 +71,7 @@ class Payload:
         """After an exception, which may have come between two counts: all that has begun ends with what the current
         stream has before this."""
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
         wait.
 
@@ -66,7 +80,6 @@ class Payload:
         Args:
             sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not
                 travel. They must stay as they are until :meth:`wait` has returned.
-            timeout_s: how long it may take, for who watches.
 
         Raises:
             RailBroken: a connection has closed.
@@ -110,7 +123,7 @@ class GlooRail(Payload):
         bound = timedelta(seconds=min(timeout_s, _MAX_S) / _CONNECTS_LONGER)
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
+    def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         started = []
         for move, pairs in ((self._group.recv, receives), (self._group.send, sends)):
             for node, tensor in pairs:

@@ -184,9 +184,9 @@ class Nodes(OneNode):
     @recorded_in_order
     def _move(self, sends: Pairs, receives: Pairs) -> None:
         others = [*sends, *self._word_to_others], [*receives, *self._words_of_others]
-        bound_s, stream = self._bound_s * _OF_PAYLOAD, self._streams.rail_stream  # which is not current, on a tape
+        stream = self._streams.rail_stream  # which is not current, on a tape
         with self._reporting():
-            self._started = self.payload.begin(*others, bound_s, stream)
+            self._started = self.payload.begin(*others, stream)
 
     def end(self) -> None:
         """Waits for what has begun; after a failure only the device does: what may still come has its memory until the
@@ -230,6 +230,7 @@ class Nodes(OneNode):
         fault = _first_fault(headers) or self._difference(headers)
         if fault is None:
             self._known_calls.add(kind)
+            self.payload.bound(self._bound_s * _OF_PAYLOAD)  # of what is sent after this
             self.rail_rows = [header.rail_rows for header in headers]
         return fault
 

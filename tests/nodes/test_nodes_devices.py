@@ -39,7 +39,7 @@ from worker import open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
-from symmoe.nodes.rail import GlooRail, Pairs, RailBroken, Started
+from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, RailBroken, Started
 from symmoe.symm_mem import several_nodes
 from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
 from symmoe.symm_mem.streams import NoStreams
@@ -53,19 +53,24 @@ class DeviceRail(GlooRail):
         self.progress = torch.zeros(2, dtype=torch.int64)
         self._ended, self._last = threading.Event(), threading.Event()
         self._last.set()
+        self._has_begun = False
 
-    def begin(self, sends: Pairs, receives: Pairs, timeout_s: float, stream: Any = None) -> Started:
+    def count(self, which: int) -> None:
+        self._has_begun = which == BEGUN and self._last.is_set()  # the device has come here before the host goes on
+        self.progress[BEGUN] += self._has_begun
+
+    def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         if self._ended.is_set():
             return []
-        self.bound_s, before = timeout_s, self._last
+        before, has_begun, self.num_launched = self._last, self._has_begun, self.num_launched + 1
         self._last = done = threading.Event()
 
         def travel() -> None:  # gloo's wait goes on when its group is aborted
             before.wait()  # as on a stream
-            self.progress[0] += 1
+            self.progress[BEGUN] += not has_begun
             with contextlib.suppress(RailBroken):
-                GlooRail.wait(self, GlooRail.begin(self, sends, receives, math.inf), math.inf)
-                self.progress[1] += 1
+                GlooRail.wait(self, GlooRail.begin(self, sends, receives), math.inf)
+                self.progress[ENDED] += 1
                 done.set()
 
         threading.Thread(target=travel, daemon=True).start()

@@ -143,7 +143,7 @@ def test_messages_have_their_own_bounds(rank: int, num_ranks: int) -> None:
     rail = GlooRail(store, "rail", node=rank, num_nodes=2, timeout_s=10.0)
     sent, received = torch.full((4,), rank + 1), torch.zeros(4, dtype=torch.int64)
     time.sleep(3.0 * rank)  # gloo's own bound is 2 s
-    rail.wait(rail.begin([(1 - rank, sent)], [(1 - rank, received)], HANG_S), HANG_S)
+    rail.wait(rail.begin([(1 - rank, sent)], [(1 - rank, received)]), HANG_S)
     rail.close()
     assert int(received.sum()) == (8, 4)[rank]
 

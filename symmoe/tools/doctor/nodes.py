@@ -242,7 +242,7 @@ def measure_rail(topology: Topology, payload: Payload, device: torch.device) -> 
         for _ in range(1 + _REPETITIONS):  # the first one finds all of them here
             start = time.perf_counter()
             payload.count(BEGUN)
-            started = payload.begin([*enumerate(sends)], [*enumerate(receives)], _MESSAGE_S)
+            started = payload.begin([*enumerate(sends)], [*enumerate(receives)])
             payload.count(ENDED)
             payload.wait(started, _MESSAGE_S)
             if device.type == "cuda":
