@@ -6,7 +6,8 @@ packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import overload
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import buffer_problem, memory_problem, tensor_problem, words_problem
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, combine, readable_rows
+from symmoe.combine.trip import Collection, combine
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import PHASE as SEND
 from symmoe.dispatch.trip import dispatch
@@ -116,7 +117,7 @@ class _Dispatch(Function):
                 d_row_probs = None
             rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
             if needs_x:
-                rows_to_read = readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
+                rows_to_read = _readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
             with rows_to_read as rows:
                 with Collection(rows, plan, row_values=d_row_probs, order=ctx.order, gradients=gradients) as collection:
                     collection.collect()
@@ -205,7 +206,7 @@ class _Combine(Function):
         ctx: Context, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
-        with readable_rows(expert_out, plan, order=order, name="expert output") as rows:
+        with _readable_rows(expert_out, plan, order=order, name="expert output") as rows:
             return combine(rows, plan, order=order)
 
     @staticmethod
@@ -220,6 +221,20 @@ class _Combine(Function):
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
             d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
         return d_rows, None, None, None
+
+
+@contextmanager
+def _readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> Iterator[torch.Tensor]:
+    """`rows` [., H] itself where the trip can read it, else a copy in a lease (counted: it is the slow path)."""
+    heap = plan.heap
+    is_aligned = rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0
+    if is_aligned and (not plan.reads_rows_in_place(order) or heap.owns(rows)):
+        yield rows
+        return
+    heap.statistics.num_staging_copies += 1
+    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=COLLECT) as lease:
+        lease.tensor[: rows.shape[0]].copy_(rows)
+        yield lease.tensor
 
 
 def _combine_problem(

@@ -34,11 +34,6 @@ class Collected:
     rows: torch.Tensor | None
     values: torch.Tensor | None
 
-    def first(self, plan: Plan) -> Collected:
-        """The beginning of it, for the tokens of a plan."""
-        rows, values = (None if each is None else each[: plan.num_tokens] for each in (self.rows, self.values))
-        return Collected(plan, rows, values)
-
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Rows and values, as far as there are any."""
@@ -54,20 +49,21 @@ class FromNodes:
 
     Attributes:
         own, foreign: what has to be collected inside this node.
+        rails: the way between nodes.
     """
 
     def __init__(
         self, plan: Plan, nodes: NodesPlan[Plan], like: torch.Tensor | None, *, has_values: bool, order: str
     ) -> None:
-        self._plan, self._rails = plan, nodes.rails
+        self._plan, self.rails = plan, nodes.rails
         num_rows = plan.top_k if order == "slot" else 1
         # This rank's own tokens, then the sent rows.
         found = nodes.rails.found
         self._home = _room_for(plan, len(found.home_row_to_token), like, has_values, num_rows)
-        self.own = self._home.first(nodes.own)
+        home = self._home.rows, self._home.values
+        self.own = Collected(nodes.own, *(None if each is None else each[: plan.num_tokens] for each in home))
         self.foreign = _room_for(nodes.foreign, nodes.foreign.num_tokens, like, has_values, num_rows)
-        zero, self._num_values = found.ends.split(1)
-        self._slot_to_row = found.slot_to_home_row
+        (zero, self._num_values), self._slot_to_row = found.ends.split(1), found.slot_to_home_row
         row = self._slot_to_row if order == "slot" else found.token_to_home_row
         self._maps = row, zero, found.zeros[: row.numel()].view(row.shape), row
 
@@ -78,10 +74,10 @@ class FromNodes:
         Yields:
             a function that waits for what comes from other nodes.
         """
-        come, back = self._rails.ways
+        come, back = self.rails.ways
         sends = of_ways(self.foreign.tensors, back)
         receives = of_ways([tensor[self._plan.num_tokens :] for tensor in self._home.tensors], come)
-        self._rails.meet(control.PHASE_NODES_HOME, agreed)
+        self.rails.meet(control.PHASE_NODES_HOME, agreed)
         with nodes_of(self._plan.heap).moving(sends, receives) as wait:
             yield wait
 
@@ -95,10 +91,6 @@ class FromNodes:
             ops.sum_home((rows, rows), self._maps, (ready, ready), out, rank=0)
         if values is not None and self._home.values is not None:
             ops.gather_values(self._home.values.flatten(), self._slot_to_row, self._num_values, values)
-
-    def meet(self, agreed: control.CallFields) -> None:
-        """The meeting before the trip's last barrier, see Nodes.meet."""
-        self._rails.meet(control.PHASE_NODES_HOME, agreed)
 
 
 def _room_for(plan: Plan, num_tokens: int, like: torch.Tensor | None, has_values: bool, num_rows: int) -> Collected:

@@ -31,20 +31,6 @@ READY_ROWS, READY_LAST_ROW, READY_VALUES = range(3)
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
-@contextmanager
-def readable_rows(rows: torch.Tensor, plan: Plan, *, order: str, name: str) -> Iterator[torch.Tensor]:
-    """`rows` [., H] itself where the trip can read it, else a copy in a lease (counted: it is the slow path)."""
-    heap = plan.heap
-    is_aligned = rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0
-    if is_aligned and (not plan.reads_rows_in_place(order) or heap.owns(rows)):
-        yield rows
-        return
-    heap.statistics.num_staging_copies += 1
-    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=PHASE) as lease:
-        lease.tensor[: rows.shape[0]].copy_(rows)
-        yield lease.tensor
-
-
 ComputePart = Callable[[Part | None], None]  # computes a part of the rows that combine reads; None: all
 
 
@@ -179,10 +165,8 @@ class Collection:
         if rows is not None:
             self._agreed["hidden"], self._agreed["dtype"] = rows.shape[1], control.DTYPES.index(rows.dtype)
             self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
-        self.values: torch.Tensor | None = None
-        if row_values is not None:
-            self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
-        self._from_nodes: FromNodes | None = None
+        values = None if row_values is None else row_values.new_empty((plan.num_tokens, plan.top_k))
+        self.values, self._from_nodes = values, None
         if plan.nodes is not None:
             self._from_nodes = FromNodes(plan, plan.nodes, rows, has_values=row_values is not None, order=order)
 
@@ -277,7 +261,7 @@ class Collection:
                 self._pull(self._from_nodes.own)
                 self._come()
                 self._from_nodes.add(self.out, self.values, self._ready)
-                self._from_nodes.meet(self._agreed)
+                self._from_nodes.rails.meet(control.PHASE_NODES_HOME, self._agreed)
                 nan_on_failure = self.values if self.out is None else self.out
             arrived = heap.barrier(control.PHASE_COMBINE_DONE, nan_on_failure=nan_on_failure, **self._agreed)
             if self._rows is None or self.out is None or self._pulls:

@@ -182,8 +182,12 @@ class RailPlan:
         foreign = [tensor.new_empty((num_foreign, *tensor.shape[1:])) for tensor in tensors]
         sends, receives = of_ways([self.sent_rows(tensor) for tensor in tensors], there), of_ways(foreign, back)
         if self.brings_maps:
-            for messages, maps in zip((sends, receives), self._maps, strict=True):
-                messages += maps
+            num_tokens, num_home = len(self.found.token_to_home_row), len(self.found.home_row_to_token)
+            lines, (sent, come_from) = [getattr(self.found, name) for name in _LINES], self.found.regions
+            sends += of_ways([each[num_tokens:num_home] for each in lines], there)
+            receives += of_ways([each[num_home:] for each in lines], back)
+            sends += [(node, sent[node]) for node, _ in there]
+            receives += [(node, come_from[node]) for node, _ in back]
         self.meet(phase, agreed)
         self.brings_maps = False
         with ExitStack() as travels:
@@ -214,7 +218,7 @@ class RailPlan:
         kernels.for_device(sent.device).take_rows(tensor.contiguous(), token, sent)
         return sent
 
-    @property
+    @functools.cached_property
     def ways(self) -> tuple[Ways, Ways]:
         """Which of the sent rows go to each other node, and which of the foreign tokens come from there."""
         here, most, ends = self.heap.topology.node, max(self.num_sent), itertools.accumulate(self.num_received)
@@ -224,30 +228,18 @@ class RailPlan:
         received = [(node, slice(end - rows, end)) for node, (end, rows) in of_ends]
         return [each for each in sent if each[0] != here], [each for each in received if each[0] != here]
 
-    @property
-    def _maps(self) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
-        """The lines of the plan that go to other nodes, and those that come from there, with their regions."""
-        found, (sent, received) = self.found, self.ways
-        num_tokens, num_home = len(found.token_to_home_row), len(found.home_row_to_token)
-        lines = [getattr(found, name) for name in _LINES]
-        sends, receives = ([(node, each[node]) for node, _ in sent] for each in found.regions)
-        return (
-            of_ways([each[num_tokens:num_home] for each in lines], sent) + sends,
-            of_ways([each[num_home:] for each in lines], received) + receives,
-        )
-
 
 class Region(NamedTuple):
     """Consecutive tokens of a plan that are from one rank, and where they have their packed rows.
 
     Attributes:
-        tokens: which of those that are sent together; None: all.
+        tokens: which of those that are sent together.
         slots: their lines of slot_to_row and slot_to_rank.
         places: their lines of token_to_packed_row; int32 [., R], tokens of each block of them that go to each rank;
             int32 [R], their first packed row on each rank, and rows of the region there.
     """
 
-    tokens: slice | None
+    tokens: slice
     slots: tuple[torch.Tensor, torch.Tensor]
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -267,7 +259,7 @@ class NodesPlan(Generic[P]):
         """The plan inside this node of the own tokens. Its maps have a line for each of these, and name ranks of the
         node. Everything inside a node works with it as with the plan of a group that is on one node."""
         own, regions = self._made(slice(len(self.rails.found.token_to_home_row))), self.rails.found.regions[0]
-        vars(own)["regions"] = (_region(own, None, regions[self._topology.node]),)
+        vars(own)["regions"] = (_region(own, slice(None), regions[self._topology.node]),)
         return own
 
     @functools.cached_property
@@ -327,12 +319,10 @@ def of_ways(tensors: Sequence[torch.Tensor], ways: Ways) -> list[tuple[int, torc
 def arrivals_in_node(heap: SymmetricHeap) -> list[int]:
     """See Plan.arrivals: the ranks of this node, then those that stand for ranks before it and after it."""
     ranks, first = heap.topology.ranks, heap.topology.local_rank
-    around = [ranks[(first - step) % len(ranks)] for step in range(len(ranks))]
-    return around + [end for end in (0, heap.num_ranks - 1) if end not in ranks]
+    return [*ranks[first::-1], *ranks[:first:-1], *(end for end in (0, heap.num_ranks - 1) if end not in ranks)]
 
 
-def _region(plan: PlanIntegers, tokens: slice | None, numbers: torch.Tensor) -> Region:
+def _region(plan: PlanIntegers, tokens: slice, numbers: torch.Tensor) -> Region:
     """Of the tokens that are from one rank. numbers: int32 [3, G], tokens that go to each rank, starts and limits."""
-    which = slice(None) if tokens is None else tokens
-    slots = plan.slot_to_row[which], plan.slot_to_rank[which]
-    return Region(tokens, slots, (plan.token_to_packed_row[which], numbers[:1], numbers[1], numbers[2]))
+    slots = plan.slot_to_row[tokens], plan.slot_to_rank[tokens]
+    return Region(tokens, slots, (plan.token_to_packed_row[tokens], numbers[:1], numbers[1], numbers[2]))

@@ -86,8 +86,7 @@ class Plan(PlanIntegers):
         with (heap := self.heap).one_call:
             self.generation = heap.epoch + 1
             launch = partial(to_fill.launch, heap)
-            is_first = heap.first_step is not None
-            filled = launch() if is_first else heap.run(to_fill.key, launch, to_fill.inputs)
+            filled = heap.run(to_fill.key, launch, to_fill.inputs) if heap.first_step is None else launch()
             self.note_filled(*filled[:2])
         if to_fill.is_read and self.row_capacity < 0:
             self.settle()
@@ -164,7 +163,7 @@ class Plan(PlanIntegers):
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's tokens have their packed rows, by the rank that they are from."""
         places = self.token_to_packed_row, self.block_tokens, self.packed_start, self.packed_limit
-        return (Region(None, (self.slot_to_row, self.slot_to_rank), places),)
+        return (Region(slice(None), (self.slot_to_row, self.slot_to_rank), places),)
 
     @property
     def in_node(self) -> Plan:

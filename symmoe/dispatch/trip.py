@@ -18,7 +18,7 @@ are sent to the ranks of the node after that, and are the last parts; a barrier 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -92,7 +92,10 @@ def dispatch(
         stack.enter_context(plan.heap.one_call)
         if division is None:
             stack.enter_context(plan.heap.timed("dispatch"))
-        travelling = stack.enter_context(_travelling([x] if probs is None else [x, probs], plan, agreed, is_last))
+        tensors, come = [x] if probs is None else [x, probs], None
+        if plan.nodes is not None:
+            come = stack.enter_context(plan.nodes.rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed))
+        travelling = _travelling(plan, tensors, come, agreed if is_last else None)
         trip = _Trip(plan, buffer, layout, index, travelling, agreed, division)
         if division is not None:
             with trip.arriving() as parts:
@@ -102,29 +105,20 @@ def dispatch(
     yield Arrival(None, index.row_probs, index.row_to_packed_row)
 
 
-@contextmanager
 def _travelling(
-    tensors: list[torch.Tensor], plan: Plan, agreed: control.CallFields, is_last: bool
-) -> Iterator[Iterator[tuple[Plan, list[torch.Tensor]]]]:
-    """A context in which a dispatch sends tensors [T, .] to the ranks of its node. The trip's two barriers are in it.
-
-    Yields:
-        an iterator over what is sent, with the plan of its tokens: this rank's own, and between nodes, once they have
-        come, the foreign ones. The last trip of a call ends with a meeting, see Nodes.meet: its last barrier is next.
-    """
-    if (nodes := plan.nodes) is None:
-        yield iter([(plan, tensors)])
-        return
-    rails = nodes.rails
-    with rails.bring_in(tensors, control.PHASE_NODES_OUT, agreed) as come:
-
-        def both() -> Iterator[tuple[Plan, list[torch.Tensor]]]:
-            yield nodes.own, tensors
-            yield nodes.foreign, come()
-            if is_last:
-                rails.meet(control.PHASE_NODES_OUT, agreed)
-
-        yield both()
+    plan: Plan,
+    tensors: list[torch.Tensor],
+    come: Callable[[], list[torch.Tensor]] | None,
+    agreed: control.CallFields | None,
+) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
+    """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
+    nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
+    with a meeting, see Nodes.meet: its last barrier is next."""
+    yield plan.in_node, tensors
+    if plan.nodes is not None and come is not None:
+        yield plan.nodes.foreign, come()
+        if agreed is not None:
+            plan.nodes.rails.meet(control.PHASE_NODES_OUT, agreed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +138,8 @@ class _Index:
         if self.slots is None:
             return
         for region in tokens.regions:
-            own_probs = probs if region.tokens is None or probs is None else probs[region.tokens]
-            slots, trip = (*region.slots, own_probs), (tokens.heap.peers, ready)
+            its_probs = None if probs is None else probs[region.tokens]
+            slots, trip = (*region.slots, its_probs), (tokens.heap.peers, ready)
             push = kernels.for_device(self.slots.device).push_slots
             push(slots, region.places, *trip, row_column=READY_SLOTS, prob_column=READY_PROBS)
 

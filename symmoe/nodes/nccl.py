@@ -10,7 +10,6 @@ ever, so that somebody has to see who does not come (symm_mem/several_nodes.py).
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import time
 from collections.abc import Callable

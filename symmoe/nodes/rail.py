@@ -54,8 +54,7 @@ class Payload:
     def bound(self, timeout_s: float) -> None:
         """What begins from now on may take so long, for who watches. A longer bound holds until what moves has ended.
         Before BEGUN is counted, after which what is about to begin moves."""
-        is_longer = bool(self.num_launched) and self.is_moving
-        self.bound_s = max(self.bound_s, timeout_s) if is_longer else timeout_s
+        self.bound_s = max(self.bound_s, timeout_s) if self.num_launched and self.is_moving else timeout_s
 
     @property
     def is_moving(self) -> bool:
