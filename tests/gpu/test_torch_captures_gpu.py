@@ -12,7 +12,7 @@ from captured_cases import H, T, batches
 from cluster import run_on
 from torch import nn
 from torch._inductor import config
-from worker import Findings, open_heap, without_semaphores
+from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
@@ -71,7 +71,6 @@ def test_graphed_callables(rank: int, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
 @run_on(device="cuda")
 def test_reduce_overhead(rank: int, num_ranks: int, options: dict) -> list[str]:
-    without_semaphores()
     findings, replays = Findings(), []
     replay = torch.cuda.CUDAGraph.replay
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from worker import Watching, without_semaphores
+from worker import Watching
 
 import symmoe
 import symmoe.moe.torch_operators
@@ -108,7 +108,6 @@ def test_layer_alone_gives_the_eager_bits(heap):
 def test_compiled_block_on_two_ranks_gives_the_eager_results(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
-    without_semaphores()
     module = block(heap, shared=True, **STATIC)
     # Other numbers of tokens on each rank, then none on one; each compiles for its own.
     for num in (34 - 8 * rank, 0 if rank else 30):
@@ -428,7 +427,6 @@ def test_compiled_checkpoints_recompute_only_what_they_do_not_save(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap
 ) -> None:
     """The same inside torch.compile: the partitioner follows the policy."""
-    without_semaphores()
     config = symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, capacity=256, max_tokens=64)
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))
     torch.manual_seed(0)

@@ -63,7 +63,6 @@ from megatron_cases import (
     use_groups,
 )
 from small_model import check_metrics
-from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
@@ -661,7 +660,6 @@ def test_metrics_and_recorded_routing_are_those_of_megatron(rank: int, num_ranks
 @run_on(2, fixture="ranks")
 def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int, form: str) -> None:
     """A layer in torch.compile, which does not compile the trips, equals the same layer without it."""
-    without_semaphores()
     use_groups(ep=2)
     config = config_of()
     with opened_heap() as heap:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from cluster import run_on
 from small_model import open_mesh
 from torch import nn
-from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -82,7 +81,6 @@ def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, to
 def test_results_and_gradients_are_those_of_a_loop(
     rank: int, num_ranks: int, heap: symmoe.SymmetricHeap, compiled: bool
 ) -> None:
-    without_semaphores()
     model = own_model(heap)
     assert model.moe.router is None
     assert set(dict(model.named_parameters())) == {"keys", "moe.experts.fc1.weight", "moe.experts.fc2.weight"}

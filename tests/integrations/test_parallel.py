@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -357,7 +356,6 @@ def test_errors_name_both_values(rank: int, num_ranks: int) -> None:
 @run_on(2)
 def test_with_compile_and_checkpointing(rank: int, num_ranks: int) -> None:
     """FSDP with compiled blocks and with recomputed ones: the gradients of neither."""
-    without_semaphores()
     mesh = open_mesh(2, 1)
     with open_heap(mesh) as heap:
         plain = on_mesh(mesh, heap, "fsdp")

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, run_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from worker import without_semaphores
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None, reason="needs torchtitan, which only `make test-all` installs"
@@ -117,7 +116,6 @@ def test_torch_compile_leaves_the_trips_alone(rank: int, num_ranks: int) -> None
     """A compiled RoutedExperts breaks its graph for them only; results equal those of the module without compiling."""
     from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
 
-    without_semaphores()
     config = SymmoeTokenDispatcher.Config(num_experts=EXPERTS, top_k=2, hidden_dim=DIM, num_max_tokens_per_rank=64)
     module = routed_experts(config)
     spread(module, rank)

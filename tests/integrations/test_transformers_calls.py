@@ -18,7 +18,7 @@ from hf_cases import FAMILIES, VOCABULARY, batch_of, random_model
 from small_model import assert_same, check_metrics, counted_barriers, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from worker import open_heap, without_semaphores
+from worker import open_heap
 
 import symmoe
 from symmoe.errors import ArgumentError, ConfigMismatch, PeerTimeout, SymmoeError
@@ -59,7 +59,6 @@ def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict
 @run_on(2)
 def test_whole_model_on_two_ranks(rank: int, num_ranks: int, heap: symmoe.SymmetricHeap) -> None:
     """Loss and gradients of a compiled model are those of the unmodified one."""
-    without_semaphores()
     reference = random_model("deepseek_v3", num_hidden_layers=2)  # the first is dense
     batch = batch_of(rank)
     want = reference(batch, labels=batch)

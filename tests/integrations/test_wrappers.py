@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError
@@ -111,7 +110,6 @@ def test_prepared_models_train_as_with_reduce_gradients(
     rank: int, num_ranks: int, wrap: str, build: Callable[[symmoe.SymmetricHeap], nn.Module]
 ) -> None:
     """Losses in a wrapper are those with reduce_gradients."""
-    without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         plain = build(heap)
         expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
@@ -127,7 +125,6 @@ def test_prepared_models_train_as_with_reduce_gradients(
 @run_on(2)
 def test_a_bare_layer_needs_nothing(rank: int, num_ranks: int, how: str) -> None:
     """A bare MoELayer, whose experts DDP leaves alone without a word."""
-    without_semaphores()
     curves = []
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         for wrap in (how, "none"):
@@ -259,7 +256,6 @@ def test_experts_that_change_late_get_the_right_gradients(
     rank: int, num_ranks: int, wrap: Callable[[nn.Module], nn.Module], has_run: bool, change: str
 ) -> None:
     """Gradients are those of one process that has all experts, and replicas are equal."""
-    without_semaphores()
     mesh, shares = open_mesh(num_ranks // 2, 2), equal_shares(num_ranks)
     change_it, is_frozen = LATE[change]
     with open_heap(None) as own_heap, symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
@@ -374,7 +370,6 @@ def test_wrong_wrappers_are_refused_in_the_first_forward(
     rank: int, num_ranks: int, wrap: str, text: str, in_transformers: bool
 ) -> None:
     """In the first forward pass and every other; the next correct call works."""
-    without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         if in_transformers:
             from hf_cases import batch_of, random_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from unittest import mock
@@ -13,7 +12,6 @@ from unittest import mock
 import numpy as np
 import torch
 from limits import HANG_S
-from torch.hub import tqdm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe.grouped.mlp import GroupedMLP
@@ -112,12 +110,6 @@ def mlp_with_room(
     num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
     give_room(heap, (num_experts, top_k), len(x), num_rows)
     return RoutedExperts.of(config, heap, experts).run(x, probs, topk_idx, experts)[0]
-
-
-def without_semaphores() -> None:
-    """For ranks that compile: torch.fx asks tqdm for a lock, whose semaphore they would leave in /dev/shm."""
-    if hasattr(tqdm, "set_lock"):
-        tqdm.set_lock(threading.RLock())
 
 
 class Watching(TorchDispatchMode):
