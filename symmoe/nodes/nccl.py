@@ -139,8 +139,7 @@ class NcclRail(Payload):
     def __init__(self, library: Nccl, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
         self._library, self._node, self._num_nodes = library, node, num_nodes
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._turn = threading.Lock()  # of those who use the communicator
-        self._communicator = 0
+        self._communicator, self._turn = 0, threading.Lock()  # of those who use it
         with torch.inference_mode(False):
             self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             self.counts = torch.zeros(2, dtype=torch.int64, device=self._device)

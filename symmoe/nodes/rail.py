@@ -47,9 +47,7 @@ class Payload:
 
     progress: torch.Tensor | None = None
     counts: torch.Tensor | None = None
-    bound_s = math.inf
-    bytes_per_s = math.inf
-    num_launched = 0
+    bound_s, bytes_per_s, num_launched = math.inf, math.inf, 0
 
     def bound(self, timeout_s: float) -> None:
         """What begins from now on may take so long, for who watches. A longer bound holds until what moves has ended.
@@ -72,9 +70,7 @@ class Payload:
 
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         """Begins to send messages, and to fill others with what comes. Messages to a node keep their order. Does not
-        wait.
-
-        On GPUs that is work of the stream (None: the current one), and no error is raised.
+        wait. On GPUs that is work of the stream (None: the current one), and no error is raised.
 
         Args:
             sends, receives: contiguous tensors whose sizes fit each other. Empty ones, and those of this node, do not

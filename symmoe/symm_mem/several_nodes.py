@@ -184,9 +184,8 @@ class Nodes(OneNode):
     @recorded_in_order
     def _move(self, sends: Pairs, receives: Pairs) -> None:
         others = [*sends, *self._word_to_others], [*receives, *self._words_of_others]
-        stream = self._streams.rail_stream  # which is not current, on a tape
-        with self._reporting():
-            self._started = self.payload.begin(*others, stream)
+        with self._reporting():  # the stream is not current, on a tape
+            self._started = self.payload.begin(*others, self._streams.rail_stream)
 
     def end(self) -> None:
         """Waits for what has begun; after a failure only the device does: what may still come has its memory until the
