@@ -27,6 +27,7 @@ from symmoe.precision.recipes import Recipe
 
 T = TypeVar("T")
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+Layers = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +60,28 @@ class CallExperts:
 
 
 class Experts(Protocol):
-    """What has the layers of experts: a GroupedMLP, or ExpertLayers."""
+    """What a GroupedMLP is for a call."""
 
     fc1: GroupedLinear
     activation: ScaledActivation
     fc2: GroupedLinear
 
 
-@dataclass(slots=True)
-class ExpertLayers:
-    """FC1, the activation and FC2, wherever they come from."""
-
-    fc1: GroupedLinear
-    activation: ScaledActivation
-    fc2: GroupedLinear
-
-
-def of_tensors(experts: Experts, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
-    """Experts of that form with other biases (or none), and weights and adapters: like those of local_tensors."""
-    fc1, fc2 = linears = experts.fc1, experts.fc2
+def of_tensors(layers: Layers, biases: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> CallExperts:
+    """Experts of these layers with other biases (or none), and weights and adapters: like those of local_tensors."""
+    fc1, activation, fc2 = layers
     b1, b2 = biases or (None, None)
     sizes = fc1.num_groups, fc1.in_features, fc2.in_features
-    form = ExpertForm(*sizes, experts.activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
-    return CallExperts(form, (b1, b2), tuple(tensors), linears)
+    form = ExpertForm(*sizes, activation.activation, fc1.precision, (fc1.is_packed, fc2.is_packed))
+    return CallExperts(form, (b1, b2), tuple(tensors), (fc1, fc2))
 
 
-def evaluated(experts: Experts | CallExperts, dtype: torch.dtype, *, cast_biases: bool = True) -> CallExperts:
-    """The experts for a call in that dtype, see local_tensors. Parametrizations and adapters are evaluated here, and
-    nowhere else: they may draw random numbers, or save something."""
+def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts:
+    """The experts for a call in that dtype, see local_tensors."""
     if isinstance(experts, CallExperts):
         return experts
-    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype, cast_biases=cast_biases)
-    return of_tensors(experts, biases, [*weights, *adapters])
+    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
+    return of_tensors((experts.fc1, experts.activation, experts.fc2), biases, [*weights, *adapters])
 
 
 class Hidden(NamedTuple):
@@ -279,12 +270,11 @@ class ExpertsBackward:
         operands = self._dh, (x.rows, x.row_index)
         self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
-    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
         """Writes dW2 [G, H, I]; a weights.Compute."""
         self._unmodified_d_out.check()
-        x = self._x
-        operands = (self._d_out, x.row_index), self._a
-        self._ops.grouped_gemm_wgrad(*operands, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+        d_out = self._d_out, self._x.row_index
+        self._ops.grouped_gemm_wgrad(d_out, self._a, self._x.row_range, out, accumulate=accumulate)
 
     def forget_w2(self) -> None:
         """Lets go of what only dW2 reads, which is made or not wanted."""

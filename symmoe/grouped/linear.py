@@ -22,6 +22,7 @@ from symmoe.grouped.parameters import GroupedParameters, local_tensors
 from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
+from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import Operand, given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import HeldWeight, gradient_columns, gradient_rows, weight_operands
@@ -148,8 +149,8 @@ class LinearProducts:
             ops.grouped_gemm_quantized(left, right, rows.row_range, out, bias=bias, zero_tail=zero_tail)
         t = None
         if low is not None:
-            t = low.down(rows.x, rows.row_range)
-            low.add_up(t, rows.row_range, out)
+            t = low.down(rows.x, Part(rows.row_range))
+            low.add_up(t, Part(rows.row_range), out)
         return t, *(transposed or (None, None, None))
 
     def backward(
@@ -173,7 +174,7 @@ class LinearGradients:
         self.d_biases: Gradients = (self._d_bias,)  # [G, O], or None
         self.d_scale: torch.Tensor | None = None
         if self._low is not None:
-            self._d_t = self._low.down_gradient(d_out, rows.row_range)
+            self._d_t = self._low.down_gradient(d_out, Part(rows.row_range))
         if self._d_bias is not None and (self._recipe is None or not needs_x):
             ops.grouped_bias_grad(d_out, rows.row_range, self._d_bias, scale=rows.scale)
         if needs_scale and bias is not None:
@@ -193,7 +194,7 @@ class LinearGradients:
             transposed = Operand(given("data", data), given("scale", scale), global_scale)
             self._ops.grouped_gemm_quantized(lines, transposed, row_range, d_rows, zero_tail=zero_tail)
         if self._low is not None:
-            self._low.add_up_gradient(self._d_t, row_range, d_rows)
+            self._low.add_up_gradient(self._d_t, Part(row_range), d_rows)
 
     def weight_gradients(self) -> tuple[Compute, ...]:
         """Needs no weights, so a delayed gradient keeps none of them alive."""

@@ -40,16 +40,15 @@ class AdaptedWeights(ExpertWeights):
         for part in (Part(x.row_range),) if parts is None else parts:
             rows = x.rows, x.row_index
             ops.grouped_gemm(rows, self.w1, part.rows, h, bias=self.b1, num_sms=part.num_sms)
-            self.low1.down(rows, part.rows, t1, num_sms=part.num_sms)
-            self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
+            self.low1.down(rows, part, t1)
+            self.low1.add_up(t1, part, h)
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
-        return Hidden(h, t1, self.low2.down(a, x.row_range)), a
+        return Hidden(h, t1, self.low2.down(a, Part(x.row_range))), a
 
     def second_layer(self, a: SecondInput, hidden: Hidden, x: ExpertRows, out: torch.Tensor, **options: Any) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
         ExpertWeights.second_layer(self, a, hidden, x, out, **options)
-        part = options.get("part") or Part(x.row_range)
-        self.low2.add_up(given("t2", hidden.t2), part.rows, out, num_sms=part.num_sms)
+        self.low2.add_up(given("t2", hidden.t2), options.get("part") or Part(x.row_range), out)
 
     def backward(self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, **options: Any) -> AdaptedBackward:
         """Same as ExpertWeights.backward."""
@@ -71,22 +70,21 @@ class AdaptedBackward(ExpertsBackward):
         for part in (Part(x.row_range),) if parts is None else parts:
             d_out = self._d_out, x.row_index
             ops.grouped_gemm_dgrad(d_out, weights.w2, part.rows, da, num_sms=part.num_sms)
-            low2.down_gradient(d_out, part.rows, self._dt2, num_sms=part.num_sms)
-            low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)
+            low2.down_gradient(d_out, part, self._dt2)
+            low2.add_up_gradient(self._dt2, part, da)
         ops.scaled_activation(h, scale, self._a, weights.activation)
         d_scale = torch.empty_like(self.d_scale)
         ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
         ops.sum_dact_partials(d_scale, x.row_range, self.d_scale, 1)  # the same, with zeros in the tail
         if self.db1 is not None:
             ops.grouped_bias_grad(self._dh, x.row_range, self.db1)
-        self._dt1 = weights.low1.down_gradient(self._dh, x.row_range)
+        self._dt1 = weights.low1.down_gradient(self._dh, Part(x.row_range))
         return False
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False, part: Part | None = None) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""
         super().input_gradient(d_rows, zero_tail=zero_tail, part=part)
-        part = part or Part(self._x.row_range)
-        self._weights.low1.add_up_gradient(self._dt1, part.rows, d_rows, num_sms=part.num_sms)
+        self._weights.low1.add_up_gradient(self._dt1, part or Part(self._x.row_range), d_rows)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none."""

@@ -15,13 +15,14 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels.contract.operands import Rows, num_rows
+from symmoe.kernels.gemm_parts import Part
 
 RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The adapters of one layer, and its GEMMs in both directions, with row_range int32 [2, G] (kernels/contract)."""
+    """The adapters of one layer, and its GEMMs in both directions; row_range is int32 [2, G] (kernels/contract)."""
 
     a: torch.Tensor  # [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs
     b: torch.Tensor  # [G, O, r], times the adapters' scaling
@@ -30,31 +31,26 @@ class LowRank:
         """[num_rows, r], uninitialised: for t or dt."""
         return self.a.new_empty((num_rows, self.a.shape[1]))
 
-    def down(
-        self, rows: Rows, row_range: torch.Tensor, t: torch.Tensor | None = None, *, num_sms: int | None = None
-    ) -> torch.Tensor:
+    def down(self, rows: Rows, part: Part, t: torch.Tensor | None = None) -> torch.Tensor:
         """t [N, r] = rows A^T, in the tensor given, or in a new one."""
         t = self.new_rows(num_rows(rows)) if t is None else t
-        kernels.for_device(t.device).grouped_gemm(rows, self.a, row_range, t, num_sms=num_sms)
+        kernels.for_device(t.device).grouped_gemm(rows, self.a, part.rows, t, num_sms=part.num_sms)
         return t
 
-    def add_up(self, t: torch.Tensor, row_range: torch.Tensor, y: torch.Tensor, *, num_sms: int | None = None) -> None:
+    def add_up(self, t: torch.Tensor, part: Part, y: torch.Tensor) -> None:
         """y [N, O] += t B^T."""
-        kernels.for_device(t.device).grouped_gemm(t, self.b, row_range, y, accumulate=True, num_sms=num_sms)
+        kernels.for_device(t.device).grouped_gemm(t, self.b, part.rows, y, accumulate=True, num_sms=part.num_sms)
 
-    def down_gradient(
-        self, dy: Rows, row_range: torch.Tensor, dt: torch.Tensor | None = None, *, num_sms: int | None = None
-    ) -> torch.Tensor:
+    def down_gradient(self, dy: Rows, part: Part, dt: torch.Tensor | None = None) -> torch.Tensor:
         """dt [N, r] = dy B, as in :meth:`down`."""
         dt = self.new_rows(num_rows(dy)) if dt is None else dt
-        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, row_range, dt, num_sms=num_sms)
+        kernels.for_device(dt.device).grouped_gemm_dgrad(dy, self.b, part.rows, dt, num_sms=part.num_sms)
         return dt
 
-    def add_up_gradient(
-        self, dt: torch.Tensor, row_range: torch.Tensor, dx: torch.Tensor, *, num_sms: int | None = None
-    ) -> None:
+    def add_up_gradient(self, dt: torch.Tensor, part: Part, dx: torch.Tensor) -> None:
         """dx [N, C] += dt A."""
-        kernels.for_device(dt.device).grouped_gemm_dgrad(dt, self.a, row_range, dx, accumulate=True, num_sms=num_sms)
+        ops = kernels.for_device(dt.device)
+        ops.grouped_gemm_dgrad(dt, self.a, part.rows, dx, accumulate=True, num_sms=part.num_sms)
 
     def gradients(
         self, rows: Rows, t: torch.Tensor, dy: Rows, dt: torch.Tensor, row_range: torch.Tensor

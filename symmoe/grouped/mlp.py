@@ -20,16 +20,17 @@ from symmoe.grouped.experts import (
     Biases,
     ExpertForm,
     ExpertRows,
-    Experts,
     ExpertsBackward,
     ExpertWeights,
     Hidden,
-    evaluated,
+    Layers,
     experts_forward,
+    of_tensors,
 )
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
+from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
@@ -127,7 +128,7 @@ class GroupedMLP(nn.Module):
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
         given = RowArguments(splits, row_probs, out, grad_input_out, (is_first_microbatch, is_first_microbatch))
-        return fused_mlp(self, rows, given, scale_bias=True)
+        return fused_mlp((self.fc1, self.activation, self.fc2), rows, given, scale_bias=True)
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's has no types
@@ -138,14 +139,15 @@ class GroupedMLP(nn.Module):
         self.fc1.backward_dw()
 
 
-def fused_mlp(experts: Experts, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
+def fused_mlp(layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale_bias: bool) -> torch.Tensor:
     """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between; arguments
     as in GroupedMLP.forward. scale_bias: whether the scale multiplies fc2's bias too."""
-    fc1, fc2 = experts.fc1, experts.fc2
+    fc1, _, fc2 = layers
     raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
     arguments.check("rows", x, (fc1, fc2))
     x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
-    called = evaluated(experts, x.dtype, cast_biases=is_autocast)
+    biases, weights, adapters = local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast)
+    called = of_tensors(layers, biases, [*weights, *adapters])
     inputs = (x, arguments.scale, *called.biases, *called.tensors)
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
     has_scaled_bias = scale_bias and called.biases[1] is not None

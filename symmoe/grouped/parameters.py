@@ -219,6 +219,7 @@ def local_tensors(
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
     """(biases, weights, adapters) of the layers in that dtype; for DTensors this rank's parts, differentiable.
 
+    Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save something.
     There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
     or none if no layer has any: if only one has, e.g. because those of the other are merged, the other gets zeros.
     """

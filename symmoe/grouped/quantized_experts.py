@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class QuantizedWeights(ExpertWeights):
         recipe, ops, ffn = self.recipe, kernels.for_device(self.w1.device), self.w2.shape[2]
         h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
         x = x.without_tail(num_rows)
-        arriving = _arriving(self, self.wire.rows, x.rows, x, parts)
+        arriving = _arriving(self, self.wire.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (
             weight_operands(recipe, weight, transposed=is_needed, held=held)
             for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
@@ -133,8 +133,8 @@ class QuantizedBackward(ExpertsBackward):
         self._transposed1, transposed2 = hidden.transposed
         assert transposed2 is not None  # forward has kept it for this
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
-        received, dbias = self._received_gradients(), self.db2 if wire is None else None
-        for d_out, part in _arriving(weights, wire, received, x, parts, is_gradient=True, dbias=dbias):
+        received, dbias = replace(x, rows=self._received_gradients()), self.db2 if wire is None else None
+        for d_out, part in _arriving(weights, wire, received, parts, is_gradient=True, dbias=dbias):
             self._ops.grouped_gemm_quantized(d_out, transposed2, part.rows, da, num_sms=part.num_sms)
         takes = act_quantized.takes_dact_quantize(da.shape[1], weights.activation, weights.recipe.row_format)
         if takes and h.dtype in act_quantized.H:
@@ -198,7 +198,7 @@ class QuantizedBackward(ExpertsBackward):
         left = self._dh_columns()
         self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
-    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
         """See ExpertsBackward."""
         self._unmodified_d_out.check()
         x, wire, received = self._x, self._weights.wire.gradients, self._received_gradients()
@@ -206,58 +206,48 @@ class QuantizedBackward(ExpertsBackward):
             left = gradient_columns(self._weights.recipe, received, x.row_range, x.row_index)
         else:
             left = wire.columns(received, x.row_range, self._dtype, x.row_index).operand()
-        right = self._a_columns()
-        self._ops.grouped_gemm_wgrad_quantized(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
+        self._ops.grouped_gemm_wgrad_quantized(left, self._a_columns(), x.row_range, out, accumulate=accumulate)
 
 
 def _arriving(
     weights: QuantizedWeights,
     wire: WireFormat | None,
-    received: torch.Tensor,
     x: ExpertRows,
     parts: Iterable[Part] | None,
     *,
     is_gradient: bool = False,
     dbias: torch.Tensor | None = None,
 ) -> Iterable[tuple[Operand, Part]]:
-    """The operand of received rows or gradients and a part of it that has arrived, one part after the other.
-
-    Without parts, or if the recipe does not take them, all rows are one part.
+    """The operand of received rows (or gradients, as x.rows) and a part of it that has arrived, one part after the
+    other. Without parts, or if the recipe does not take them, all rows are one part.
 
     dbias: gets the sums of the rows times x.bias_scale, with the last part. None: not wanted, or they came by wire.
     """
     recipe = weights.recipe
     if parts is not None and takes_parts(recipe):
-        return _part_by_part(weights, wire, received, x, parts, dbias)
+        return _part_by_part(weights, wire, x, parts, dbias)
     deque(() if parts is None else parts, maxlen=0)  # waits
     if wire is None:
         index, scale = x.row_index, None if dbias is None else x.bias_scale
-        seeds = gradient_seeds(recipe, received, x.row_range, index) if is_gradient else None
+        seeds = gradient_seeds(recipe, x.rows, x.row_range, index) if is_gradient else None
         options = {"row_index": index, "seeds": seeds, "dbias": dbias, "bias_scale": scale}
-        rows = recipe.quantize(received, x.row_range, out=None, **options).operand()
+        rows = recipe.quantize(x.rows, x.row_range, out=None, **options).operand()
     else:
-        rows = wire.quantized(received, x.row_range, x.row_index).operand()
+        rows = wire.quantized(x.rows, x.row_range, x.row_index).operand()
     return ((rows, Part(x.row_range)),)
 
 
 def _part_by_part(
-    weights: QuantizedWeights,
-    wire: WireFormat | None,
-    received: torch.Tensor,
-    x: ExpertRows,
-    parts: Iterable[Part],
-    dbias: torch.Tensor | None,
+    weights: QuantizedWeights, wire: WireFormat | None, x: ExpertRows, parts: Iterable[Part], dbias: torch.Tensor | None
 ) -> Iterator[tuple[Operand, Part]]:
-    recipe, ops = weights.recipe, kernels.for_device(received.device)
-    num_rows = x.scale.shape[0]
+    recipe, ops, num_rows = weights.recipe, kernels.for_device(x.rows.device), x.scale.shape[0]
     rows = recipe.empty("rows", num_rows, weights.w1.shape[2], x.row_range)
     sums = None if dbias is None else (empty_row_sums(num_rows, dbias), x.bias_scale)
-    index, row_format = x.row_index, recipe.row_format
     for part in parts:
         if wire is None:
-            ops.quantize_rows(received, part.rows, rows.buffers, row_format, row_index=index, sums=sums)
+            ops.quantize_rows(x.rows, part.rows, rows.buffers, recipe.row_format, row_index=x.row_index, sums=sums)
         else:
-            wire.unpack(received, part.rows, rows, x.row_index)
+            wire.unpack(x.rows, part.rows, rows, x.row_index)
         yield rows.operand(), part
     if dbias is not None and sums is not None:
         ops.sum_dbias(sums[0], x.row_range, dbias)

@@ -23,7 +23,7 @@ from symmoe import torch_internals
 from symmoe.checks.arguments import Buffer, Problem, RowsLike, overlap_problem, scale_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import ExpertLayers
+from symmoe.grouped.experts import Layers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, fused_mlp
 from symmoe.grouped.rows_function import RowArguments, same_splits
@@ -291,7 +291,7 @@ class Stage:
         call, *others = self.calls
         if not others:
             return call.module(x, *call.inputs, **call.keywords)
-        layers = ExpertLayers(*(call.module for call in self.calls))  # type: ignore[arg-type]  # see _are_fusible
+        layers = cast(Layers, tuple(call.module for call in self.calls))  # see _are_fusible
         return fused_mlp(layers, x, self.arguments(), scale_bias=others[1].keywords.get("bias_scale") is not None)
 
     def buffer(self, name: str) -> Buffer | None:

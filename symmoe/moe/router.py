@@ -106,10 +106,8 @@ class Router(nn.Module):
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
-            given_idx = None if topk_idx is None else _int32(topk_idx)
-            routed = route_tokens(
-                x, self.weight, self.expert_bias, given_idx, top_k=config.top_k, rule=self._rule, heap=self._heap
-            )
+            given_idx = None if topk_idx is None else _int32(topk_idx).contiguous()
+            routed = route_tokens(self._route(x, given_idx), self._heap)
             choice = choice_of(config, routed.topk_idx, routed.probs, token_mask)
         chosen = choice.topk_idx, choice.probs, choice.chosen_idx, choice.num_over_capacity
         return RouterOutput(*chosen, routed.scores, routed.logits)
@@ -123,8 +121,13 @@ class Router(nn.Module):
         config = self.config
         if type(self) is not Router or config.capacity_factor is not None or has_hooks(self):
             return None
-        idx = torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device)
-        return Route(x.contiguous(), self.weight.contiguous(), self.expert_bias, None, config.top_k, self._rule, idx)
+        return self._route(x, topk_idx=torch.empty((x.shape[0], config.top_k), dtype=torch.int32, device=x.device))
+
+    def _route(
+        self, x: torch.Tensor, given_idx: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+    ) -> Route:
+        numbers, weight = (self.config.top_k, self._rule), self.weight.contiguous()
+        return Route(x.contiguous(), weight, self.expert_bias, given_idx, *numbers, topk_idx)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""

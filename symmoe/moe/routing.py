@@ -31,16 +31,15 @@ class Routed(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A choice that is to be made: the arguments of :func:`route_tokens`, without the heap. topk_idx: int32 [T, K],
-    which gets the choice; None: it goes to a new tensor."""
+    """A choice that is to be made. Tensors are contiguous."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    given_idx: torch.Tensor | None
+    x: torch.Tensor  # [T, H] in any precision
+    weight: torch.Tensor  # fp32 [E, H]
+    bias: torch.Tensor | None  # fp32 [E], added to the scores where experts are compared
+    given_idx: torch.Tensor | None  # int32 [T, K], experts to take instead of the best ones
     top_k: int
     rule: RoutingRule
-    topk_idx: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None  # int32 [T, K], which gets the choice; None: it goes to a new tensor
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -122,29 +121,17 @@ class RouteGradients(NamedTuple):
         return self.compute() if heap is None else heap.run(self.key, self.compute, self.inputs)
 
 
-def route_tokens(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_idx: torch.Tensor | None,
-    *,
-    top_k: int,
-    rule: RoutingRule,
-    heap: SymmetricHeap | None = None,
-) -> Routed:
-    """Logits x @ weight^T of tokens [T, H] in any precision and weights fp32 [E, H], and the experts that they choose
-    (kernels/contract/router.py). Not collective, no host sync.
+def route_tokens(route: Route, heap: SymmetricHeap | None = None) -> Routed:
+    """Logits x @ weight^T of tokens, and the experts that they choose (kernels/contract/router.py). Not collective, no
+    host sync.
 
     For bf16 tokens, kernels compute the logits with sums as good as those of fp32 products (never tf32), without an
     fp32 copy of the tokens; on GPUs a token's logits do not depend on the other tokens. Otherwise torch computes them
-    from an fp32 copy. Differentiable, once. bias: fp32 [E], added to the scores where experts are compared; given_idx:
-    int32 [T, K], experts to take instead of the best ones; heap: its tapes play what is launched.
+    from an fp32 copy. Differentiable, once. heap: its tapes play what is launched.
     """
-    x, weight = x.contiguous(), weight.contiguous()
-    given_idx = None if given_idx is None else given_idx.contiguous()
     if torch.compiler.is_compiling():
-        return Routed(*_route(x, weight, bias, given_idx, _packed(top_k, rule, heap)))
-    return Routed(*_RouteFunction.apply(heap, Route(x, weight, bias, given_idx, top_k, rule), x, weight))
+        return Routed(*_route(*route[:4], _packed(route.top_k, route.rule, heap)))
+    return Routed(*_RouteFunction.apply(heap, route, route.x, route.weight))
 
 
 @recorded
@@ -167,15 +154,19 @@ def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int, topk_idx: torch.Te
     return Routed(logits, probs, scores, topk_idx)
 
 
+def _save(ctx: Context, x: torch.Tensor, weight: torch.Tensor, routed: Routed) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(routed.topk_idx)
+    ctx.save_for_backward(x, weight, routed.topk_idx, routed.scores)
+
+
 class _RouteFunction(Function):
     """Of a route, and its x and weight once more, for autograd."""
 
     @staticmethod
     def forward(ctx: Context, heap: SymmetricHeap | None, route: Route, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         routed = route.run(heap)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(routed.topk_idx)
-        ctx.save_for_backward(route.x, route.weight, routed.topk_idx, routed.scores)
+        _save(ctx, route.x, route.weight, routed)
         ctx.rule, ctx.heap = route.rule, heap
         return tuple(routed)
 
@@ -244,10 +235,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, _, _, ctx.numbers = inputs
-    _, _, scores, topk_idx = output
-    ctx.mark_non_differentiable(topk_idx)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, topk_idx, scores)
+    _save(ctx, x, weight, Routed(*output))
 
 
 def _backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -61,7 +61,7 @@ class _Call(NamedTuple):
         """The experts with these of the operator's tensors."""
         experts = self.eager.meta_experts
         end = 4 if experts.fc1.has_bias else 2
-        return of_tensors(experts, tensors[2:end], tensors[end:])
+        return of_tensors((experts.fc1, experts.activation, experts.fc2), tensors[2:end], tensors[end:])
 
     def adapters(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Those among the operator's tensors."""

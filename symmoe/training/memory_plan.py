@@ -24,7 +24,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.moe.overlap import chance_of_part
 from symmoe.moe.routed_experts import RoutedExperts, experts_of
-from symmoe.moe.routing import route_tokens
+from symmoe.moe.routing import Route, route_tokens
 from symmoe.symm_mem.dry_heap import ENDLESS_BYTES, DryHeap, Event
 from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
@@ -161,7 +161,7 @@ def _dry_call(
         room = history.room(num_tokens, config.max_room)
         x, dy, weight = empty(num_tokens, dtype), empty(num_tokens, dtype), empty(config.num_experts, torch.float32)
         with _Memory(heap) as memory:
-            routed = route_tokens(x, weight, None, None, top_k=config.top_k, rule=config.routing_rule)
+            routed = route_tokens(Route(x, weight, None, None, config.top_k, config.routing_rule))
             plan = plan_call(routed.topk_idx, heap, routed_experts.plan_options(dtype), lambda: room)
             y = expert_parallel_mlp(x, routed.probs, experts, plan, out_shape=None, **routed_experts.words)
             node, num_forward = cast(Any, y.grad_fn), len(heap.events)

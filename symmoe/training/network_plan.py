@@ -10,7 +10,7 @@ probs and maps (1.2 % of the bytes of qwen3-30b, 0.3 % of DeepSeek-V3), latency,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.gemm_parts import PART_ROWS, Division
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of, received_layout
+from symmoe.moe.overlap import H200, H200_SMS, Rates, Sizes, chance_of_part, overlap, rates_of
 
 # Measured on H100s (notes/2026-11-26-rails-under-gemms.md).
 _RAIL_DURING_GEMM = 1.2  # times as long rows are on rails
@@ -128,16 +128,7 @@ def plan_network(
                 f"num_groups ({config.num_groups}) must divide {name} ({parts}), or be divisible by it: the model "
                 "knows no groups that share a rank or a node in part"
             )
-    sizes = Sizes(
-        num_rows=num_tokens * config.top_k,
-        hidden=config.hidden,
-        ffn=config.ffn,
-        top_k=config.top_k,
-        num_experts=config.num_experts,
-        num_ranks=num_ranks,
-        item_bytes=dtype.itemsize,
-    )
-    rates, per_node = rates_of(H200, config.precision), num_ranks // num_nodes
+    rates, per_node, nic = rates_of(H200, config.precision), num_ranks // num_nodes, nic_gbs * 1e9
     of_rank, of_node = (
         chance_of_part(config.num_experts, parts, config.top_k, config.num_groups, config.top_groups)
         for parts in (num_ranks, num_nodes)
@@ -149,7 +140,6 @@ def plan_network(
         return Traffic(rows, num_bytes, num_bytes / rate)
 
     def trip(row_bytes: int, link_rows: float) -> Trip:
-        nic = nic_gbs * 1e9
         return Trip(
             slots=traffic(config.top_k * (1 - 1 / num_nodes), row_bytes, nic),
             ranks=traffic((num_ranks - per_node) * of_rank, row_bytes, nic),
@@ -158,18 +148,23 @@ def plan_network(
             link=traffic(link_rows, row_bytes, rates.link_bytes),
         )
 
-    dispatch = trip(config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank)
-    combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
-
-    on_nodes = replace(
-        sizes,
+    sizes = Sizes(
+        num_rows=num_tokens * config.top_k,
+        hidden=config.hidden,
+        ffn=config.ffn,
+        top_k=config.top_k,
+        num_experts=config.num_experts,
+        num_ranks=num_ranks,
+        item_bytes=dtype.itemsize,
         num_nodes=num_nodes,
-        rail_bytes_per_s=nic_gbs * 1e9,
+        rail_bytes_per_s=nic,
         sums_travel=False,
-        is_expert_major=received_layout(config.layout, config.ffn, config.precision) == "expert-major",
+        is_expert_major=config.received_layout == "expert-major",
         sent_row_bytes=config.sent_row_bytes("forward", dtype.itemsize),
         sent_gradient_row_bytes=config.sent_row_bytes("backward", dtype.itemsize),
     )
+    dispatch = trip(config.sent_row_bytes("forward", dtype.itemsize), num_nodes * (per_node - 1) * of_rank)
+    combine = trip(config.hidden * dtype.itemsize, config.top_k * (1 - 1 / per_node))
 
     def forward(network_s: float) -> Forward:
         gemms_s = (sizes.fc1_flops + sizes.product_flops) / rates.flops
@@ -180,7 +175,7 @@ def plan_network(
         combine=combine,
         exact=forward(dispatch.nodes.seconds + combine.nodes.seconds),
         fixed=forward(dispatch.fixed.seconds + combine.fixed.seconds),
-        step=_step(on_nodes, rates),
+        step=_step(sizes, rates),
     )
 
 
@@ -221,10 +216,8 @@ def _step(sizes: Sizes, rates: Rates) -> Step:
 
     product, fc1 = sizes.product_flops, sizes.fc1_flops
     weight_bytes = sizes.num_experts / sizes.num_ranks * (product + fc1) / 2 / sizes.num_rows * sizes.item_bytes
-    once_s, rest_s = (
-        _WEIGHTS_SEEN * weight_bytes / rates.memory_bytes,
-        _FIXED_S + sizes.num_rows / sizes.top_k * _TOKEN_S,
-    )
+    once_s = _WEIGHTS_SEEN * weight_bytes / rates.memory_bytes
+    rest_s = _FIXED_S + sizes.num_rows / sizes.top_k * _TOKEN_S
     forward_s = dispatch_s(fc1, chosen.dispatch, sizes.sent_row_bytes) + combine_s(product, chosen.combine, 0.0)
     backward_s = dispatch_s(product, chosen.gradient_dispatch, sizes.sent_gradient_row_bytes)
     backward_s += product / rates.wgrad_flops + combine_s(fc1, chosen.gradient_combine, fc1)

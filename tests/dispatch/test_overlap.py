@@ -31,10 +31,10 @@ from symmoe.moe.overlap import (
     Rates,
     Sizes,
     gpu_of,
-    layout_for,
     overlap,
     overlap_everything,
     rates_of,
+    received_layout,
 )
 from symmoe.nodes.topology import find_topology, make_rank_maps
 from symmoe.precision import MXFP8, Float8Block
@@ -165,10 +165,8 @@ def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes
 
 
 def test_layout_by_width():
-    assert layout_for(768) == layout_for(14336) == "expert-major"
-    assert layout_for(256) == "packed"
-    assert layout_for(768, item_bytes=4) == "packed"  # fp32 rows are copied for twice as long
-    assert layout_for(768, rates=replace(H200, gathered_share=0.0)) == "packed"
+    assert received_layout("auto", 768, None) == received_layout("auto", 14336, None) == "expert-major"
+    assert received_layout("auto", 256, None) == received_layout("auto", 768, Float8Block()) == "packed"
 
 
 Times = dict[str, tuple[float, list[float]]]  # of each trip and what it may run beside: apart, and with 1, 2, ... SMs

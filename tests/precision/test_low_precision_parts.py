@@ -26,14 +26,14 @@ def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, recipe, dtype
     assert cluster(num_ranks).findings(check_parts, "cpu", recipe, dtype) == []
 
 
-def all_at_once(weights, wire, received, x, parts, dbias):
+def all_at_once(weights, wire, x, parts, dbias):
     """A wrong _part_by_part: it makes operands of all rows when the first part is there."""
     rows = None
     for part in parts:
         if rows is None and wire is None:
-            rows = weights.recipe.quantize(received, x.row_range, row_index=x.row_index)
+            rows = weights.recipe.quantize(x.rows, x.row_range, row_index=x.row_index)
         elif rows is None:
-            rows = wire.quantized(received, x.row_range, x.row_index)
+            rows = wire.quantized(x.rows, x.row_range, x.row_index)
         yield rows.operand(), part
 
 

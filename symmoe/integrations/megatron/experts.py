@@ -26,7 +26,6 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
-from symmoe.grouped.experts import ExpertLayers
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
 from symmoe.grouped.rows_function import RowArguments
@@ -129,7 +128,7 @@ class SymmExperts(MegatronModule):
         Returns:
             [N, H], and None for Megatron's bias.
         """
-        layers = ExpertLayers(self.linear_fc1, self.activation, self.linear_fc2)
+        layers = self.linear_fc1, self.activation, self.linear_fc2
         arguments = RowArguments(tokens_per_expert, permuted_probs)
         return fused_mlp(layers, permuted_local_hidden_states, arguments, scale_bias=False), None
 
