@@ -20,17 +20,8 @@ from torch import nn
 from symmoe.checkpoint.files import sync
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.tensors import check_replicas, digest
-from symmoe.errors import CheckpointError, SymmoeError, raise_for
-from symmoe.integrations.transformers.layout import (
-    INDEX,
-    WEIGHTS,
-    Layout,
-    Piece,
-    layout_problem,
-    new_layout,
-    pieces_of,
-    read_layout,
-)
+from symmoe.errors import CheckpointError, SymmoeError
+from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, Piece, find_pieces, new_layout, pieces_of
 from symmoe.integrations.transformers.swap import heap_of
 
 if TYPE_CHECKING:
@@ -59,7 +50,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     with Peers(heap_of(model).bootstrap) as peers:
-        layout, pieces = peers.together(lambda: _layout_there(model, folder))
+        layout, pieces = peers.together(lambda: find_pieces(model, folder))
         peers.together(lambda: _read(folder, layout, pieces), is_last=True)
 
 
@@ -101,25 +92,17 @@ def save_checkpoint(
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is a file; a checkpoint is written to a folder")
         if like is not None:
-            return _layout_there(model, like)
+            return find_pieces(model, like)
         pieces = pieces_of(model, None)
         tensors = {piece.key: (piece.dtype, piece.shape) for piece in pieces}
         return new_layout(tensors, max_shard_bytes=max_shard_bytes), pieces
-
-    def lay_out() -> None:
-        if heap.rank == 0:
-            _lay_out(partial, layout)
-            _copy_rest(partial, layout, pieces, model, like)
-
-    def write() -> None:
-        _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank])
 
     with Peers(heap.bootstrap) as peers:
         layout, pieces = peers.together(plan)
         compare(peers, {each.key: each.tensor for each in pieces if each.is_everywhere and each.tensor is not None})
         try:
-            for step in (lay_out, write):
-                peers.together(step)
+            peers.together(lambda: None if heap.rank else _lay_out(partial, layout, pieces, model, like))
+            peers.together(lambda: _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank]))
         except SymmoeError:
             if heap.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -132,16 +115,6 @@ def compare(peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises CheckpointError on every rank if tensors that all ranks have differ. Collective."""
     _, digests = peers.gather(lambda: (None, {key: digest(tensor) for key, tensor in tensors.items()}))
     check_replicas(((key, range(peers.num_ranks)) for key in tensors), digests)
-
-
-def _layout_there(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
-    """The layout of a checkpoint, and the model's pieces in it. CheckpointError: it is not that of the model."""
-    layout = read_layout(folder)
-    pieces = pieces_of(model, layout.tensors)
-    # Patterns of keys that it may have in addition to its own, as in transformers.
-    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
-    raise_for(layout_problem(pieces, layout, ignored))
-    return layout, pieces
 
 
 def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
@@ -163,8 +136,9 @@ def _by_file(layout: Layout, pieces: Iterable[Piece]) -> dict[str, list[tuple[Pi
     return by_file
 
 
-def _lay_out(partial: Path, layout: Layout) -> None:
-    """Makes the files, with their headers and without values."""
+def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreTrainedModel, like: Path | None) -> None:
+    """Makes the files with their headers, and without values but those of tensors that the model does not use; and
+    what is no weights: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
     for name, header in layout.headers.items():
@@ -173,12 +147,6 @@ def _lay_out(partial: Path, layout: Layout) -> None:
             file.truncate(layout.file_bytes[name])
     if layout.index is not None:
         (partial / INDEX).write_bytes(layout.index)
-
-
-def _copy_rest(
-    partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreTrainedModel, like: Path | None
-) -> None:
-    """Copies what is no piece of the model: config and tokenizer, and tensors that the model does not use."""
     if like is None:
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")

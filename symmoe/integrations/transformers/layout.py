@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +56,38 @@ class Layout:
     index: bytes | None  # the bytes of model.safetensors.index.json, or None
 
 
-def read_layout(folder: Path) -> Layout:
-    """The layout of the checkpoint in a folder: the files of its index, or model.safetensors.
+def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
+    """The layout of the checkpoint in a folder (the files of its index, or model.safetensors), and the pieces of a
+    swapped model in it.
 
-    CheckpointError: a file is missing, cut off or no safetensors file, or the index says something else.
+    CheckpointError: a file is missing, cut off or no safetensors file, the index says something else, or keys, shapes
+    or dtypes are not those of the model.
     """
+    layout = _read_layout(folder)
+    pieces = pieces_of(model, layout.tensors)
+    problems = {}  # by key: pieces of one key have one problem
+    wanted = {piece.key: piece for piece in pieces}
+    for key, piece in wanted.items():
+        stored = layout.tensors.get(key)
+        if stored is None:
+            problems[key] = f"{key} is missing (the model has shape {list(piece.shape)})"
+        elif stored.shape != piece.shape:
+            problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
+        elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
+            problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
+    # Patterns of keys that it may have in addition to its own, as in transformers.
+    ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+    for key in layout.tensors:
+        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored):
+            problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
+    if problems:
+        named = "; ".join(list(problems.values())[:_MAX_NAMED])
+        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
+    return layout, pieces
+
+
+def _read_layout(folder: Path) -> Layout:
     index, expected = None, None
     if (folder / INDEX).exists():
         index = (folder / INDEX).read_bytes()
@@ -136,12 +164,16 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
     """
     family = family_of(model.config)
     blocks = {path: m for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
-    names = {path: _name_on_disk(family, path, stored) for path in blocks}
-    renamed = {path.rpartition(".")[0] + ".": names[path].rpartition(".")[0] + "." for path in blocks}
-    tensors = model.state_dict(keep_vars=True)
-    aliases: dict[int, list[str]] = {}
+    names, renamed = dict[str, str](), dict[str, str]()  # of experts modules, and prefixes, in checkpoints
+    for path in blocks:
+        parent, _, experts = path.rpartition(f".{BLOCK}.")
+        block = f"{parent}.{family.block_on_disk}."
+        names[path] = f"{block}{experts}" if stored is None or any(key.startswith(block) for key in stored) else path
+        renamed[path.rpartition(".")[0] + "."] = names[path].rpartition(".")[0] + "."
+    tensors, keys, aliases = model.state_dict(keep_vars=True), dict[str, str](), defaultdict[int, list[str]](list)
     for name, tensor in tensors.items():
-        aliases.setdefault(id(tensor), []).append(_replace_prefix(name, renamed))
+        keys[name] = next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
+        aliases[id(tensor)].append(keys[name])
     pieces: list[Piece] = []
     for name, tensor in tensors.items():
         if (path := next((path for path in blocks if name.startswith(f"{path}.")), None)) is not None:
@@ -150,33 +182,10 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
             if path in names:  # its first tensor
                 pieces += _expert_pieces(family, blocks[path], names.pop(path), stored)
             continue
-        key, keys = _replace_prefix(name, renamed), aliases[id(tensor)]
-        on_disk = keys[:1] if stored is None else [k for k in keys if k in stored] or keys[:1]
-        if key in on_disk:
-            pieces.append(Piece(key, tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0, True))
+        its = aliases[id(tensor)]
+        if keys[name] in ([key for key in its if key in (stored or ())] or its[:1]):
+            pieces.append(Piece(keys[name], tuple(tensor.shape), tensor.dtype, None, tensor.detach(), 0, True))
     return pieces
-
-
-def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[str]) -> CheckpointError | None:
-    """Why a checkpoint cannot be that of a model, or None; `ignored`: patterns of keys that it may have in addition."""
-    problems = {}  # by key: pieces of one key have one problem
-    wanted = {piece.key: piece for piece in pieces}
-    for key, piece in wanted.items():
-        stored = layout.tensors.get(key)
-        if stored is None:
-            problems[key] = f"{key} is missing (the model has shape {list(piece.shape)})"
-        elif stored.shape != piece.shape:
-            problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
-        elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
-            problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
-    for key in layout.tensors:
-        if key not in wanted and not any(re.search(pattern, key) for pattern in ignored):
-            problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
-    if not problems:
-        return None
-    named = "; ".join(list(problems.values())[:_MAX_NAMED])
-    more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-    return CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
 
 
 def _read_header(path: Path) -> bytes:
@@ -217,20 +226,6 @@ def _new_header(shard: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byt
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _name_on_disk(family: Family, path: str, stored: Collection[str] | None) -> str:
-    """The name that an experts module at `path` has in checkpoints."""
-    parent, _, experts = path.rpartition(f".{BLOCK}.")
-    block = f"{parent}.{family.block_on_disk}."
-    return f"{block}{experts}" if stored is None or any(key.startswith(block) for key in stored) else path
-
-
-def _replace_prefix(name: str, prefixes: dict[str, str]) -> str:
-    for old, new in prefixes.items():
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
 
 
 def _expert_pieces(

@@ -1,7 +1,4 @@
-"""The yardstick: an expert-parallel layer of stock torch parts.
-
-all_to_all_single (NCCL or gloo) of one row per slot, a stable sort, torch._grouped_mm (on CPUs a loop of products),
-SwiGLU in eager operations. Permutations gather in both directions, which is faster than what autograd makes of them.
+"""The yardstick: an expert-parallel layer of stock torch parts, which docs/benchmarking.md lists.
 
 T tokens, K slots, H hidden, e experts per rank, R ranks, N rows received.
 """

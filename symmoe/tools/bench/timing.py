@@ -1,10 +1,4 @@
-"""How things are timed: one protocol for everything that is measured (docs/benchmarking.md).
-
-Blocks of up to `BLOCK` repetitions begin with a barrier of hosts and devices; then one call of each variant follows in
-turn, in an order that is shuffled for every repetition, the same in every run: a GPU runs faster after a call that left
-it cool, and no variant shall always follow such a call. Before each call the ranks are aligned: on GPUs the streams,
-not the hosts. For kernels and trips the host gets a head start, and its time does not show.
-"""
+"""How things are timed: one protocol for everything that is measured. docs/benchmarking.md has it, and why it is so."""
 
 from __future__ import annotations
 
@@ -13,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +19,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.ranks import Ranks
 
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+DIRECTIONS = ("forward", "backward")
 WARM_UP = 3
 BLOCK = 10
 Mark = Any  # a point in time as a clock takes it
