@@ -86,14 +86,10 @@ class RailRows:
         sizes = {"num_experts": num_experts, "most": rail_rows, "room": room}
         kernels.for_device(heap.device).rail_rows(topk_idx, maps, numbers, rows, **sizes)
         self._heap, self.topk_idx, self._rail_rows, self._numbers = heap, topk_idx, rail_rows, numbers
-        self._drops = excess is not None and excess.drops
-        self._word, self._number = control.HEAD_RAIL_DROPPED, None  # of the header, what only the device knows
-        if excess is None:
-            return
-        self._number = numbers[num_nodes + 1 :]
-        if excess.room is not None:
-            self._word = control.HEAD_PACKED_CAPACITY
-        if excess.drops:
+        self._drops, self._number = excess is not None and excess.drops, None if excess is None else numbers[-1:]
+        # Of the header, what only the device knows.
+        self._word = control.HEAD_RAIL_DROPPED if room < 0 else control.HEAD_PACKED_CAPACITY
+        if self._drops:
             rank = topk_idx.div(num_experts // heap.num_ranks, rounding_mode="floor")
             is_expert = (rank >= 0) & (rank < heap.num_ranks)
             node = maps.to_node[torch.where(is_expert, rank, -1)]

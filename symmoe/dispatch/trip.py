@@ -34,6 +34,7 @@ from symmoe.tape.tape import CLEAN, MUST_ABORT, MUST_SIGNAL
 
 PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes there: where it wants each of these
+_Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,8 @@ def dispatch(
 
 
 def _travelling(
-    plan: Plan,
-    tensors: list[torch.Tensor],
-    come: Callable[[], list[torch.Tensor]] | None,
-    agreed: control.CallFields | None,
-) -> Iterator[tuple[Plan, list[torch.Tensor]]]:
+    plan: Plan, tensors: _Tensors, come: Callable[[], _Tensors] | None, agreed: control.CallFields | None
+) -> Iterator[tuple[Plan, _Tensors]]:
     """What is sent to the ranks of a node, tensors [T, .] with the plan of their tokens: this rank's own, and between
     nodes, once they `come`, the foreign ones. If it is the last trip of its call, which has `agreed` on that, it ends
     with a meeting, see Nodes.meet: its last barrier is next."""
@@ -180,7 +178,7 @@ class _Trip:
         buffer: torch.Tensor,
         layout: str,
         index: _Index,
-        travelling: Iterator[tuple[Plan, list[torch.Tensor]]],
+        travelling: Iterator[tuple[Plan, _Tensors]],
         agreed: control.CallFields,
         division: Division | None,
     ) -> None:

@@ -194,18 +194,22 @@ class SymmMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Same as in MoELayer; with SymmExperts, tokens travel to their experts and home in here."""
-        dispatcher, bias = self.token_dispatcher, None
+        dispatcher = self.token_dispatcher
         if self._routed is not None:
-            y, *told = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
-        else:
-            y, bias = self.experts(*dispatcher.dispatch_postprocess(hidden_states, probs))
-            y = dispatcher.combine_preprocess(y)
+            y, expert_load, num_dropped = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
+            if self.listeners.callbacks:
+                self._tell(hidden_states, expert_load, num_dropped)
+            return y, None
+        rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
+        output, bias = self.experts(rows, tokens_per_expert, row_probs)
         if self.listeners.callbacks:
-            if self._routed is None:
-                told = [begun(dispatcher.plan).expert_load, begun(dispatcher.plan).num_dropped]
-            ids, size = begun(dispatcher.topk_idx), hidden_states.shape[1] * hidden_states.element_size()
-            self.listeners.tell(RoutingReport(ids, ids, *told, size, size, is_training=self.training))
-        return y, bias
+            plan = begun(dispatcher.plan)
+            self._tell(rows, plan.expert_load, plan.num_dropped)
+        return dispatcher.combine_preprocess(output), bias
+
+    def _tell(self, rows: torch.Tensor, expert_load: torch.Tensor, num_dropped: torch.Tensor) -> None:
+        ids, size = begun(self.token_dispatcher.topk_idx), rows.shape[1] * rows.element_size()
+        self.listeners.tell(RoutingReport(ids, ids, expert_load, num_dropped, size, size, is_training=self.training))
 
 
 def begun(value: _Value | None) -> _Value:
