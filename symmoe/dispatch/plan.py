@@ -433,8 +433,7 @@ def _plan_barrier(heap: SymmetricHeap, config: int, rails: RailRows | None) -> t
     group; a negative number if the call has failed."""
     if rails is not None:
         rails.tell()
-    first_step = heap.first_step
-    if first_step is None or heap.streams.capture:
+    if (first_step := heap.first_step) is None or heap.streams.capture:
         received = heap.barrier(control.PHASE_PLAN, config=config)
     else:
         heap.first_step = None
