@@ -80,8 +80,8 @@ def evaluated(experts: Experts | CallExperts, dtype: torch.dtype) -> CallExperts
     """The experts for a call in that dtype, see local_tensors."""
     if isinstance(experts, CallExperts):
         return experts
-    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), dtype)
-    return of_tensors((experts.fc1, experts.activation, experts.fc2), biases, [*weights, *adapters])
+    layers = experts.fc1, experts.activation, experts.fc2
+    return of_tensors(layers, *local_tensors((experts.fc1, experts.fc2), dtype))
 
 
 class Hidden(NamedTuple):
@@ -116,6 +116,7 @@ class Hidden(NamedTuple):
 
 # What the first layer passes to the second: the activation, or with a recipe the operands of the product.
 SecondInput = torch.Tensor | tuple[Operand, Operand]
+Parts = Iterable[Part] | None  # of the rows, as they arrive; None: all rows are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,14 @@ class ExpertWeights:
     b2: torch.Tensor | None  # [G, H]
     activation: Activation
 
-    def first_layer(
-        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
-    ) -> tuple[Hidden, SecondInput]:
+    def forward(self, x: ExpertRows, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False) -> Hidden:
+        """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out
+        [N, H] is written up to the end of the last group, and with zeros past it if `zero_tail`."""
+        hidden, a = self.first_layer(x, num_rows=num_rows)
+        self.second_layer(a, hidden, x, out, zero_tail=zero_tail)
+        return hidden
+
+    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale; one kernel for each part, or for all."""
         ops, h = kernels.for_device(x.rows.device), x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
@@ -179,18 +185,8 @@ class ExpertRows:
         return replace(self, scale=self.scale[:num_rows], bias_scale=bias_scale, **found)
 
 
-def experts_forward(
-    x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
-) -> Hidden:
-    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale, with intermediate tensors of num_rows rows; out [N,
-    H] is written up to the end of the last group, and with zeros past it if `zero_tail`."""
-    hidden, a = weights.first_layer(x, num_rows=num_rows)
-    weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
-    return hidden
-
-
 class ExpertsBackward:
-    """Backward of :func:`experts_forward`, in three steps that the caller puts in order.
+    """Backward of :meth:`ExpertWeights.forward`, in three steps that the caller puts in order.
 
     Construction runs the first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then
     :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all. Row i of
@@ -207,7 +203,7 @@ class ExpertsBackward:
         hidden: Hidden,
         d_out: torch.Tensor,
         *,
-        parts: Iterable[Part] | None = None,
+        parts: Parts = None,
         needs_scale: bool = True,
         spends_h: bool = False,
     ) -> None:
@@ -230,7 +226,7 @@ class ExpertsBackward:
             if x.bias_scale is not None and needs_scale:
                 ops.grouped_bias_dot((d_out, x.row_index), weights.b2, x.row_range, self.d_scale, accumulate=True)
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part. Whether it has also
         made db2."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h

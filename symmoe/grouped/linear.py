@@ -90,10 +90,10 @@ class GroupedLinear(GroupedParameters):
         arguments = RowArguments(splits, bias_scale, out, grad_input_out, (is_first_microbatch,))
         arguments.check("x", x, (self,))
         x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
-        biases, weights, adapters = local_tensors((self,), x.dtype, cast_biases=is_autocast)
+        biases, tensors = local_tensors((self,), x.dtype, cast_biases=is_autocast)
         products = LinearProducts((self,), trains_rows=torch.is_grad_enabled() and x.requires_grad)
         added = (None,) if self.return_bias else tuple(biases)
-        y = run_rows(products, arguments, x, added, (*weights, *adapters))
+        y = run_rows(products, arguments, x, added, tensors)
         return (y, biases[0]) if self.return_bias else y
 
     @torch.no_grad()

@@ -9,14 +9,13 @@ t1 = A1 x and t2 = A2 a [N, r] are kept with h.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
 from symmoe.grouped.low_rank import LowRank
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
@@ -29,9 +28,7 @@ class AdaptedWeights(ExpertWeights):
     low1: LowRank
     low2: LowRank
 
-    def first_layer(
-        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
-    ) -> tuple[Hidden, torch.Tensor]:
+    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, torch.Tensor]:
         """Same as ExpertWeights.first_layer, but the activation runs after all parts."""
         ops = kernels.for_device(x.rows.device)
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
@@ -60,7 +57,7 @@ class AdaptedBackward(ExpertsBackward):
 
     _weights: AdaptedWeights
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, low2 = h.shape[0], weights.low2
         self._dh, self._a = self._rows_for_dh(h), h.new_empty((num_rows, weights.w2.shape[2]))

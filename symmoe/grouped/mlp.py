@@ -24,7 +24,6 @@ from symmoe.grouped.experts import (
     ExpertWeights,
     Hidden,
     Layers,
-    experts_forward,
     of_tensors,
 )
 from symmoe.grouped.linear import GroupedLinear
@@ -146,20 +145,12 @@ def fused_mlp(layers: Layers, x: torch.Tensor, arguments: RowArguments, *, scale
     raise_for(wrapped_problem("fc1", fc1, "held_problem") or wrapped_problem("fc2", fc2, "held_problem"))
     arguments.check("rows", x, (fc1, fc2))
     x, is_autocast = x.to(working_dtype(x)), torch.is_autocast_enabled(x.device.type)
-    biases, weights, adapters = local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast)
-    called = of_tensors(layers, biases, [*weights, *adapters])
+    called = of_tensors(layers, *local_tensors((fc1, fc2), x.dtype, cast_biases=is_autocast))
     inputs = (x, arguments.scale, *called.biases, *called.tensors)
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
     has_scaled_bias = scale_bias and called.biases[1] is not None
     products = MLPProducts(called.form, (fc1, fc2), has_scaled_bias, (trains and x.requires_grad, trains))
     return run_rows(products, arguments, x, called.biases, called.tensors)
-
-
-def without_memory(experts: GroupedMLP) -> GroupedMLP:
-    """Experts of the same shape and activation, on the meta device."""
-    sizes, fc1 = (experts.num_groups, experts.hidden, experts.ffn), experts.fc1
-    options: dict[str, Any] = {"activation": experts.activation, "precision": fc1.precision, "bias": fc1.has_bias}
-    return GroupedMLP(*sizes, weights="packed" if fc1.is_packed else "discrete", device="meta", **options)
 
 
 def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
@@ -209,7 +200,7 @@ class MLPProducts:
 
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Hidden:
         x, weights = self._operands(rows)
-        return experts_forward(x, weights, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
+        return weights.forward(x, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
 
     def backward(
         self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]

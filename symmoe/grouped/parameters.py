@@ -216,8 +216,8 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 def local_tensors(
     linears: Sequence[GroupedParameters], dtype: torch.dtype, *, cast_biases: bool = True
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
-    """(biases, weights, adapters) of the layers in that dtype; for DTensors this rank's parts, differentiable.
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """Biases of the layers in that dtype, and weights, then adapters; for DTensors this rank's parts, differentiable.
 
     Parametrizations and adapters are evaluated here, once in a call: they may draw random numbers, or save something.
     There is a bias or None for each layer; kernels also take one of another dtype. Adapters are A and B of each layer,
@@ -226,18 +226,18 @@ def local_tensors(
     biases = [linear.bias_parameter() for linear in linears]
     if cast_biases:
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
-    weights: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for linear in linears:
         own = linear.weight_parameters()
         if own[0].dtype != dtype:  # else kernel_matrices looks at them
             check_uniform(own)
             own = tuple(weight.to(dtype) for weight in own)
-        weights += own
+        tensors += own
     pairs = [linear.adapters() for linear in linears]
     if not any(pairs):
-        return biases, weights, []
-    adapters: list[torch.Tensor] = []
+        return biases, tensors
     for linear, pair in zip(linears, pairs, strict=True):
         shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
-        adapters += pair or (weights[0].new_zeros((linear.num_groups, *shape)) for shape in shapes)
-    return biases, weights, [adapter.to(dtype) for adapter in adapters]
+        zeros = (tensors[0].new_zeros((linear.num_groups, *shape)) for shape in shapes)
+        tensors += [adapter.to(dtype) for adapter in pair or zeros]
+    return biases, tensors

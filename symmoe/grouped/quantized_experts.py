@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Parts, SecondInput
 from symmoe.kernels import act_quantized
 from symmoe.kernels.act_quantized import DactOperands
 from symmoe.kernels.bias_sums import empty_row_sums
@@ -68,9 +68,7 @@ class QuantizedWeights(ExpertWeights):
     wire: Wire
     held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)
 
-    def first_layer(
-        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
-    ) -> tuple[Hidden, SecondInput]:
+    def first_layer(self, x: ExpertRows, *, num_rows: int, parts: Parts = None) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
         recipe, ops, ffn = self.recipe, kernels.for_device(self.w1.device), self.w2.shape[2]
         h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
@@ -127,7 +125,7 @@ class QuantizedBackward(ExpertsBackward):
     _dh_columns: Callable[[], Operand]
     _a_columns: Callable[[], Operand]
 
-    def _fc2_dgrad(self, hidden: Hidden, parts: Iterable[Part] | None) -> bool:
+    def _fc2_dgrad(self, hidden: Hidden, parts: Parts) -> bool:
         x, weights, h = self._x, self._weights, hidden.h
         self._dtype, wire = h.dtype, weights.wire.gradients
         self._transposed1, transposed2 = hidden.transposed
@@ -213,7 +211,7 @@ def _arriving(
     weights: QuantizedWeights,
     wire: WireFormat | None,
     x: ExpertRows,
-    parts: Iterable[Part] | None,
+    parts: Parts,
     *,
     is_gradient: bool = False,
     dbias: torch.Tensor | None = None,

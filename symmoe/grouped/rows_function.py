@@ -190,7 +190,11 @@ class _RowsFunction(Function):
         gradients = products.backward(inputs, saved[: ctx.num_kept], d_y, (needs_x, needs_scale, *needs_biases))
         d_x = d_scale = None
         if needs_x:
-            d_x = _gradient_rows(buffer, x, d_y)
+            raise_for(buffer.problem())
+            d_x = torch.empty_like(x) if buffer.tensor is None else buffer.tensor
+            if buffer.tensor is not None:  # the kernel reads d_y while it writes
+                like: dict[str, Any] = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device}
+                raise_for(buffer_problem("grad_input_out", d_x, **like, inputs=(d_y,)))
             gradients.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=buffer.tensor is None)
             d_x = buffer.hand_on(d_x)
         if needs_scale and gradients.d_scale is not None:
@@ -203,16 +207,6 @@ class _RowsFunction(Function):
         d_adapters = gradients.adapter_gradients()
         buffer.end_backward()
         return None, None, d_x, None, d_scale, *gradients.d_biases, *d_weights, *d_adapters
-
-
-def _gradient_rows(buffer: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
-    """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes."""
-    raise_for(buffer.problem())
-    if (given := buffer.tensor) is None:
-        return torch.empty_like(x)
-    shape = tuple(x.shape)
-    raise_for(buffer_problem("grad_input_out", given, shape=shape, dtype=x.dtype, device=x.device, inputs=(d_y,)))
-    return given
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
         if (error := stage.problem(rows)) is not None:
             return error
     results, gradients = (
-        [(i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer(name)) is not None]
+        {i: buffer for i, stage in enumerate(stages) if (buffer := stage.buffer(name)) is not None}
         for name in ("out", "grad_input_out")
     )
     if not results and not gradients:
@@ -344,18 +344,14 @@ def _stages_problem(stages: list[Stage], x: object) -> Problem:
     read += itertools.chain.from_iterable(stage.tensors() for stage in stages)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
     known = [i for i, stage in enumerate(stages) if stage.is_known]
-
-    def result(i: int, buffer: Buffer) -> Buffer:
+    for i, buffer in results.items():
         reader = next((reader for reader in known if reader > i), None)
-        return replace(buffer, first=i, last=math.inf if trains or reader is None else reader)
-
-    def gradient(i: int, buffer: Buffer) -> Buffer:  # time goes on as the number of the stage falls
+        results[i] = replace(buffer, first=i, last=math.inf if trains or reader is None else reader)
+    for i, buffer in gradients.items():  # time goes on as the number of the stage falls
         reader = next((reader for reader in reversed(known) if reader < i), None)
         # Delayed weight gradients still read tensors after the backward pass.
         modules = () if reader is None else (part for call in stages[reader].calls for part in call.module.modules())
         delays = any(getattr(module, "delay_wgrad", False) for module in modules)
-        return replace(buffer, first=-i, last=math.inf if reader is None or delays else -reader)
-
-    error = overlap_problem([result(*each) for each in results], read)
-    written = [buffer.tensor for _, buffer in results]
-    return error or overlap_problem([gradient(*each) for each in gradients], [*read, *written])
+        gradients[i] = replace(buffer, first=-i, last=math.inf if reader is None or delays else -reader)
+    error = overlap_problem([*results.values()], read)
+    return error or overlap_problem([*gradients.values()], [*read, *(buffer.tensor for buffer in results.values())])

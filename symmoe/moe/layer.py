@@ -237,19 +237,14 @@ class MoELayer(ExpertParallelModule):
         aux_loss = self._aux_loss(x, token_mask, routed, expert_load)
         metrics = MoEMetrics(aux_loss, expert_load, num_dropped, routed.topk_idx, routed.num_over_capacity)
         if self.listeners.callbacks:
-            self.listeners.tell(
-                RoutingReport(
-                    topk_idx=routed.topk_idx,
-                    chosen_idx=routed.chosen_idx,
-                    expert_load=expert_load,
-                    num_dropped=num_dropped,
-                    row_bytes=self.config.hidden * dtype.itemsize,
-                    sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-                    is_training=self.training,
-                    num_over_capacity=routed.num_over_capacity,
-                    aux_loss=metrics.aux_loss,
-                )
+            report = RoutingReport(
+                **metrics._asdict(),
+                chosen_idx=routed.chosen_idx,
+                row_bytes=self.config.hidden * dtype.itemsize,
+                sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
+                is_training=self.training,
             )
+            self.listeners.tell(report)
         return y, metrics
 
     if TYPE_CHECKING:

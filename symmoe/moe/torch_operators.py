@@ -98,15 +98,16 @@ def run_routed(
     raise_for(gradients_elsewhere(experts, reason) or fsdp_problem(experts, step.heap.num_ranks))
     if (kind := kind_of(experts)) != step.kind:
         raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
-    biases, weights, adapters = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
-    own = [*(bias for bias in biases if bias is not None), *weights]
-    if any(tensor.device != step.heap.device for tensor in (*own, *adapters)):
+    biases, tensors = local_tensors((experts.fc1, experts.fc2), tokens.dtype)
+    tensors = [*(bias for bias in biases if bias is not None), *tensors]
+    own = tensors[: sum(fc.has_bias + len(fc.weight_names) for fc in (experts.fc1, experts.fc2))]
+    if any(tensor.device != step.heap.device for tensor in tensors):
         raise ArgumentError(f"experts have parameters that are not on {step.heap.device}, where the heap is")
     trains = torch.is_grad_enabled()
     trains_own = trains and any(tensor.requires_grad for tensor in own)
     gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
     call = _Call(step.number, len(own), int(trains), int(trains_own), gradients)
-    y, expert_load, num_dropped, _ = _moe_forward([tokens, probs, *own, *adapters], topk_idx, list(call))
+    y, expert_load, num_dropped, _ = _moe_forward([tokens, probs, *tensors], topk_idx, list(call))
     return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
 
 

@@ -30,6 +30,7 @@ from symmoe.symm_mem.memory import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.row_budget import RowHistory
 from symmoe.torch_internals import storage_of
 
+_TOO_LARGE = f"these sizes would need a heap of more than {ENDLESS_BYTES} bytes"
 _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
 
 
@@ -104,7 +105,7 @@ def plan_memory(
         packed_rows = math.ceil(packed_rows * chance_of_part(experts, num_ranks, top_k))
     lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
     if lines * max(config.hidden, config.ffn) * _MOST_BYTES > ENDLESS_BYTES:  # torch makes no tensors of this size
-        raise _too_large()
+        raise ArgumentError(_TOO_LARGE)
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
     plan, passes, activation_bytes, peak_bytes = _dry_call(config, heap, num_tokens, dtype)
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
@@ -220,11 +221,7 @@ def _heap_bytes(
                 continue
             span = arena.take_or_grow(num_bytes, whole) if in_graph else arena.take(num_bytes)
             if span is None:
-                raise _too_large()
+                raise ArgumentError(_TOO_LARGE)
             live[key] = span
             end = max(end, sum(span))
     return end
-
-
-def _too_large() -> ArgumentError:
-    return ArgumentError(f"these sizes would need a heap of more than {ENDLESS_BYTES} bytes")

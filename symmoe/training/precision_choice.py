@@ -94,8 +94,7 @@ def best_measured(
     Raises:
         ArgumentError: a number is out of range.
     """
-    sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "num_micro_batches": num_micro_batches}
-    raise_for(size_problem(**sizes))
+    raise_for(size_problem(num_ranks=num_ranks, num_tokens=num_tokens, num_micro_batches=num_micro_batches))
     config.experts_per_rank(num_ranks)
     num_rows = num_ranks * num_tokens * config.top_k
     smaller = [

@@ -10,7 +10,7 @@ from symmoe import MoEConfig, kernels
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.kernels.triton import router_products
 from symmoe.moe.router import Router
-from symmoe.moe.routing import route_tokens
+from symmoe.moe.routing import Route, route_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -143,10 +143,10 @@ def test_router_is_that_of_fp32_tokens(score, seed):
 
 def test_nothing_of_fp32_is_kept_of_the_tokens():
     x, weight = numbers(4096, 2048).bfloat16().requires_grad_(), numbers(16, 2048).requires_grad_()
-    route_tokens(x, weight, None, None, top_k=1, rule=RoutingRule()).logits.sum().backward()  # compiles
+    route_tokens(Route(x, weight, None, None, 1, RoutingRule())).logits.sum().backward()  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    logits = route_tokens(x, weight, None, None, top_k=1, rule=RoutingRule()).logits
+    logits = route_tokens(Route(x, weight, None, None, 1, RoutingRule())).logits
     assert torch.cuda.max_memory_allocated() - before < x.numel()  # a quarter of an fp32 copy
     del logits

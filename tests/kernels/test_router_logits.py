@@ -9,7 +9,7 @@ from torch import nn
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.router import Router
-from symmoe.moe.routing import route_tokens
+from symmoe.moe.routing import Route, route_tokens
 
 T, E, H = 37, 12, 40
 
@@ -22,7 +22,7 @@ def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.T
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return route_tokens(x, weight, None, None, top_k=1, rule=RoutingRule()).logits
+    return route_tokens(Route(x.contiguous(), weight, None, None, 1, RoutingRule())).logits
 
 
 def gradients(logits: torch.Tensor, *inputs: torch.Tensor, by: torch.Tensor) -> tuple[torch.Tensor, ...]:

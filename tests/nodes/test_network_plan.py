@@ -16,7 +16,7 @@ from symmoe import MoEConfig, cli
 from symmoe.errors import ArgumentError
 from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import H200, Sizes
-from symmoe.moe.routing import route_tokens
+from symmoe.moe.routing import Route, route_tokens
 from symmoe.precision import Float8Block
 from symmoe.tools.bench.cases import PRESETS, config_of
 from symmoe.training.network_plan import Forward, NetworkPlan, plan_network
@@ -80,7 +80,7 @@ def test_groups_that_a_router_compares():
     torch.manual_seed(0)
     rule = RoutingRule(score="sigmoid", num_groups=8, top_groups=4)
     x, weight = torch.randn(20_000, 256), torch.eye(256)
-    experts = route_tokens(x, weight, None, None, top_k=8, rule=rule).topk_idx.long()
+    experts = route_tokens(Route(x, weight, None, None, 8, rule)).topk_idx.long()
     said = re.search(r"reaches (\S+), (\S+) and (\S+) other nodes", " ".join(PAGE.split())).groups()
     for num_nodes, text in zip((2, 4, 8), said, strict=True):
         found = torch.zeros(len(x), num_nodes).scatter(1, experts // (256 // num_nodes), 1).mean()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, experts_forward
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.moe.config import MoEConfig
@@ -219,7 +219,7 @@ def experts_only(problem: Problem, reference: Reference) -> Variant:
     d_rows = torch.empty_like(out)
 
     def forward() -> None:
-        kept[:] = [experts_forward(rows, weights, out, num_rows=num_rows)]
+        kept[:] = [weights.forward(rows, out, num_rows=num_rows)]
 
     def backward(new: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like) -> tuple[torch.Tensor, torch.Tensor]:
         dw1, dw2 = new(problem.w1), new(problem.w2)  # as large as the experts: not kept between calls
