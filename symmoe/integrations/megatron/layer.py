@@ -196,15 +196,16 @@ class SymmMoELayer(MoELayer):
         """Same as in MoELayer; with SymmExperts, tokens travel to their experts and home in here."""
         dispatcher, bias = self.token_dispatcher, None
         if self._routed is not None:
-            y, *told = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
+            y, expert_load, num_dropped = dispatcher.compute(hidden_states, probs, self._routed, self.experts)
         else:
             y, bias = self.experts(*dispatcher.dispatch_postprocess(hidden_states, probs))
             y = dispatcher.combine_preprocess(y)
         if self.listeners.callbacks:
             if self._routed is None:
-                told = [begun(dispatcher.plan).expert_load, begun(dispatcher.plan).num_dropped]
+                expert_load, num_dropped = begun(dispatcher.plan).expert_load, begun(dispatcher.plan).num_dropped
             ids, size = begun(dispatcher.topk_idx), hidden_states.shape[1] * hidden_states.element_size()
-            self.listeners.tell(RoutingReport(ids, ids, *told, size, size, is_training=self.training))
+            report = RoutingReport(ids, ids, expert_load, num_dropped, size, size, is_training=self.training)
+            self.listeners.tell(report)
         return y, bias
 
 
