@@ -9,10 +9,8 @@ every expert:
 Expert weights become DTensors of the global shape [E, ...], `Shard(0)` on `ep`: rank r of an EP group holds the experts
 that its kernels use. FSDP shards them once more over the replicas, dense parameters over all W ranks.
 
-Gradients. With a loss that is a mean over each rank's own tokens, both kinds of parameter want the sum over all tokens
-divided by W. Dense parameters get that from FSDP's average over W ranks. An expert's gradient is the sum over its EP
-group's tokens before anything is reduced; its replicas are D ranks, and an average over D would be `ep` times too
-large, so the divisor is set to W. (symmoe.training.gradients has the same argument for models without DTensors.)
+FSDP would average an expert's gradient over its D replicas; the divisor is set to W, for the reasons that
+symmoe.training.gradients gives.
 """
 
 from __future__ import annotations

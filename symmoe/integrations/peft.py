@@ -10,10 +10,11 @@ E experts in all, H hidden, I ffn.
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import torch
@@ -24,15 +25,12 @@ from torch import nn
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
 from symmoe.grouped.activations import ScaledClampedSwiGLU
-from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
+from symmoe.integrations.transformers.adapters import PeftNames, adapt, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
-from symmoe.integrations.transformers.swap import adopt_adapters, heap_of, refuse_methods_of_peft
+from symmoe.integrations.transformers.swap import heap_of, refuse_methods_of_peft
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.training.lora import LoRAGroupedLinear
-
-if TYPE_CHECKING:
-    import os
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -62,7 +60,7 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
     for path, experts in swapped.items():
         experts.requires_grad_(False)  # as peft has done with everything that it has seen
         if found[path]:
-            adopt_adapters(experts, found[path])
+            adapt(experts, found[path])
         experts.place.is_known_to_peft = True
     refuse_methods_of_peft(wrapped)
     prepare_for_ddp(wrapped)

@@ -141,10 +141,10 @@ def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreT
     what is no weights: config and tokenizer."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
-    for name, header in layout.headers.items():
+    for name, (header, size) in layout.files.items():
         with (partial / name).open("wb") as file:
             file.write(header)
-            file.truncate(layout.file_bytes[name])
+            file.truncate(size)
     if layout.index is not None:
         (partial / INDEX).write_bytes(layout.index)
     if like is None:
@@ -155,7 +155,7 @@ def _lay_out(partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreT
             model.generation_config.save_pretrained(partial)
         return
     for path in like.iterdir():
-        if path.is_file() and path.name not in (*layout.headers, INDEX, WEIGHTS):
+        if path.is_file() and path.name not in (*layout.files, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
     own = {piece.key for piece in pieces}
     for stored in (stored for key, stored in layout.tensors.items() if key not in own):

@@ -50,8 +50,7 @@ class StoredTensor:
 class Layout:
     """All weight files of a checkpoint."""
 
-    headers: dict[str, bytes]  # file name to the bytes before its tensors
-    file_bytes: dict[str, int]  # file name to its size
+    files: dict[str, tuple[bytes, int]]  # file name to the bytes before its tensors, and its size
     tensors: dict[str, StoredTensor]  # key to where it lies
     index: bytes | None  # the bytes of model.safetensors.index.json, or None
 
@@ -96,21 +95,20 @@ def _read_layout(folder: Path) -> Layout:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / INDEX} is no index of safetensors files: {error!r}") from error
     names = sorted(set(expected.values())) if expected is not None else [WEIGHTS]
-    headers, file_bytes, tensors = {}, {}, {}
+    files, tensors = {}, {}
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no file {name}")
-        headers[name] = header = _read_header(folder / name)
-        file_bytes[name] = (folder / name).stat().st_size
-        stored = _tensors_of(folder / name, header)
-        end = max([tensor.start + tensor.num_bytes for tensor in stored.values()], default=len(header))
-        if end != file_bytes[name]:
-            raise CheckpointError(f"{folder / name} has {file_bytes[name]} bytes; its header says {end}")
+        header, size = _read_header(folder / name), (folder / name).stat().st_size
+        stored, end = _tensors_of(folder / name, header)
+        if end != size:
+            raise CheckpointError(f"{folder / name} has {size} bytes; its header says {end}")
+        files[name] = header, size
         tensors.update(stored)
     if expected is not None and expected != {key: tensor.file for key, tensor in tensors.items()}:
         key, file = min(set(expected.items()) ^ {(key, tensor.file) for key, tensor in tensors.items()})
         raise CheckpointError(f"{folder / INDEX} and the files disagree on where {key} is ({file} or elsewhere)")
-    return Layout(headers, file_bytes, tensors, index)
+    return Layout(files, tensors, index)
 
 
 def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, max_shard_bytes: int) -> Layout:
@@ -123,12 +121,12 @@ def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, ma
         filename_pattern=WEIGHTS.replace(".", "{suffix}.", 1),
         max_shard_size=max_shard_bytes,
     )
-    headers, file_bytes, stored, index = {}, {}, {}, None
+    files, stored, index = {}, dict[str, StoredTensor](), None
     for name, keys in split.filename_to_tensors.items():
-        headers[name] = header = _new_header({key: tensors[key] for key in keys})
-        there = _tensors_of(Path(name), header)
+        header = _new_header({key: tensors[key] for key in keys})
+        there, end = _tensors_of(Path(name), header)
+        files[name] = header, end
         stored.update(there)
-        file_bytes[name] = len(header) + sum(tensor.num_bytes for tensor in there.values())
     if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
         content = {
@@ -136,7 +134,7 @@ def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, ma
             "weight_map": {key: tensor.file for key, tensor in stored.items()},
         }
         index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-    return Layout(headers, file_bytes, stored, index)
+    return Layout(files, stored, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +195,12 @@ def _read_header(path: Path) -> bytes:
     return prefix + header
 
 
-def _tensors_of(path: Path, header: bytes) -> dict[str, StoredTensor]:
+def _tensors_of(path: Path, header: bytes) -> tuple[dict[str, StoredTensor], int]:
+    """The tensors of a file, and where the last one ends."""
     try:
         entries = json.loads(header[8:])
         entries.pop("__metadata__", None)
-        return {
+        tensors = {
             key: StoredTensor(
                 file=path.name,
                 dtype=_DTYPES.get(entry["dtype"]),
@@ -211,6 +210,7 @@ def _tensors_of(path: Path, header: bytes) -> dict[str, StoredTensor]:
             )
             for key, entry in entries.items()
         }
+        return tensors, max((each.start + each.num_bytes for each in tensors.values()), default=len(header))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
 

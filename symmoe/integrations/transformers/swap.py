@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.activations import ScaledClampedSwiGLU
 from symmoe.integrations.transformers.adapters import adapt, unwrapped
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
 from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
@@ -53,7 +52,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
-            adopt_adapters(share, wrappers)
+            adapt(share, wrappers)
     place = Place(model, is_known_to_peft=is_wrapped)
     for path, share in swapped.items():
         share.place = place
@@ -65,14 +64,6 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
         vars(model)["save_pretrained"] = partial(_refuse, f"{why}model, folder) writes those of all ranks")
     prepare_for_ddp(model)
     return model
-
-
-def adopt_adapters(share: ExpertParallelExperts, wrappers: list[nn.Module]) -> None:
-    """Gives swapped experts the adapters of peft's wrappers. ArgumentError as adapters.adapt."""
-    first = share.heap.rank * share.mlp.num_groups
-    transposed = isinstance(share.mlp.activation, ScaledClampedSwiGLU)  # only gpt-oss
-    share.peft_names = adapt(share.mlp, wrappers, first=first, transposed=transposed)
-    share.set_experts(share.mlp)
 
 
 def refuse_methods_of_peft(model: nn.Module) -> None:

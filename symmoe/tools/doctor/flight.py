@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,10 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
         found = _abort(by_rank, told, gave_up) if told or gave_up else _error(by_rank)
     without = sorted(set(range(sizes[0])) - set(by_rank))
     tail = f"; {_ranks(without)} left no record." if without else "."
-    return Diagnosis(*found[:-1], without, found[-1] + tail)
+    return replace(found, without_record=without, sentence=found.sentence + tail)
 
 
-_Found = tuple[str, list[int], list[int], str | None, int | None, float | None, dict[str, Any] | None, str]
-
-
-def _timeout(by_rank: Records, waits: dict[int, int]) -> _Found:
+def _timeout(by_rank: Records, waits: dict[int, int]) -> Diagnosis:
     # It did not begin with a rank that itself waited in vain, unless ranks waited for each other in a circle.
     culprits = sorted(set(waits.values()) - set(waits)) or sorted(set(waits.values()))
     witnesses = sorted(rank for rank, missing in waits.items() if missing in culprits)
@@ -154,24 +151,25 @@ def _timeout(by_rank: Records, waits: dict[int, int]) -> _Found:
     sentence += f"; {_last_known(culprit, last_call)}"
     if culprit in by_rank and (late := [call for call in by_rank[culprit].calls if call.epoch >= error.expected]):
         sentence += f", and it came to '{late[0].phase}' too late, {_time(late[0].launched_unix_s)}"
-    return "timeout", culprits, witnesses, error.phase, error.expected, since, last_call, sentence
+    return Diagnosis("timeout", culprits, witnesses, error.phase, error.expected, since, last_call, [], sentence)
 
 
-def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> _Found:
+def _abort(by_rank: Records, told: dict[int, int], gave_up: list[int]) -> Diagnosis:
     culprits = sorted(set(gave_up) | set(told.values()))
     witnesses = sorted(set(told) - set(culprits))
     status = by_rank[witnesses[0]].status if witnesses else None
-    place = (status.phase, status.epoch) if status else (None, None)
+    phase, epoch = (status.phase, status.epoch) if status else (None, None)
     source = by_rank[next(rank for rank in (*culprits, *witnesses) if rank in by_rank)].error.text
     reason = source.partition("gave up: ")[2].partition(" (flight record")[0] or source
     last_call = _last_call(by_rank, culprits[0]) if culprits[0] in by_rank else None
     sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}"
-    sentence += f"; {_ranks(witnesses)} found out at '{place[0]}' (epoch {place[1]})" if witnesses else ""
+    sentence += f"; {_ranks(witnesses)} found out at '{phase}' (epoch {epoch})" if witnesses else ""
     sentence += f"; {_last_known(culprits[0], last_call)}" if last_call else ""
-    return "abort", culprits, witnesses, *place, _since(by_rank, witnesses, *place), last_call, sentence
+    since = _since(by_rank, witnesses, phase, epoch)
+    return Diagnosis("abort", culprits, witnesses, phase, epoch, since, last_call, [], sentence)
 
 
-def _error(by_rank: Records) -> _Found:
+def _error(by_rank: Records) -> Diagnosis:
     rank, record = max(by_rank.items(), key=lambda item: item[1].written_unix_s)
     status, error = record.status, record.error
     # The epoch of a plan is in another place: its status has other words there.
@@ -179,8 +177,8 @@ def _error(by_rank: Records) -> _Found:
     text = error.text.partition(" (flight record")[0].rstrip(". ")
     sentence = f"{_ranks(sorted(by_rank))} raised {error.type} at '{status.phase}' (epoch {epoch}): {text}"
     culprits = [status.peer] if status.peer >= 0 else []
-    since = _since(by_rank, [rank], status.phase, epoch)
-    return "error", culprits, sorted(by_rank), status.phase, epoch, since, _last_call(by_rank, rank), sentence
+    since, last_call = _since(by_rank, [rank], status.phase, epoch), _last_call(by_rank, rank)
+    return Diagnosis("error", culprits, sorted(by_rank), status.phase, epoch, since, last_call, [], sentence)
 
 
 def _since(by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None) -> float | None:

@@ -55,11 +55,6 @@ class Pair(NamedTuple):
     connection: str | None
     can_access: bool
 
-    @property
-    def is_slow(self) -> bool:
-        """Not known to be NVLink."""
-        return self.connection is None or not self.connection.startswith("NV")
-
 
 class Gpus(NamedTuple):
     """The properties of the GPUs that torch sees, all pairs of them, and why it sees none although it was built for
@@ -162,7 +157,8 @@ def _check_none(
 def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None) -> Iterator[Said]:
     """The connections between GPUs; links of those that are used, by the index of nvidia-smi."""
     reached = [pair for pair in pairs if pair.can_access]
-    slow = [pair for pair in reached if pair.connection and pair.is_slow]
+    fast = [pair for pair in reached if pair.connection and pair.connection.startswith("NV")]
+    slow = [pair for pair in reached if pair.connection and pair not in fast]
     if blocked := [pair for pair in pairs if not pair.can_access]:
         text = f"no peer access between GPUs {_listed(blocked)}: a heap over them cannot be built"
         fix = "nvidia-smi topo -p2p r says why; on virtual machines and with an IOMMU, PCIe ACS has to be off (BIOS)"
@@ -171,7 +167,7 @@ def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: s
         yield "problem", text, fix
     if slow:
         text = f"GPUs {_listed(slow)} reach each other over PCIe, not NVLink: it works, several times slower"
-        group = _largest_group([pair for pair in reached if not pair.is_slow], visible)
+        group = _largest_group(fast, visible)
         yield "note", text, f"export CUDA_VISIBLE_DEVICES={group}" if group else ""
     if down := [f"{each.num_down} of GPU {n}" for n, each in links.items() if each.num_down and each.num_up]:
         fix = "nvidia-smi nvlink -e counts their errors; systemctl restart nvidia-fabricmanager, or reboot"
