@@ -370,8 +370,7 @@ def begin_plan(
             control.HEAD_PRECISION: -1 if precision is None else precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
-        topk_idx = topk_idx.detach().contiguous()
-        its = topk_idx, heap, words, options
+        its = topk_idx.detach().contiguous(), heap, words, options
         plan = _new_plan(*its, None, route) if heap.nodes is None else _plan_between_nodes(*its, room, route)
         if room is not None:
             plan.expected_rows = room.expected_rows

@@ -16,16 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS: dict[str, tuple[int, int]] = {
     # lines of .py files, of docs those of .md files
-    "symmoe": (36_000, 39_345),
-    "tests": (42_000, 52_504),
+    "symmoe": (36_000, 39_158),
+    "tests": (42_000, 52_482),
     "docs": (4_000, 0),
     "kernels + tape": (15_000, 0),
-    "symm_mem + nodes": (3_900, 4_715),
+    "symm_mem + nodes": (3_900, 4_714),
     "checks + precision": (1_200, 1_242),
-    "dispatch + combine": (1_500, 1_569),
-    "grouped + moe + training": (6_900, 8_095),
-    "checkpoint + integrations": (3_500, 4_140),
-    "tools + timeline": (2_700, 3_617),
+    "dispatch + combine": (1_500, 1_520),
+    "grouped + moe + training": (6_900, 8_018),
+    "checkpoint + integrations": (3_500, 4_081),
+    "tools + timeline": (2_700, 3_601),
     # the fullest of all
     "files in one folder": (22, 0),
     "methods of SymmetricHeap": (30, 0),
