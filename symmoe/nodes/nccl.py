@@ -158,7 +158,9 @@ class NcclRail(Payload):
     def begin(self, sends: Pairs, receives: Pairs, stream: Any = None) -> Started:
         with self._turn:
             if self._communicator:  # who has ended it has seen to it that nobody uses what does not come
-                self.num_launched += int(not torch.cuda.is_current_stream_capturing())
+                captures = torch.cuda.is_current_stream_capturing()
+                self.num_launched += not captures
+                self.is_captured |= captures
                 self._exchange(sends, receives, stream)
         return []
 

@@ -40,19 +40,33 @@ class Payload:
         progress: int64 [2] in the host's memory, how many exchanges the device has begun and how many it has ended, if
             they are on a stream of the device; somebody has to watch them then. None: :meth:`wait` bounds them.
         counts: the same on the device; None: :meth:`wait` has something to wait for.
-        bound_s: how long an exchange may take by now, for who watches; see :meth:`bound`.
         num_launched: how many exchanges the host has begun.
+        is_captured: whether graphs have exchanges, whose replays the host does not count.
         bytes_per_s: what a rank sends while all do, measured at the start; infinite where that decides nothing (CPUs).
     """
 
     progress: torch.Tensor | None = None
     counts: torch.Tensor | None = None
-    bound_s, bytes_per_s, num_launched = math.inf, math.inf, 0
+    bytes_per_s, num_launched, is_captured = math.inf, 0, False
+    _bounds: tuple[tuple[int, float], ...] = ((0, math.inf),)  # the exchange from which on each holds
+    _num_others = 0  # exchanges that the device has counted, and the host has not
 
     def bound(self, timeout_s: float) -> None:
-        """What begins from now on may take so long, for who watches. A longer bound holds until what moves has ended.
-        Before BEGUN is counted, after which what is about to begin moves."""
-        self.bound_s = max(self.bound_s, timeout_s) if self.num_launched and self.is_moving else timeout_s
+        """What begins from now on may take so long, for who watches. Before BEGUN is counted, after which what is about
+        to begin moves."""
+        if self.progress is None:
+            return
+        if not self.is_moving:
+            self._num_others, self._bounds = self.progress.tolist()[ENDED] - self.num_launched, ()
+        if not self._bounds or self._bounds[-1][1] != timeout_s:
+            self._bounds = *self._bounds, (self.num_launched, timeout_s)
+
+    @property
+    def bound_s(self) -> float:
+        """How long the exchange may take that moves; the longest one's where replays may be among what moves."""
+        ended = 0 if self.progress is None else self.progress.tolist()[ENDED] - self._num_others
+        its = [bound_s for first, bound_s in self._bounds if first <= ended or self.is_captured]
+        return max(its) if self.is_captured else its[-1]
 
     @property
     def is_moving(self) -> bool:

@@ -39,7 +39,7 @@ from worker import open_heap
 
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
-from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, RailBroken, Started
+from symmoe.nodes.rail import BEGUN, ENDED, GlooRail, Pairs, Payload, RailBroken, Started
 from symmoe.symm_mem import several_nodes
 from symmoe.symm_mem.reports import Report, end_waits, mailbox, read_report
 from symmoe.symm_mem.streams import NoStreams
@@ -162,6 +162,22 @@ def test_nobody_writes_to_a_gpu_while_hosts_meet_in_a_capture(rank: int, num_ran
             patch.setattr(several_nodes, "capture_id", lambda device, capture=capture: capture)
             heap.nodes.meet(control.PHASE_START)
     assert is_told[:2] == [True, False]
+
+
+def test_an_exchange_has_its_own_bound():
+    """Not that of those before it or after it, though the host is ahead and something always moves."""
+    rail = Payload()
+    rail.progress, found = torch.zeros(2, dtype=torch.int64), []
+    # The bound of the next one, whether there are graphs, and what host and device have begun, and ended, since.
+    for timeout_s, rail.is_captured, num_launched, *progress in (
+        *((60.0, 0, 1, 1, 0), (4.0, 0, 2, 1, 0), (4.0, 0, 3, 2, 1), (60.0, 0, 4, 3, 2), (4.0, 0, 5, 4, 3)),
+        *((4.0, 0, 6, 5, 4), (4.0, 1, 7, 9, 8), (4.0, 1, 7, 10, 10), (4.0, 1, 8, 11, 10), (60.0, 1, 9, 12, 11)),
+    ):
+        rail.bound(timeout_s)
+        rail.num_launched = num_launched
+        rail.progress.copy_(torch.tensor(progress))
+        found.append(rail.bound_s)
+    assert found == [60, 60, 4, 4, 60, 4, 60, 60, 4, 60]
 
 
 @pytest.mark.parametrize(
