@@ -225,9 +225,8 @@ _moe_forward.register_autograd(_backward, setup_context=_keep)
 def _(*arguments: Any, out_val: tuple[torch.Tensor, ...]) -> int:
     tensors, _topk_idx, numbers = arguments
     call = _Call(*numbers)
-    adapters: int = sum(
-        adapter[0].numel() for adapter in tensors[2 + call.num_own :]
-    )  # A1 [G, r, H], B1, A2 [G, r, I], B2
+    # A1 [G, r, H], B1, A2 [G, r, I], B2
+    adapters: int = sum(adapter[0].numel() for adapter in tensors[2 + call.num_own :])
     flops = 2 * (sum(_features(call.eager.meta_experts)) + adapters)  # of a row
     return _num_rows(call.eager, tensors[1], out_val[1]) * flops
 
