@@ -19,7 +19,7 @@ from symmoe.checks.arguments import working_dtype
 from symmoe.errors import ArgumentError
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import GroupedParameters, local_tensors
-from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
+from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import Compute, kernel_matrices
 from symmoe.kernels import flops  # noqa: F401 - a counter of FLOPs knows only the formulas that are there when it is made
 from symmoe.kernels.gemm_parts import Part
@@ -153,9 +153,7 @@ class LinearProducts:
             low.add_up(t, Part(rows.row_range), out)
         return t, *(transposed or (None, None, None))
 
-    def backward(
-        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
-    ) -> LinearGradients:
+    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> LinearGradients:
         return LinearGradients(self.layers[0], rows, kept, d_out, needs)
 
 
@@ -164,7 +162,7 @@ class LinearGradients:
     gradient."""
 
     def __init__(
-        self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
+        self, layer: GroupedParameters, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs
     ) -> None:
         (needs_x, needs_scale, needs_bias, *_), (bias,) = needs, rows.biases
         self._recipe, self._rows, self._d_out, self._kept = layer.precision, rows, d_out, kept

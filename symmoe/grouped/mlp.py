@@ -16,22 +16,13 @@ from torch import nn
 from symmoe.checks.arguments import size_problem, working_dtype, wrapped_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU, activation_problem
-from symmoe.grouped.experts import (
-    Biases,
-    ExpertForm,
-    ExpertRows,
-    ExpertsBackward,
-    ExpertWeights,
-    Hidden,
-    Layers,
-    of_tensors,
-)
+from symmoe.grouped.experts import ExpertForm, ExpertRows, ExpertsBackward, ExpertWeights, Hidden, Layers, of_tensors
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import LowRank
 from symmoe.grouped.parameters import local_tensors
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.rows_function import Gradients, RowArguments, RowInputs, Splits, run_rows
+from symmoe.grouped.rows_function import Gradients, Needs, RowArguments, RowInputs, Splits, run_rows
 from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.operands import given
@@ -167,7 +158,7 @@ Held = tuple[HeldWeight | None, HeldWeight | None]
 
 def expert_weights(
     form: ExpertForm,
-    biases: Biases,
+    biases: Gradients,
     tensors: Sequence[torch.Tensor],
     *,
     trains: tuple[bool, bool],
@@ -202,15 +193,12 @@ class MLPProducts:
         x, weights = self._operands(rows)
         return weights.forward(x, out, num_rows=x.scale.numel(), zero_tail=zero_tail)
 
-    def backward(
-        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
-    ) -> ExpertsBackward:
+    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ExpertsBackward:
         x, weights = self._operands(rows)
         h, *others = kept
         return weights.backward(x, Hidden(given("h", h), *others), d_out, needs_scale=needs[1])
 
     def _operands(self, rows: RowInputs) -> tuple[ExpertRows, ExpertWeights]:
-        (b1, b2), scale = rows.biases, given("row_probs", rows.scale)
-        held = self.layers[0].held_weight, self.layers[1].held_weight
-        weights = expert_weights(self.form, (b1, b2), rows.tensors, trains=self.trains, held=held)
+        scale, held = given("row_probs", rows.scale), (self.layers[0].held_weight, self.layers[1].held_weight)
+        weights = expert_weights(self.form, rows.biases, rows.tensors, trains=self.trains, held=held)
         return ExpertRows(rows.x, rows.row_range, scale, scale if self.scale_bias else None), weights

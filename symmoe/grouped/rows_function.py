@@ -41,6 +41,7 @@ _DTYPES = (*_KERNEL_DTYPES, torch.int8, torch.int16, torch.uint8, torch.uint16, 
 MaybeTensor = torch.Tensor | None
 Gradients = tuple[MaybeTensor, ...]
 Layers = Sequence[GroupedParameters]  # of one linear layer, or of FC1 and FC2
+Needs = tuple[bool, ...]  # whether the rows, the scale and each bias get a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +145,12 @@ class ProductGradients(Protocol):
 
 class Products(Protocol):
     """What the layers of a call, whose options backward reads when it runs, compute without autograd. forward fills out
-    [N, O] and returns what backward needs in addition to the inputs; needs: whether the rows, the scale and each bias
-    get a gradient."""
+    [N, O] and returns what backward needs in addition to the inputs."""
 
     @property
     def layers(self) -> Layers: ...
     def forward(self, rows: RowInputs, out: torch.Tensor, *, zero_tail: bool) -> Gradients: ...
-    def backward(
-        self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: tuple[bool, ...]
-    ) -> ProductGradients: ...
+    def backward(self, rows: RowInputs, kept: Gradients, d_out: torch.Tensor, needs: Needs) -> ProductGradients: ...
 
 
 class _RowsFunction(Function):

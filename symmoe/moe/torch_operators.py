@@ -63,10 +63,6 @@ class _Call(NamedTuple):
         end = 4 if experts.fc1.has_bias else 2
         return of_tensors((experts.fc1, experts.activation, experts.fc2), tensors[2:end], tensors[end:])
 
-    def adapters(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those among the operator's tensors."""
-        return tensors[2 + self.num_own :]
-
 
 def is_traced(experts: GroupedMLP) -> bool:
     """Whether a compiler or a dispatch mode traces the call, which both see operators only.
@@ -229,7 +225,8 @@ _moe_forward.register_autograd(_backward, setup_context=_keep)
 def _(*arguments: Any, out_val: tuple[torch.Tensor, ...]) -> int:
     tensors, _topk_idx, numbers = arguments
     call = _Call(*numbers)
-    adapters = sum(adapter[0].numel() for adapter in call.adapters(tensors))  # A1 [G, r, H], B1, A2 [G, r, I], B2
+    # A1 [G, r, H], B1, A2 [G, r, I], B2
+    adapters: int = sum(adapter[0].numel() for adapter in tensors[2 + call.num_own :])
     flops = 2 * (sum(_features(call.eager.meta_experts)) + adapters)  # of a row
     return _num_rows(call.eager, tensors[1], out_val[1]) * flops
 
@@ -239,7 +236,7 @@ def _(*arguments: Any, out_val: object) -> int:
     _dy, state, tensors, numbers = arguments
     call, kept = _Call(*numbers), _kept(state)
     load = None if kept is None else kept.expert_load
-    return _num_rows(call.eager, tensors[1], load) * _backward_flops(call, call.adapters(tensors))
+    return _num_rows(call.eager, tensors[1], load) * _backward_flops(call, tensors[2 + call.num_own :])
 
 
 def _num_rows(eager: RoutedExperts, probs: torch.Tensor, load: torch.Tensor | None) -> int:
