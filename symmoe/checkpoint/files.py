@@ -21,14 +21,14 @@ _BUFFER_BYTES = 16 << 20
 
 def read(path: Path) -> bytes:
     """All of a file. CheckpointError: it cannot be read, or is no plain file (a link, a pipe, a device)."""
-    with _naming(path, "read"), _open(path, os.O_RDONLY) as file:
+    with naming(path, "read"), _open(path, os.O_RDONLY) as file:
         return file.readall()
 
 
 def sha256(path: Path) -> str:
     """sha256 of a file. CheckpointError as :func:`read`."""
     digest, buffer = hashlib.sha256(), bytearray(_BUFFER_BYTES)
-    with _naming(path, "read"), _open(path, os.O_RDONLY) as file:
+    with naming(path, "read"), _open(path, os.O_RDONLY) as file:
         while length := file.readinto(buffer):
             digest.update(memoryview(buffer)[:length])
     return digest.hexdigest()
@@ -36,7 +36,7 @@ def sha256(path: Path) -> str:
 
 def write(path: Path, data: bytes) -> None:
     """A new file with these bytes, on disk when this returns. CheckpointError: it exists, or cannot be written."""
-    with _naming(path, "written"), _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+    with naming(path, "written"), _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         rest = memoryview(data)
         while rest:
             rest = rest[file.write(rest) :]
@@ -45,7 +45,7 @@ def write(path: Path, data: bytes) -> None:
 
 def sync(folder: Path) -> None:
     """Writes the names of the folder's files to disk. CheckpointError: this failed."""
-    with _naming(folder, "written"):
+    with naming(folder, "written"):
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(file)
@@ -58,7 +58,7 @@ def locked(path: Path) -> Iterator[None]:
     """Holds the lock of a file, which stays, until the end of the context, or of the process. Does not wait. Without
     locks of the file system a warning is logged. CheckpointError: another process has it; the text says which."""
     with contextlib.ExitStack() as held:
-        with _naming(path, "written"):
+        with naming(path, "written"):
             file = held.enter_context(_open(path, os.O_RDWR | os.O_CREAT))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,8 +88,8 @@ def _open(path: Path, flags: int) -> io.FileIO:
 
 
 @contextlib.contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
-    """Adds the path to errors of the system, which do not always name it."""
+def naming(path: Path, what: str) -> Iterator[None]:
+    """Errors of the system become CheckpointErrors, with the path, which they do not always name."""
     try:
         yield
     except OSError as error:

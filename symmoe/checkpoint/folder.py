@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from symmoe.checkpoint.files import locked, read, sha256, sync, write
+from symmoe.checkpoint.files import locked, naming, read, sha256, sync, write
 from symmoe.checkpoint.manifest import MANIFEST, SEAL, Manifest, parse, seal_of
 from symmoe.errors import ArgumentError, CheckpointError
 
@@ -169,10 +169,8 @@ def _check_sizes(place: Path, manifest: Manifest) -> None:
 
 def _complete(directory: Path) -> dict[str, int]:
     """Names of the complete checkpoints, and their steps."""
-    try:
+    with naming(directory, "read"):
         paths = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
     return {path.name: int(match[1]) for path in paths if (match := _COMPLETE.fullmatch(path.name))}
 
 

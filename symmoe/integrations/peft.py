@@ -25,7 +25,7 @@ from torch import nn
 from symmoe.checkpoint.peers import Peers
 from symmoe.errors import CheckpointError
 from symmoe.grouped.activations import ScaledClampedSwiGLU
-from symmoe.integrations.transformers.adapters import PeftNames, adapt, unwrapped
+from symmoe.integrations.transformers.adapters import PeftNames, unwrapped
 from symmoe.integrations.transformers.checkpoint import compare
 from symmoe.integrations.transformers.experts import ExpertParallelExperts
 from symmoe.integrations.transformers.swap import heap_of, refuse_methods_of_peft
@@ -60,7 +60,7 @@ def get_peft_model(model: nn.Module, config: peft.LoraConfig, **options: Any) ->
     for path, experts in swapped.items():
         experts.requires_grad_(False)  # as peft has done with everything that it has seen
         if found[path]:
-            adapt(experts, found[path])
+            experts.adopt_adapters(found[path])
         experts.place.is_known_to_peft = True
     refuse_methods_of_peft(wrapped)
     prepare_for_ddp(wrapped)
@@ -86,8 +86,8 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             partial.mkdir(parents=True)
 
     def write_share() -> None:
-        adapters = {name: (layer.lora_a, layer.lora_b) for name, layer, _ in _adapted(model)}
-        share = {f"{name}.{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)}
+        adapters = {f"{path}.{its.prefix}": (layer.lora_a, layer.lora_b) for path, layer, its in _adapted(model)}
+        share = {f"{name}{i}": both[i].detach().cpu() for name, both in adapters.items() for i in (0, 1)}
         save_file(share, partial / f"{heap.rank}.safetensors")
 
     def publish() -> None:
@@ -95,9 +95,9 @@ def save_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
             return
         state = {key: tensor.cpu().contiguous() for key, tensor in _others(model).items()}
         shares = [load_file(partial / f"{rank}.safetensors") for rank in range(heap.num_ranks)]
-        for name, _, names in _adapted(model):
-            a, b = (torch.cat([share[f"{name}.{i}"] for share in shares]) for i in (0, 1))
-            state |= {f"{name.rpartition('.')[0]}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
+        for path, _, names in _adapted(model):
+            a, b = (torch.cat([share[f"{path}.{names.prefix}{i}"] for share in shares]) for i in (0, 1))
+            state |= {f"{path}.{key}": tensor for key, tensor in names.to_peft(a, b).items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
         config = copy.copy(model.peft_config[model.active_adapter])
@@ -124,23 +124,22 @@ def load_adapters(model: peft.PeftModel, folder: str | os.PathLike[str]) -> None
         CheckpointError: on every rank, if the file cannot be read, or keys or shapes are not those of the model. The
             model is as it was.
     """
-    heap, path = heap_of(model), Path(folder, WEIGHTS)
+    heap, file = heap_of(model), Path(folder, WEIGHTS)
 
     def read() -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        there = load_file(path)
+        there = load_file(file)
         shapes = {key: tensor.shape for key, tensor in _others(model).items()}
-        for name, layer, names in _adapted(model):
+        for path, layer, names in _adapted(model):
             each = [(heap.num_ranks * len(part), *part.shape[1:]) for part in (layer.lora_a, layer.lora_b)]
             a, b = (torch.empty(shape, device="meta") for shape in each)
-            shapes |= {f"{name.rpartition('.')[0]}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
+            shapes |= {f"{path}.{key}": part.shape for key, part in names.to_peft(a, b).items()}
         for key in sorted(shapes.keys() | there.keys()):
             wanted, found = shapes.get(key), there[key].shape if key in there else None
             if wanted != found:
-                raise CheckpointError(f"{key} has shape {found} in {path} and {wanted} in the model (None: is missing)")
+                raise CheckpointError(f"{key} has shape {found} in {file} and {wanted} in the model (None: is missing)")
         values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, layer, names in _adapted(model):
-            prefix = f"{name.rpartition('.')[0]}.{names.prefix}"
-            first, second = (there.pop(f"{prefix}lora_{which}.weight") for which in "AB")
+        for path, layer, names in _adapted(model):
+            first, second = (there.pop(f"{path}.{names.prefix}lora_{which}.weight") for which in "AB")
             here = slice(heap.rank * layer.num_groups, (heap.rank + 1) * layer.num_groups)
             a, b = names.from_peft(first, second, heap.num_ranks * layer.num_groups)
             values += [(layer.lora_a, a[here]), (layer.lora_b, b[here])]
@@ -167,11 +166,11 @@ class _StandIn(nn.Module):
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, LoRAGroupedLinear, PeftNames]]:
-    """The experts' grouped layers with adapters: a name, whose first part is the experts' path, and how peft has it."""
+    """The experts' grouped layers with adapters: the experts' path, the layer, and how peft names its adapters."""
     for path, module in model.named_modules():
         if isinstance(module, ExpertParallelExperts):
             for linear, names in module.peft_names.items():
-                yield f"{path}.{linear}", getattr(module.mlp, linear), names
+                yield path, getattr(module.mlp, linear), names
 
 
 def _others(model: peft.PeftModel) -> dict[str, torch.Tensor]:

@@ -185,29 +185,20 @@ def directed(timeline: Timeline) -> Timeline:
 
     Events before the first mark keep their direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them.
     """
-    return replace(timeline, ranks=tuple(_in_lanes(_directed(events)) for events in timeline.ranks))
+    return replace(timeline, ranks=tuple(tuple(_directed(events)) for events in timeline.ranks))
 
 
-def _directed(events: Sequence[Event]) -> list[Event]:
+def _directed(events: Sequence[Event]) -> Iterator[Event]:
+    """Communication and the rest are in separate lanes; two of a kind that run at the same time get two lanes."""
     marks = [event.begin_us for event in events if SLEEP_KERNEL in event.name]  # a step does not launch it
-    found = []
+    ends: dict[str, list[float]] = {"compute": [], "communication": []}
     for event in events:
         if SLEEP_KERNEL not in event.name:
             passed = bisect_right(marks, event.begin_us)
             direction = _AFTER_MARKS[passed % 2] if passed else event.direction
             phase = _GEMMS.get(direction, event.phase) if event.phase == "GEMM" else event.phase
-            found.append(event._replace(direction=direction, phase=phase))
-    return found
-
-
-def _in_lanes(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Puts communication and the rest into separate lanes; two of a kind that run at the same time get two lanes."""
-    ends: dict[str, list[float]] = {"compute": [], "communication": []}
-    found = []
-    for event in events:
-        kind = "communication" if event.phase in COMMUNICATION else "compute"
-        free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
-        number = next(free, len(ends[kind]))
-        ends[kind][number : number + 1] = [event.end_us]
-        found.append(event._replace(lane=f"{kind} {number + 1}" if number else kind))
-    return tuple(found)
+            kind = "communication" if phase in COMMUNICATION else "compute"
+            free = (number for number, end in enumerate(ends[kind]) if end <= event.begin_us)
+            number = next(free, len(ends[kind]))
+            ends[kind][number : number + 1] = [event.end_us]
+            yield event._replace(lane=f"{kind} {number + 1}" if number else kind, direction=direction, phase=phase)

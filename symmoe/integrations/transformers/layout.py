@@ -26,10 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 # In the order in which safetensors puts tensors into a file: it begins with the last of these.
 _PAIRS = "BOOL:bool U8:uint8 I8:int8 I16:int16 F16:float16 BF16:bfloat16 I32:int32 F32:float32 F64:float64 I64:int64"
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _PAIRS.split())}
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _MAX_NAMED = 3  # problems that a text spells out
 _KNOWN = {f"mlp.{linear}.{kind}" for linear in ("fc1", "fc2") for kind in ("weight", "bias")}
@@ -57,11 +54,8 @@ class Layout:
 
 def find_pieces(model: nn.Module, folder: Path) -> tuple[Layout, list[Piece]]:
     """The layout of the checkpoint in a folder (the files of its index, or model.safetensors), and the pieces of a
-    swapped model in it.
-
-    CheckpointError: a file is missing, cut off or no safetensors file, the index says something else, or keys, shapes
-    or dtypes are not those of the model.
-    """
+    swapped model in it. CheckpointError: a file is missing, cut off or no safetensors file, the index says something
+    else, or keys, shapes or dtypes are not those of the model."""
     layout = _read_layout(folder)
     pieces = pieces_of(model, layout.tensors)
     problems = {}  # by key: pieces of one key have one problem
@@ -129,10 +123,8 @@ def new_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, ma
         stored.update(there)
     if split.is_sharded:
         parameters = sum(torch.Size(shape).numel() for _, shape in tensors.values())
-        content = {
-            "metadata": {"total_parameters": parameters, **split.metadata},
-            "weight_map": {key: tensor.file for key, tensor in stored.items()},
-        }
+        weight_map = {key: tensor.file for key, tensor in stored.items()}
+        content = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": weight_map}
         index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return Layout(files, stored, index)
 
@@ -216,13 +208,13 @@ def _tensors_of(path: Path, header: bytes) -> tuple[dict[str, StoredTensor], int
 
 
 def _new_header(shard: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    order = list(_DTYPES.values())
+    names, order = list(_DTYPES), list(_DTYPES.values())
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in sorted(shard, key=lambda key: (-order.index(shard[key][0]), key)):
         dtype, shape = shard[key]
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[key] = {"dtype": names[order.index(dtype)], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.integrations.transformers.adapters import adapt, unwrapped
+from symmoe.integrations.transformers.adapters import unwrapped
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, Place, StepConfig, empty_experts
 from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
 from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
@@ -52,7 +52,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
         if wrappers := unwrapped(model.get_submodule(path))[1]:
-            adapt(share, wrappers)
+            share.adopt_adapters(wrappers)
     place = Place(model, is_known_to_peft=is_wrapped)
     for path, share in swapped.items():
         share.place = place

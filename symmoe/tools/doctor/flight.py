@@ -62,11 +62,6 @@ class Record:
     epoch_of_rank: list[int]
     barrier_epoch: int | None = None
 
-    def call(self, phase: str | None, epoch: int | None) -> Call | None:
-        """The call of that epoch and phase; the last one of that phase if epochs do not fit, as after CUDA graphs."""
-        calls = [call for call in self.calls if call.phase == phase]
-        return next(reversed([call for call in calls if call.epoch == epoch] or calls), None)
-
 
 Records = dict[int, Record]  # by rank
 
@@ -182,9 +177,11 @@ def _error(by_rank: Records) -> Diagnosis:
 
 
 def _since(by_rank: Records, ranks: Sequence[int], phase: str | None, epoch: int | None) -> float | None:
-    """When the first of these ranks launched the call."""
-    calls = [by_rank[rank].call(phase, epoch) for rank in ranks]
-    return min((call.launched_unix_s for call in calls if call), default=None)
+    """When the first of these ranks launched the call; its last one of that phase if epochs do not fit, as after CUDA
+    graphs."""
+    of_phase = [[call for call in by_rank[rank].calls if call.phase == phase] for rank in ranks]
+    found = [([call for call in calls if call.epoch == epoch] or calls)[-1] for calls in of_phase if calls]
+    return min((call.launched_unix_s for call in found), default=None)
 
 
 def _last_call(
