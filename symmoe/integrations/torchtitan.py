@@ -81,7 +81,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         packed = num_ranks * self.config.num_max_tokens_per_rank
         rows = packed * min(self.top_k, self.num_experts // num_ranks)
         row_bytes = self.config.hidden_dim * _ROW_ITEM_BYTES
-        return (packed + rows) * row_bytes + packed * self.top_k * 8 + _SPARE_BYTES
+        return int((packed + rows) * row_bytes + packed * self.top_k * 8 + _SPARE_BYTES)
 
     def dispatch(
         self,
@@ -95,10 +95,13 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         Raises:
             ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
+        dispatched: tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]
         arguments = (x_TD, topk_scores_TK, topk_expert_ids_TK)
         if self.heap is None:
-            return LocalTokenDispatcher.dispatch(self, *arguments, num_local_tokens_per_expert_E)
-        return self._dispatch(self.heap, *arguments)
+            dispatched = LocalTokenDispatcher.dispatch(self, *arguments, num_local_tokens_per_expert_E)
+        else:
+            dispatched = self._dispatch(self.heap, *arguments)
+        return dispatched
 
     def combine(
         self,
@@ -107,9 +110,12 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """The sum of every token's rows, each times its score: [T, D]."""
+        y_TD: torch.Tensor
         if isinstance(metadata, LocalDispatchMetadata):
-            return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        return self._combine(routed_output_RD, metadata)
+            y_TD = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        else:
+            y_TD = self._combine(routed_output_RD, metadata)
+        return y_TD
 
     @torch.compiler.disable
     def _dispatch(
@@ -145,4 +151,5 @@ def token_dispatcher(config: LocalTokenDispatcher.Config, **fields: Any) -> Symm
         config: what it replaces; num_experts and top_k are taken from there.
         fields: the others of `SymmoeTokenDispatcher.Config`, hidden_dim and num_max_tokens_per_rank at least.
     """
-    return derive(config, SymmoeTokenDispatcher.Config, **fields)
+    replacement: SymmoeTokenDispatcher.Config = derive(config, SymmoeTokenDispatcher.Config, **fields)
+    return replacement

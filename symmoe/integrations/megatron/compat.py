@@ -46,7 +46,8 @@ _EXPERT_LIMITS: tuple[_Limit, ...] = (
 
 def slots_per_token(config: TransformerConfig) -> int:
     """K, the most experts of a token. Padded capacity fills experts up with tokens, of prob 0, that are not theirs."""
-    return config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
+    top_k: int = config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
+    return top_k
 
 
 def layer_problem(config: TransformerConfig) -> ArgumentError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -137,6 +138,10 @@ def _with_layers(spec: Any, replace: Callable[[Any], Any]) -> Any:
         return spec if submodules is old else functools.partial(spec, submodules=submodules)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return spec
-    own = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    new = {name: part for name, old in own.items() if (part := _with_layers(old, replace)) is not old}
-    return dataclasses.replace(spec, **new) if new else spec
+    new = None
+    for field in dataclasses.fields(spec):
+        part = _with_layers(old := getattr(spec, field.name), replace)
+        if part is not old:
+            new = new or copy.copy(spec)
+            setattr(new, field.name, part)
+    return spec if new is None else new
